@@ -33,7 +33,7 @@ from millrace.kernels.gpu_launch import FROM
 from millrace.kernels.matmul.coded import AS_E4M3, RowQuantization
 from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
 from millrace.kernels.matmul.cuda_few import BYTES_DEPTH, WARP_BYTES, WARP_K, few_rows_of_words, one_row, registers
-from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, EIGHT_OF_WORDS, MANY_ROWS, ONE_OF_E4M3, Tile, tiles
+from millrace.kernels.matmul.gpu_tiles import EIGHT, EIGHT_OF_WORDS, MANY_ROWS, ONE_OF_E4M3, PREFETCH, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
 from millrace.kernels.short_conv.cuda import BLOCK, convolve, keep_rows
@@ -73,7 +73,7 @@ def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, An
             "X_GROUP": 0 if whole or not coded_x else 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
             "BLOCK_K": BLOCK_K if tile.rows > 1 else WARP_K * tile.warps, "DEPTH": BLOCK_K if halves else BYTES_DEPTH,
             "UNITS": 2 * WARP_BYTES // BLOCK_K, "WARPS": tile.warps, "AHEAD": tile.stages > 1, "PLAIN": False,
-            "ASKED": ASKED, "TILE": tile}  # fmt: skip
+            "PREFETCH": PREFETCH, "TILE": tile}  # fmt: skip
 
 
 def _by(tile: Tile) -> Any:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from millrace.engine.artifact.engine import Engine
-from millrace.engine.artifact.engine_tables import Call, read_program_table
+from millrace.engine.artifact.engine_tables import CallEntry, read_program_table
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.precision import HADAMARD, SCALING_WORDS
 
@@ -26,7 +26,7 @@ def named(engine: Engine) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _most(calls: list[Call], told: Callable[[Call], str]) -> str:
+def _most(calls: list[CallEntry], told: Callable[[CallEntry], str]) -> str:
     """What the most bytes are, and how the others differ from it."""
     sizes: Counter[str] = Counter()
     for call in calls:
@@ -35,27 +35,27 @@ def _most(calls: list[Call], told: Callable[[Call], str]) -> str:
     return ", some layers ".join([first, " and ".join(sorted(others))]) if others else first
 
 
-def _weights(call: Call) -> str:
+def _weights(call: CallEntry) -> str:
     format, by = WeightFormat(int(call.params["weights"])), SCALING_WORDS[int(call.params["scaling"])]
     words = HADAMARD if _transformed(call) else by
     return ", ".join(filter(None, (_WEIGHTS[format], _groups(call, "group"), words)))
 
 
-def _rows(call: Call) -> str:
+def _rows(call: CallEntry) -> str:
     format = RowFormat(int(call.params["format"]))
     grouped = _groups(call, "x_group") if format >= RowFormat.Q8 else ""
     return ", ".join(filter(None, (_ROWS[format], grouped, HADAMARD if _transformed(call) else "")))
 
 
-def _groups(call: Call, of: str) -> str:
+def _groups(call: CallEntry, of: str) -> str:
     return f"groups of {call.params[of]}" if call.params[of] else ""
 
 
-def _transformed(call: Call) -> bool:
+def _transformed(call: CallEntry) -> bool:
     return call.params["format"] == RowFormat.HADAMARD_Q8
 
 
-def _both(call: Call) -> str:
+def _both(call: CallEntry) -> str:
     """Of a head, as short as it is clear: "w8a8 g128 by Hadamard"."""
     words = HADAMARD if _transformed(call) else SCALING_WORDS[int(call.params["scaling"])]
     group = f"g{call.params['group']}" if call.params["group"] else ""

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.peers.engine import CATALOGUE
 from benchmarks.record import RESULTS
-from millrace.engine.cache_specs import KEPT
+from millrace.engine.cache_specs import KV_FORMATS
 from millrace.machine.cpu import cpu_flags
 
 Result = dict[str, Any]
 REAL = "SmolLM2-135M-Instruct.Q4_1"  # the real model that is measured: a file's name
-ROUNDED_KV = {kept.name for kept in KEPT.values() if kept.numbers}  # whose own loss a score's KL has as well
+ROUNDED_KV = {kept.name for kept in KV_FORMATS.values() if kept.numbers}  # whose own loss a score's KL has as well
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from millrace.engine.cuda.device_lookup import CPU, Gpu, find_gpu
 from millrace.engine.cuda.device_roofline import DeviceRates
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.lowered import LoweredGraph
-from millrace.engine.cuda.memory_plan import Needs, plan_device
+from millrace.engine.cuda.memory_plan import MemoryNeeds, plan_device
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs
@@ -124,9 +124,9 @@ class RandomExecutor(CudaExecutor):
         finally:
             self._inputs, self._replays = inputs, replays
 
-    def needs(self) -> Needs:
+    def needs(self) -> MemoryNeeds:
         """By the plan that an engine of this kind is made by."""
-        return planned(self._graph, self.limits, self._kept, self._buckets, str(self.device))
+        return planned(self._graph, self.limits, self._kv_format, self._buckets, str(self.device))
 
 
 def gpu_of(device: str) -> Gpu:
@@ -135,7 +135,7 @@ def gpu_of(device: str) -> Gpu:
 
 def planned(
     graph: Graph, limits: ExecutorLimits, kv: KvFormat | None, buckets: Sequence[int], device: str
-) -> Needs:  # fmt: skip
+) -> MemoryNeeds:  # fmt: skip
     return needs_of(
         lower_for_gpu(graph, "bf16"), limits, kv=kv, buckets=buckets, multiprocessors=gpu_of(device).multiprocessors
     )

@@ -16,7 +16,7 @@ from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.settings import BuildSettings
 from millrace.compile.tune.tuner import Tuning, tune
 from millrace.engine.artifact.engine import Engine
-from millrace.engine.artifact.engine_tables import Node
+from millrace.engine.artifact.engine_tables import NodeEntry
 from millrace.engine.artifact.manifest import SlotEntry
 from millrace.engine.artifact.tactics import read_tables
 from millrace.graph.types import DType
@@ -231,5 +231,5 @@ def test_an_expression_that_is_none_is_no_crash(tree: object) -> None:
     for _ in range(500):
         deep = ["neg", deep]
     for found in (tree, deep):
-        assert Node("elementwise", [0], [1], [["B", 3]], [""], {"tree": found}).expression == "?"
-    assert not Node("linear", [0], [1], [["B", 3]], [""], {"bias": True}).expression
+        assert NodeEntry("elementwise", [0], [1], [["B", 3]], [""], {"tree": found}).expression == "?"
+    assert not NodeEntry("linear", [0], [1], [["B", 3]], [""], {"bias": True}).expression

@@ -39,7 +39,7 @@ def test_a_lossy_precision_is_obeyed_and_its_price_said(millrace: Millrace, tmp_
     assert "measuring fp32, the reference, piece by piece ..." in built.err
     m = read_manifest(out)
     assert m.precision["default"] == "w4a8" and m.evaluation.price and m.evaluation.price.kl and m.evaluation.tokens
-    assert m.evaluation.said in millrace("inspect", out).out
+    assert m.evaluation.summary in millrace("inspect", out).out
     shown = json.loads(millrace("inspect", out, "--json").out)["evaluation"]
     assert shown["tried"][0]["kl"] == m.evaluation.price.kl and shown["max_kl"] is None
     assert millrace("inspect", out, "--html", tmp_path / "e.html").code == 0

@@ -258,7 +258,7 @@ def test_what_a_price_leaves_out_is_said(built: Path, tmp_path: Path) -> None:
     evaluation = Evaluation("", "bundled", tokens=100, tried=[price])
     folder = with_manifest(tmp_path, built, evaluation=evaluation, gpu=GpuSection(fp8_rows=["model.layers.0.mlp.up"]))
     engine = built_engine(Engine.open(folder), NOTHING_ASKED, HERE, None, said.append)
-    assert said == [engine.manifest.notes[-1]] == [f"on a CPU {evaluation.said}; rows of E4M3 are not in it"]
+    assert said == [engine.manifest.notes[-1]] == [f"on a CPU {evaluation.summary}; rows of E4M3 are not in it"]
 
 
 @pytest.mark.parametrize("more", [4096, -64])

@@ -11,7 +11,7 @@ from millrace.graph.types import DType, Graph, Node, Port, Symbol, Value
 from millrace.kernels.catalogue import operators
 from millrace.kernels.convert.op import packs_elements, packs_rows
 from millrace.kernels.gather_rows.op import GATHER_ROWS
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue
 from millrace.model.layers import Linear
 from millrace.model.module import Module, Signature, Weights, trace_model
 from millrace.model.tensor import Tensor
@@ -21,7 +21,7 @@ T, R = Symbol("T"), Symbol("R")
 
 
 def own(**facts: object) -> KernelOperator:
-    def reference(node: Node, values: EvaluationContext) -> Held:
+    def reference(node: Node, values: EvaluationContext) -> StoredValue:
         return values.rows(node.inputs[0])
 
     def lower(node: Node, writer: ProgramWriter) -> None:

@@ -17,7 +17,7 @@ from millrace.compile.build import BuildOptions, Plan, plan_engine
 from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
 from millrace.compile.source import Source
 from millrace.kernels.matmul.pack import hadamard
-from millrace.kernels.operand_places import Packed
+from millrace.kernels.operand_places import PackedPlace
 from millrace.kernels.precision import Precision
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf
@@ -42,7 +42,7 @@ def rounded(made: Plan) -> list[str]:
     return [note for note in made.notes if "rounded again" in note]
 
 
-def unpacked(packed: Packed) -> Blocks:
+def unpacked(packed: PackedPlace) -> Blocks:
     """Codes and scales out of the panels of 32 outputs that kernels read, in groups of 32 inputs."""
     bits = 4 if packed.format.startswith("w4") else 8
     N, K = packed.shape
@@ -113,7 +113,7 @@ def test_codes_and_scales_are_the_files(tmp_path: Path, folder: Path, kind: Kind
     assert made.notes == (f"the embedding table, stored as {kind.name}, is rounded to bfloat16",)
 
 
-def weights_in(packed: Packed) -> NDArray[np.float32]:
+def weights_in(packed: PackedPlace) -> NDArray[np.float32]:
     """(N, K) out of panels with minimums or in two levels, by the words of matmul/pack.py."""
     (N, K), panels = packed.shape, packed.pack(map).reshape(-(-packed.shape[0] // PANEL), -1)
     bits, group = int(packed.format[1]), int(packed.format.split()[0].split("g")[1])

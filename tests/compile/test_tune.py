@@ -20,7 +20,7 @@ from millrace.compile.tune.tuner import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tun
 from millrace.compile.tune.tuning_cases import TunedRows, cases_of, pages_of
 from millrace.compile.tune.tuning_regions import regions, regions_of
 from millrace.engine.artifact.engine import Engine
-from millrace.engine.artifact.engine_tables import Call, read_program_table
+from millrace.engine.artifact.engine_tables import CallEntry, read_program_table
 from millrace.engine.artifact.tactics import (
     TACTICS,
     Choice,
@@ -311,9 +311,9 @@ for i in range(40):
 
 
 def test_groups_and_epilogues_are_regions_of_their_own() -> None:
-    def step(group: int, *operands: str, scaling: int = 0) -> Call:
+    def step(group: int, *operands: str, scaling: int = 0) -> CallEntry:
         params: dict[str, int | float] = {"n": 64, "k": 64, "weights": 3, "group": group, "scaling": scaling}
-        return Call("matmul", "w4a8", [], {name: {} for name in operands}, params)
+        return CallEntry("matmul", "w4a8", [], {name: {} for name in operands}, params)
 
     assert len(regions([step(32), step(128), step(32, "residual"), step(32, "bias"), step(32)])) == 4
     assert len(regions([step(32), step(32, scaling=1), step(32, scaling=3)])) == 3

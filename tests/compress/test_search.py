@@ -36,7 +36,7 @@ from millrace.compress.search.candidates import (
 from millrace.compress.search.loss_bound import KL, MOST_MIXES, PERPLEXITY, MaxLoss, searched
 from millrace.compress.search.mixed_precision import Candidate, Mix
 from millrace.compress.search.search import RECIPE, SearchGoal, SearchResult, Texts, search
-from millrace.engine.roofline_probe import Product
+from millrace.engine.roofline_probe import ProbedMatmul
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.text_windows import Windows
@@ -272,9 +272,9 @@ def test_a_mix_of_all_kinds_is_what_its_recipe_makes(model: Model, tmp_path: Pat
 
 
 def test_times_are_taken_once_for_each_kind(model: Model) -> None:
-    timed: list[Product] = []
+    timed: list[ProbedMatmul] = []
 
-    def clock(product: Product) -> float:
+    def clock(product: ProbedMatmul) -> float:
         timed.append(product)
         return product.nbytes / 1e9
 

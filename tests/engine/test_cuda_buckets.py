@@ -21,7 +21,7 @@ from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.engine.cache_specs import KvFormat
-from millrace.engine.cuda.attention_partition import Kind
+from millrace.engine.cuda.attention_partition import AttentionKind
 from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, bucket_of, usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import SamplingMode, way_of
@@ -74,7 +74,7 @@ def test_which_steps_have_a_bucket(chunks: list[int], rows: int, size: int | Non
 
 @pytest.mark.parametrize(("field", "value", "way"), [
     ("top_k", 5, SamplingMode.LIKELIEST), ("temperature", 1e-6, SamplingMode.LIKELIEST),
-    ("temperature", 0.5, SamplingMode.DRAWN),
+    ("temperature", 0.5, SamplingMode.RANDOM),
     ("n_top", 0, None), ("target", 3, None), ("mask", 1, None), ("bias_count", 1, None),
     ("repetition_penalty", 1.1, None), ("presence_penalty", -0.5, None), ("frequency_penalty", 0.5, None),
 ])  # fmt: skip
@@ -87,8 +87,8 @@ def test_what_a_capture_draws(field: str, value: float, way: SamplingMode | None
 
 def test_what_fills_a_bucket_is_nobodys() -> None:
     """Padding rows write to the page that no sequence has; the host's tables of the step before are gone."""
-    bucket = Bucket(4, 9, 3, 64, torch.device("cpu"), 1, (Kind(2, 1),))
-    places = bucket.tables(Kind(2, 1))
+    bucket = Bucket(4, 9, 3, 64, torch.device("cpu"), 1, (AttentionKind(2, 1),))
+    places = bucket.tables(AttentionKind(2, 1))
     wide = decode([130, 70, 0, 63], [[1, 2, 3], [4, 5], [6], [7]], [3, 2, 1, 0])
     bucket.fill(wide)
     assert places.tables[:7].tolist() == [1, 2, 3, 4, 5, 6, 7] and places.table_starts.tolist() == [0, 3, 5, 6, 7]

@@ -22,7 +22,18 @@ from millrace.engine.dummy_step import dummy_step
 from tests.engine.test_cuda import LIMITS
 from tests.support.one_step import i32
 
-OURS = ("add_norm", "attention", "argmax", "coded_rows", "draw", "keep_rotated", "product", "scatter_tokens", "rms_norm", "silu_mul")
+OURS = (
+    "add_norm",
+    "attention",
+    "argmax",
+    "coded_rows",
+    "draw",
+    "keep_rotated",
+    "product",
+    "scatter_tokens",
+    "rms_norm",
+    "silu_mul",
+)
 NO_KERNEL = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "lift_fresh")
 
 
@@ -111,7 +122,7 @@ def test_what_is_under_way_is_one_launch_more() -> None:
     def behind(ours: CudaExecutor) -> Callable[[], object]:
         first = dummy_step([1] * 4, 0, 4, vocab=ours.limits.vocab_size)
         ours.run(first)
-        step = replace(first, drawn=i32([[0, 1], [2, 3]]))
+        step = replace(first, pending_tokens=i32([[0, 1], [2, 3]]))
         return lambda: ours.run(step)
 
     seen = launched("bf16", 1, behind)

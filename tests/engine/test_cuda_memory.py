@@ -24,7 +24,7 @@ from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.cuda_graphs import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.memory_plan import SHARE, Needs, plan_device
+from millrace.engine.cuda.memory_plan import SHARE, MemoryNeeds, plan_device
 from millrace.engine.cuda.sampling import SamplingMode
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
@@ -55,7 +55,7 @@ def check_exactly(executor: CudaExecutor, dtype: str, kv: KvFormat | None) -> No
     pages = [x for p in executor._pages.values() for x in (p.keys, p.values, p.key_scales, p.value_scales)]
     pages_of_all = planned.page_bytes + sum(w.page_bytes for w in planned.windows)
     assert pages_of_all * (LIMITS.n_pages + 1) == nbytes(*pages)
-    held = [(b._held, b._starts, b._zeros, b._lines) for b in executor._inputs.values()]
+    held = [(b._first_pages, b._starts, b._zeros, b._lines) for b in executor._inputs.values()]
     inputs = sum(nbytes(*tensors) for tensors in held)
     without = needs_of(executor._lowered, executor.limits, kv=kv)
     assert len(held) == 2 and inputs < planned.graphs_bytes and without.graphs_bytes == 0
@@ -142,7 +142,7 @@ def test_what_a_captured_step_computes_is_bounded(monkeypatch: pytest.MonkeyPatc
     decode = dummy_step([1] * 8, 0, 8, vocab=vocab)
     decode.sampling["temperature"] = 1
     taken = most_allocated(buckets, [decode, decode])
-    assert taken <= planned <= 3 * taken and list(buckets._replays) == [(8, SamplingMode.DRAWN)]
+    assert taken <= planned <= 3 * taken and list(buckets._replays) == [(8, SamplingMode.RANDOM)]
 
 
 GRAPHS = cache(graph_of)
@@ -151,7 +151,7 @@ LIMITS_8B = ExecutorLimits(
 )
 
 
-def needs_8b(precision: str, kv: KvFormat | None = None, **limits: Any) -> Needs:
+def needs_8b(precision: str, kv: KvFormat | None = None, **limits: Any) -> MemoryNeeds:
     graph = GRAPHS(replace(LLAMA_8B, max_context=8192), precision)
     return needs_of(lower_for_gpu(graph, "bf16"), replace(LIMITS_8B, **limits), kv=kv, buckets=usual_buckets(64))
 
@@ -214,7 +214,7 @@ def test_no_plan_takes_more_than_there_is(
     weights: int, step: int, graphs: int, page: int, least: int, most: int, free: int, more: int
 ) -> None:
     """More memory is never less room, larger pages are never more of them."""
-    needs = Needs(weights, step, graphs, page, least)
+    needs = MemoryNeeds(weights, step, graphs, page, least)
     fits = needs.pages_in(free)
     if fits < least or most < least:
         with pytest.raises(MachineError):

@@ -89,7 +89,7 @@ def test_a_launched_step_takes_what_the_one_before_draws(buckets: tuple[int, ...
     second = step_of([([tokens[1]], 2, [0]), ([tokens[0]], 3, [1])], plain_rows(2))
     second.sampling["token"] = [0, 1]
     want = executor.run(second).tokens.tolist()
-    blind: StepInputs = replace(second, tokens=i32([0, 0]), drawn=i32([[0, 1], [1, 0]]))
+    blind: StepInputs = replace(second, tokens=i32([0, 0]), pending_tokens=i32([[0, 1], [1, 0]]))
     executor.launch(first)
     executor.launch(blind)
     assert executor.wait().tokens.tolist() == tokens and executor.wait().tokens.tolist() == want
@@ -109,8 +109,9 @@ def test_a_penalty_counts_what_the_step_before_draws(plainly: CudaExecutor) -> N
     first.sampling["token"] = [1, 4]
     a, b = executor.run(first).tokens.tolist()
     second = step_of(
-        [([0], 2, [0]), ([0], 3, [1])], plain_rows(2), drawn=i32([[0, 0], [1, 1]]), history=i32([1, 0, 1, 7, 0]),
-        drawn_history=i32([[1, 0], [4, 1]]),
+        [([0], 2, [0]), ([0], 3, [1])], plain_rows(2), pending_tokens=i32([[0, 0], [1, 1]]),
+        history=i32([1, 0, 1, 7, 0]),
+        pending_history=i32([[1, 0], [4, 1]]),
     )  # fmt: skip
     of = second.sampling
     of["token"], of["history_start"], of["history_prompt"], of["history_output"] = [0, 1], [0, 2], [1, 2], 1
@@ -143,8 +144,9 @@ def test_a_replay_may_write_over_what_the_one_before_gave(
     first.sampling["token"] = [0, 1]
     a, b = executor.run(first).tokens.tolist()
     second = step_of(
-        [([0], 1, [0]), ([0], 1, [1])], first.sampling.copy(), drawn=i32([[0, 0], [1, 1]]), history=i32([0, 0]),
-        drawn_history=i32([[0, 0], [1, 1]]),
+        [([0], 1, [0]), ([0], 1, [1])], first.sampling.copy(), pending_tokens=i32([[0, 0], [1, 1]]),
+        history=i32([0, 0]),
+        pending_history=i32([[0, 0], [1, 1]]),
     )  # fmt: skip
     second.sampling["history_start"], second.sampling["history_output"] = [0, 1], 1
     second.sampling["presence_penalty"] = -1000

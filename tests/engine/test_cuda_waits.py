@@ -71,7 +71,7 @@ def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None
         tokens[1] = -1
         rows = replace(step, tokens=tokens, embeddings=np.ones((1, width), np.float32))
         rows = replace(rows, rotary_positions=i32([7] * sum(lengths)))
-        for of in (step, drawn, replace(step, drawn=i32([[2, 0]])), rows):
+        for of in (step, drawn, replace(step, pending_tokens=i32([[2, 0]])), rows):
             launched(there, of)
     seen = Counter(device.launched)
     assert seen["rotate_and_keep"] == 8 * 2 and seen["attend"] >= 8 * 2 and seen["draw_rows"] == 2
@@ -110,7 +110,7 @@ def test_a_prompts_first_part_draws_nothing(plainly: CudaExecutor, device: FakeC
     device.warming = True
     launched(there, replace(step, sampling=step.sampling[:0]))
     assert device.launched.count("attend") == 2 and "best_rows" not in device.launched
-    assert there._drawn is not None and there._drawn.shape == (0,)
+    assert there._last_tokens is not None and there._last_tokens.shape == (0,)
 
 
 def test_a_capture_copies_nothing(

@@ -15,7 +15,7 @@ from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.engine.cache_specs import max_window_pages
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.memory_plan import SHARE, Needs, WindowNeeds, plan_device
+from millrace.engine.cuda.memory_plan import SHARE, MemoryNeeds, WindowNeeds, plan_device
 from millrace.engine.executor import Executor, StepInputs, WindowPages, plain_rows
 from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.errors import MachineError
@@ -134,7 +134,7 @@ def test_a_loop_beyond_the_window(family: str, pair_of: PairOf) -> None:
 
 def test_what_is_planned_of_windows() -> None:
     """Room for one sequence of the whole context, then half of what is left for windows; asked bytes to the last."""
-    needs = Needs(1 << 30, 1 << 28, 1 << 20, 1000, 100, (WindowNeeds(512, 3000, 13), WindowNeeds(64, 10, 5)))
+    needs = MemoryNeeds(1 << 30, 1 << 28, 1 << 20, 1000, 100, (WindowNeeds(512, 3000, 13), WindowNeeds(64, 10, 5)))
     one = 100 * 1000 + 13 * 3000 + 5 * 10
     assert needs.sequence_bytes == one
     free = (needs.fixed_bytes + needs.page_bytes + one) / SHARE
@@ -161,7 +161,7 @@ def test_what_is_planned_of_windows() -> None:
 
 def test_windows_alone_take_what_they_need() -> None:
     """Where every layer has one, pages of the others are but numbers."""
-    needs = Needs(1 << 30, 1 << 28, 1 << 20, 0, 100, (WindowNeeds(512, 3000, 13),))
+    needs = MemoryNeeds(1 << 30, 1 << 28, 1 << 20, 0, 100, (WindowNeeds(512, 3000, 13),))
     plan = plan_device(needs, 10 << 30, 800)
     assert (plan.n_pages, plan.window_pages) == (800, (104,))
     with pytest.raises(MachineError, match="KV pages"):

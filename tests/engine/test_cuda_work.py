@@ -12,7 +12,7 @@ from millrace.engine.cuda.attention_partition import (
     MANY_ROWS,
     MOST_PARTS,
     SOME_ROWS,
-    Kind,
+    AttentionKind,
     Sequences,
     SmGeometry,
     SplitPlan,
@@ -111,7 +111,7 @@ def test_many_contexts_are_whole() -> None:
     most = room(FEW_ROWS, KV_HEADS, H200.number)
     found = split_attention(sequences(at, np.ones_like(at)), FEW_ROWS, GROUP, PAGE, most)
     assert len(found.items) == 512 and not len(found.merges)
-    captured = bucket_parts(512, 65, [Kind(GROUP, KV_HEADS)], H200.number, PAGE)[9] // ITEM
+    captured = bucket_parts(512, 65, [AttentionKind(GROUP, KV_HEADS)], H200.number, PAGE)[9] // ITEM
     assert captured == 512 + most and most <= 66
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.engine_tables import read_program_table
-from millrace.engine.artifact.tactics import Choice, Comparison, Region, TacticTable, TacticTiming, write_tactics
+from millrace.engine.artifact.tactics import Choice, Comparison, TacticTable, TacticTiming, TunedRegion, write_tactics
 from millrace.kernels.library import usable_isas
 from tests.fuzz.originals import write_checkpoint
 from tests.support.engines import build, last_logits
@@ -67,7 +67,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     machine: dict[str, str | int] = {"cpu": "a newer one", "isa": "avx512", "cores": 2}
     products = [i for i, step in enumerate(read_program_table(engine.folder).calls) if step.kernel == "matmul"]
     timed = Comparison("ahead", [TacticTiming(value, 1.0, 1.0, 1.0, 1) for value in (0, 64)], 64)
-    region = Region("products", "matmul", products, [Choice(1, {"ahead": 64}, [timed])])
+    region = TunedRegion("products", "matmul", products, [Choice(1, {"ahead": 64}, [timed])])
     write_tactics(engine.folder, TacticTable(machine, 2, [region]))
     return Engine.open(engine.folder)
 

@@ -16,7 +16,7 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.artifact import tactics
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.engine_tables import read_program_table
-from millrace.engine.artifact.tactics import Choice, Region, TacticTable, knob_values, read_tactics, write_tactics
+from millrace.engine.artifact.tactics import Choice, TacticTable, TunedRegion, knob_values, read_tactics, write_tactics
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import EngineError, MachineError
@@ -115,7 +115,7 @@ def test_hostile_tactics_are_refused(engine: Engine, entries: list[tuple[int | s
 
 
 def table(engine: Engine, threads: int, knobs: dict[str, int], kernel: str = "matmul") -> TacticTable:
-    region = Region("all products", kernel, products(engine), [Choice(4, knobs, [])])
+    region = TunedRegion("all products", kernel, products(engine), [Choice(4, knobs, [])])
     return TacticTable(fingerprint(usable_isas()[0]), threads, [region])
 
 
@@ -156,7 +156,7 @@ def test_damaged_tactics_say_how_to_mend_them(engine: Engine) -> None:
         path.write_bytes(msgspec.json.encode(bad))
         with pytest.raises(EngineError, match="not readable"):
             read_tactics(engine.folder)
-    elsewhere = Region("a norm", "matmul", [1], [Choice(4, {"tile_rows": 1}, [])])
+    elsewhere = TunedRegion("a norm", "matmul", [1], [Choice(4, {"tile_rows": 1}, [])])
     write_tactics(engine.folder, msgspec.structs.replace(table(engine, usable_cores(), {}), regions=[elsewhere]))
     with pytest.raises(EngineError, match="do not fit"):
         engine.executor(n_pages=1)

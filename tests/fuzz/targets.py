@@ -28,7 +28,7 @@ from millrace.engine.artifact.manifest import (
     read_manifest,
     sealed,
 )
-from millrace.engine.artifact.tactics import TACTICS, Choice, Region, TacticTable, write_tactics
+from millrace.engine.artifact.tactics import TACTICS, Choice, TacticTable, TunedRegion, write_tactics
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import ExecutionError
 from millrace.kernels.library import usable_isas
@@ -179,7 +179,7 @@ def program(folder: Path) -> Case:
     sentences = encoder(folder / "encoder", "fp32").folder
     goods = {out: ((out / PROGRAM).read_bytes(), read_manifest(out)) for out in (model, sentences)}
     choices = [Choice(rows, {"tile_rows": 2, "task_panels": 1, "ahead": 64}, []) for rows in (1, 8)]
-    table = TacticTable(fingerprint(usable_isas()[0]), 1, [Region("products", "matmul", [2, 7], choices)])
+    table = TacticTable(fingerprint(usable_isas()[0]), 1, [TunedRegion("products", "matmul", [2, 7], choices)])
 
     def restore() -> None:
         for out, (steps, manifest) in goods.items():

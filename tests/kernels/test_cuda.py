@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.engine.cuda import torch_reference
-from millrace.engine.cuda.attention_partition import Kind, SmGeometry
+from millrace.engine.cuda.attention_partition import AttentionKind, SmGeometry
 from millrace.engine.cuda.device_roofline import _PRODUCTS
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import StepInputs, plain_rows
@@ -47,7 +47,7 @@ def tables(processors: SmGeometry, group: int, rng: np.random.Generator) -> tupl
         i32([0, *np.cumsum([n for _, n in STEPS])]), i32(rng.permutation(sum(counts) + 3)[: sum(counts)]),
         i32([0, *np.cumsum(counts)]), plain_rows(1), i32([]), i32([]), np.zeros(0, np.float32),
     )  # fmt: skip
-    return step, step_tables(step, PAGE, torch.device("cpu"), Kind(group, 1), processors)
+    return step, step_tables(step, PAGE, torch.device("cpu"), AttentionKind(group, 1), processors)
 
 
 @pytest.mark.parametrize(

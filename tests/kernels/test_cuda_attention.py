@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cuda import torch_reference
-from millrace.engine.cuda.attention_partition import Kind, SmGeometry
+from millrace.engine.cuda.attention_partition import AttentionKind, SmGeometry
 from millrace.engine.cuda.cuda_graphs import Bucket
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import StepInputs, plain_rows
@@ -77,7 +77,7 @@ class Drawn:
 
     def tables(self, processors: SmGeometry) -> StepTables:
         K = self.pages.keys.shape[1]
-        return step_tables(self.step, PAGE, CPU, Kind(self.q.shape[1] // K, K), processors)
+        return step_tables(self.step, PAGE, CPU, AttentionKind(self.q.shape[1] // K, K), processors)
 
     def check(self, y: Tensor, scale: float, dtype: torch.dtype) -> None:
         """As near the reference, in float64 over what is kept, as roundings to `dtype` allow."""
@@ -128,8 +128,8 @@ def test_parts_are_seen_to_be_merged() -> None:
 def test_a_buckets_work(group: int, multiprocessors: int) -> None:
     """Filled twice, the second time by fewer and shorter sequences: what is left of the first is nobody's."""
     shape = 2 * group, 2, 16, 24
-    bucket = Bucket(4, 999, 6, PAGE, CPU, multiprocessors, (Kind(group, 2),))
-    tables = bucket.tables(Kind(group, 2))
+    bucket = Bucket(4, 999, 6, PAGE, CPU, multiprocessors, (AttentionKind(group, 2),))
+    tables = bucket.tables(AttentionKind(group, 2))
     for counts in ([(300, 1), (64, 1), (63, 1)], [(5, 1), (130, 1)]):
         drawn = Drawn.of(len(counts), counts, shape, "int8", torch.float32)
         bucket.scratch = len(drawn.pages.keys) - 1
@@ -145,7 +145,7 @@ def test_a_buckets_work(group: int, multiprocessors: int) -> None:
 
 def test_a_bucket_of_several_kinds() -> None:
     """Each finds its own work: of 80 query heads a KV head two blocks for each sequence, of one one."""
-    kinds = Kind(1, 3), Kind(80, 1)
+    kinds = AttentionKind(1, 3), AttentionKind(80, 1)
     bucket = Bucket(2, 999, 6, PAGE, CPU, 9, kinds)
     for kind in kinds:
         group, K, _ = kind

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from millrace.engine.cuda import torch_reference
-from millrace.engine.cuda.attention_partition import Kind, SmGeometry
+from millrace.engine.cuda.attention_partition import AttentionKind, SmGeometry
 from millrace.engine.cuda.cuda_graphs import Bucket
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import WindowPages
@@ -58,7 +58,7 @@ def check(drawn: Drawn, y: torch.Tensor, scale: float, window: int, softcap: flo
 
 def tables_of(drawn: Drawn, window: int, processors: SmGeometry) -> StepTables:
     K = drawn.pages.keys.shape[1]
-    kind = Kind(drawn.q.shape[1] // K, K, window)
+    kind = AttentionKind(drawn.q.shape[1] // K, K, window)
     return step_tables(drawn.step, PAGE, CPU, kind, processors, held(drawn, window) if window else None)
 
 
@@ -96,7 +96,7 @@ def test_scores_far_beyond_a_cap() -> None:
 @pytest.mark.parametrize("window", [65, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 1000))])
 def test_a_buckets_windows(window: int) -> None:
     """Beside layers that attend to all: filled twice, by steps whose first pages are gone and by one that has all."""
-    kinds = Kind(3, 1), Kind(3, 1, window)
+    kinds = AttentionKind(3, 1), AttentionKind(3, 1, window)
     bucket = Bucket(4, 998, 6, PAGE, CPU, 9, kinds, {window: 998})
     for counts, has_all in (([(300, 1), (64, 1), (63, 1)], False), ([(130, 1), (5, 1)], True)):
         drawn = Drawn.of(len(counts), counts, (3, 1, 16, 24), "f16", torch.float16)
@@ -120,6 +120,6 @@ def test_where_tokens_are_written() -> None:
     """In the pages of the window, counted from the first that is left."""
     drawn = Drawn.of(2, [(300, 1), (126, 4)], (2, 1, 16, 16), "f32", torch.float32)
     moved = replace(held(drawn, 64), pages=i32([7, 8, 1, 2, 3]))
-    tables = step_tables(drawn.step, PAGE, CPU, Kind(2, 1, 64), SmGeometry(1), moved)
+    tables = step_tables(drawn.step, PAGE, CPU, AttentionKind(2, 1, 64), SmGeometry(1), moved)
     assert moved.first.tolist() == [3, 0] and moved.page_starts.tolist() == [0, 2, 5]
     assert tables.slots.tolist() == [8 * 64 + 44, 2 * 64 - 2 + 64, 2 * 64 + 63, 3 * 64, 3 * 64 + 1]

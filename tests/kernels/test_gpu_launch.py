@@ -15,7 +15,7 @@ SOURCES = sorted(Path(gpu_launch.__file__).parent.glob("*/*.py"))
 CONSTANTS = {
     "w",
     "w_row",
-    "ASKED",
+    "PREFETCH",
     "N",
     "K",
     "BLOCK_N",

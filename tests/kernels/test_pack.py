@@ -19,7 +19,7 @@ from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL
 from millrace.kernels.matmul import pack
 from millrace.kernels.matmul.pack import SlabTask, interleave_halves, pack_codes, pack_matrix, rounded_codes
-from millrace.kernels.operand_places import Packed
+from millrace.kernels.operand_places import PackedPlace
 
 F32, BF16, W8, W4 = WeightFormat.F32, WeightFormat.BF16, WeightFormat.W8, WeightFormat.W4
 CLASSES = [(F32, 0, 0), (BF16, 0, 0), *((f, 32, hadamard_group) for f in (W8, W4) for hadamard_group in (0, 8, 32))]
@@ -133,7 +133,7 @@ def test_slabs_of_one_matrix_are_packed_by_all_cores(monkeypatch: pytest.MonkeyP
         assert sum(1 for _ in run(lambda _: together.wait(), range(6))) == 6
         return np.zeros(8, np.uint8)
 
-    one = Packed("w", ("w",), (8,), "u8", 8, packed)
+    one = PackedPlace("w", ("w",), (8,), "u8", 8, packed)
     program = SimpleNamespace(weights=[one], weights_offsets=[64], weights_bytes=72)
     pack_weights(program, lambda data, offset: put.update({offset: data.nbytes}), lambda *_: None)  # type: ignore[arg-type]
     assert put == {64: 8}

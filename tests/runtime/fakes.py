@@ -142,9 +142,9 @@ class FakeExecutor(Executor):
         step = self._steps.popleft()
         if step is None:
             raise RuntimeError("the step before has failed")
-        for token, row in () if step.drawn is None else step.drawn.tolist():
+        for token, row in () if step.pending_tokens is None else step.pending_tokens.tolist():
             step.tokens[token] = max(self._drawn[row], 0)
-        for place, row in () if step.drawn_history is None else step.drawn_history.tolist():
+        for place, row in () if step.pending_history is None else step.pending_history.tolist():
             step.history[place] = max(self._drawn[row], 0)
         if self.before_run is not None and not self.fails_at_launch:
             try:

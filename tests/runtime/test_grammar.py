@@ -208,16 +208,16 @@ def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatc
     known = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
     for regex in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b, and b that of c
         known.matchers(StructuredOutputsParams(regex=regex), 1)
-    assert [source.split("/")[1] for source in compiled] == ["a", "b", "c", "b"] and len(known._kept) == 2
+    assert [source.split("/")[1] for source in compiled] == ["a", "b", "c", "b"] and len(known._cache) == 2
 
 
 def test_what_is_kept_is_bounded_by_its_length(monkeypatch: pytest.MonkeyPatch, fake: GrammarCompiler) -> None:
     monkeypatch.setattr(grammar, "MAX_KEPT_CHARACTERS", 1000)
     for letter in "abcde":
         fake.matchers(StructuredOutputsParams(regex=letter * 300), 1)
-    assert len(fake._kept) == 2
+    assert len(fake._cache) == 2
     fake.matchers(StructuredOutputsParams(regex="f" * 2000), 1)
-    assert len(fake._kept) == 1, "the last one is kept, however long it is"
+    assert len(fake._cache) == 1, "the last one is kept, however long it is"
 
 
 def test_several_threads_compile_at_once() -> None:

@@ -134,7 +134,7 @@ def test_after_a_restart_the_older_half_goes_first(tmp_path: Path, n_halves: int
     ):  # of four pages, a half each; what the pool still holds of the last two is not there
         store.computes(chain, 4)
         store.settle()
-    store.tier.known = tuple  # as where it is killed
+    store.tier.cached_pages = tuple  # as where it is killed
     store.tier.close()
     again = Store(tmp_path / "tier", n_records=8)
     stats = again.tier.stats

@@ -40,7 +40,7 @@ def test_the_next_step_is_launched_before_the_tokens_are_known() -> None:
     launch = executor.launch
 
     def watched(step: StepInputs) -> None:
-        under_way.append((len(executor._steps), 0 if step.drawn is None else len(step.drawn)))
+        under_way.append((len(executor._steps), 0 if step.pending_tokens is None else len(step.pending_tokens)))
         launch(step)
 
     executor.launch = watched  # type: ignore[method-assign]

@@ -91,7 +91,7 @@ def check_row(got: StepInputs, row: np.void, seq: Sequence, token: int, row_befo
     first, n = row["history_start"], row["history_prompt"] + row["history_output"]
     marked = list(enumerate(whole(seq, row_before) if resolved.needs_history else []))
     seen = marked if resolved.penalty_window is None else marked[-resolved.penalty_window :]
-    assert told(got.history, got.drawn_history, first, first + n) == [token for _, token in seen]
+    assert told(got.history, got.pending_history, first, first + n) == [token for _, token in seen]
     assert row["history_prompt"] == sum(i < seq.n_prompt for i, _ in seen)
     bias = slice(row["bias_start"], row["bias_start"] + row["bias_count"])
     assert got.bias_ids[bias].tolist() == resolved.bias_ids.tolist()
@@ -113,7 +113,7 @@ def test_a_step_is_read_as_it_was_meant(seed: int) -> None:
     for s, chunk in enumerate(chunks):
         seq, start, end, row_before = chunk.sequence, chunk.start, chunk.start + chunk.n, before.get(chunk.sequence, -1)
         lo, hi = got.starts[s : s + 2].tolist()
-        assert told(got.tokens, got.drawn, lo, hi) == whole(seq, row_before)[start:end]
+        assert told(got.tokens, got.pending_tokens, lo, hi) == whole(seq, row_before)[start:end]
         assert got.positions[lo:hi].tolist() == list(range(start, end))
         own = got.pages[slice(*got.page_starts[s : s + 2])]
         assert own.tolist() == seq.pages.array[: -(-end // SIZE)].tolist()
@@ -127,4 +127,4 @@ def test_a_step_is_read_as_it_was_meant(seed: int) -> None:
     copies = [(c.sequence.source, c.sequence.pages.array[c.start // SIZE]) for c in chunks if c.sequence.source]
     assert ([] if got.copies is None else got.copies.tolist()) == [list(pair) for pair in copies]
     n_ahead = sum(c.sequence.n_ahead for c in chunks if c.start + c.n > c.sequence.n_tokens)
-    assert (0 if got.drawn is None else len(got.drawn)) == n_ahead
+    assert (0 if got.pending_tokens is None else len(got.pending_tokens)) == n_ahead

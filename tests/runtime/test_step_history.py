@@ -20,7 +20,7 @@ def test_a_trace_has_the_steps_of_its_request_alone(most: int, monkeypatch: pyte
         loop.step()
     for name, orders in (("a", [1, 3, 5]), ("b", [2]), ("c", [4]), ("d", [])):
         found = loop.traces(name)
-        assert [trace.seen.order for trace in found] == orders
+        assert [trace.record.order for trace in found] == orders
         for trace, order in zip(found, orders, strict=True):
             own = [[part for part in step.parts.tolist() if part[0] == order] for step in loop.history.steps]
             expected = [(i + 1, parts) for i, parts in enumerate(own) if parts][-most:]

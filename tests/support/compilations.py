@@ -45,7 +45,7 @@ def drawn_steps(seed: int, n: int) -> Iterator[StepInputs]:
         step = dummy_step(lengths, 0, len(lengths) * int(rng.integers(1, 4)), vocab=VOCAB)
         drawn = [[at, 0] for at in range(rng.integers(0, len(lengths) + 1))]
         rows = step.sampling[: rng.integers(1, len(lengths) + 1)]
-        yield replace(step, sampling=rows, drawn=i32(drawn) if drawn else None)
+        yield replace(step, sampling=rows, pending_tokens=i32(drawn) if drawn else None)
 
 
 def launched(there: CudaExecutor, step: StepInputs) -> None:

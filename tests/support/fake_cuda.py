@@ -244,4 +244,4 @@ def executor_like(
         loaded()
         return loaded_there(other._loaded)
 
-    return CudaExecutor(other._lowered, limits, kv=other._kept, buckets=buckets, device=str(DEVICE), load=load)
+    return CudaExecutor(other._lowered, limits, kv=other._kv_format, buckets=buckets, device=str(DEVICE), load=load)

@@ -126,7 +126,7 @@ def test_the_page_about_precisions_shows_what_is_found(tiny: Checkpoint) -> None
     pricer, source = PrecisionPricer(Calibration.open(None)), Source.from_checkpoint(tiny)
     own = replace(question(tiny, [], max_kl=0.1), source=source, candidates=pricer.candidates(source.own_precision))
     _, evaluation = pricer.answer(own)
-    assert f"price {evaluation.said}" in page
+    assert f"price {evaluation.summary}" in page
     better = pricer.answer(replace(own, candidates=[precision_map("w4a16")], max_kl=None))[1].price
     assert better and f"(KL {better.kl} instead of {evaluation.tried[0].kl} on `tiny`)" in page
 
@@ -172,7 +172,7 @@ def test_answers_that_are_not_finite_have_no_price(tmp_path: Path) -> None:
     _, evaluation = PRICER.answer(replace(asked, source=source))
     with pytest.raises(ConfigError, match="no precision whose answers are finite"):
         PRICER.answer(replace(asked, source=source, max_kl=1.0))
-    assert evaluation.price is not None and evaluation.price.kl is None and "no KL" in evaluation.said
+    assert evaluation.price is not None and evaluation.price.kl is None and "no KL" in evaluation.summary
     assert msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation) == evaluation
 
 
@@ -186,14 +186,14 @@ def test_weights_that_cannot_be_rounded_so_are_out_of_the_race(tmp_path: Path) -
 
     asked = replace(asked, source=replace(asked.source, weights=Weights(given.shapes, small)))
     chosen, evaluation = PRICER.answer(replace(asked, max_kl=10.0))
-    assert chosen.default == "bf16" and evaluation.tried[0].kl is None and "w8a8 g32 none" in evaluation.said
+    assert chosen.default == "bf16" and evaluation.tried[0].kl is None and "w8a8 g32 none" in evaluation.summary
     with pytest.raises(CheckpointError, match="too small"):
         PRICER.answer(replace(asked, candidates=asked.candidates[:1]))
 
 
 def test_a_context_too_short_for_it_is_said(tiny: Checkpoint) -> None:
     chosen, evaluation = PRICER.answer(question(tiny, ["w4a8"], context=SHORTEST - 1))
-    assert chosen.default == "w4a8" and evaluation.said == "not measured: a context of 15 tokens is too short for it"
+    assert chosen.default == "w4a8" and evaluation.summary == "not measured: a context of 15 tokens is too short for it"
     with pytest.raises(ConfigError, match="a context of 15 tokens is too short"):
         PRICER.answer(question(tiny, ["w4a8"], 0.1, context=SHORTEST - 1))
     text = PRICER.calibration.windows(tiny.tokenizer, SHORTEST)

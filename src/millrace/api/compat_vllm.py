@@ -95,7 +95,7 @@ _ENCODERS_METHODS: Mapping[str, str] = {
     **dict.fromkeys(("generate_async", "create_completion", "create_chat_completion"), "a model that generates text"),
     "llm_engine": "embed(): the engine is no part of the interface",
 }  # fmt: skip
-KNOWN = frozenset({"dtype", *SAME, *_NEUTRAL})
+VALID_NAMES = frozenset({"dtype", *SAME, *_NEUTRAL})
 
 
 class NoSuchMethodError(ConfigError, AttributeError):
@@ -110,17 +110,19 @@ def no_attribute(owner: object, name: str, can: str, *, encoder: bool) -> Attrib
     return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
 
 
-def asks_for_embeddings(given: Mapping[str, object]) -> bool | None:
+def asks_for_embeddings(arguments: Mapping[str, object]) -> bool | None:
     """Whether the settings ask for an encoder; None: they leave it to the model."""
-    asked = {given.get(name) for name in ("task", "runner", "convert")}
-    if asked & {"embed", "embedding", "pooling"}:
+    tasks = {arguments.get(name) for name in ("task", "runner", "convert")}
+    if tasks & {"embed", "embedding", "pooling"}:
         return True
-    return False if "generate" in asked else None
+    return False if "generate" in tasks else None
 
 
-def check_call(method: str, given: Mapping[str, object], known: frozenset[str], sampling: frozenset[str]) -> None:
+def check_call(
+    method: str, arguments: Mapping[str, object], valid_names: frozenset[str], sampling: frozenset[str]
+) -> None:
     """Arguments of a call beside `known`. sampling: those of SamplingParams. raises ConfigError, with what to use"""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in _CALL:
             _check_neutral(name, value, _CALL)
         elif name in sampling:
@@ -129,40 +131,46 @@ def check_call(method: str, given: Mapping[str, object], known: frozenset[str], 
                 f"{method}(..., SamplingParams({name}=...))", f"write SamplingParams({name}=...)",
             )  # fmt: skip
         else:
-            meant, near = close_matches(name, known), nearest(name, known)
+            meant, near = close_matches(name, valid_names), nearest(name, valid_names)
             mend = f"write {meant}=" if meant else f"leave it out; help(LLM.{method}) says what there is"
             raise ConfigError(f'{method}() has no argument "{name}"', near, mend)
 
 
-def as_given(given: Mapping[str, object]) -> dict[str, str]:
+def as_given(arguments: Mapping[str, object]) -> dict[str, str]:
     """Our name of a setting -> the one by which it was given, where that is another."""
     other = {**SAME, "dtype": "precision"}
-    return {other[name]: name for name, value in given.items() if name in other and value is not None}
+    return {other[name]: name for name, value in arguments.items() if name in other and value is not None}
 
 
-def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """`given` in our own names. raises ConfigError for a value that means something else here, or a name given twice"""
     ours: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in _NEUTRAL:
             _check_neutral(name, value, _NEUTRAL)
         elif name == "device" and value in (None, "auto"):
             continue
         elif name == "dtype":
-            _add(ours, given, name, "precision", _precision(value, given.get("device") not in (None, "auto", "cpu")))
+            _add(
+                ours,
+                arguments,
+                name,
+                "precision",
+                _precision(value, arguments.get("device") not in (None, "auto", "cpu")),
+            )
         elif name == "kv_cache_dtype" and value in _KV_DTYPES:
             ours[name] = _KV_DTYPES[value]
         else:
-            _add(ours, given, name, SAME.get(name, name), value)
+            _add(ours, arguments, name, SAME.get(name, name), value)
     return ours
 
 
-def _add(ours: dict[str, Any], given: Mapping[str, Any], name: str, own: str, value: Any) -> None:
+def _add(ours: dict[str, Any], arguments: Mapping[str, Any], name: str, own: str, value: Any) -> None:
     if value is None:  # not said; ours are told, so that their own checks see them
         if own == name:
             ours.setdefault(own, None)
         return
-    other = next((n for n in given if n != name and SAME.get(n, n) == own and given[n] is not None), None)
+    other = next((n for n in arguments if n != name and SAME.get(n, n) == own and arguments[n] is not None), None)
     if other is not None:
         mend = f"leave {name if other == own else other} out"
         raise ConfigError(f"{name} and {other} are both given", "one of them: they mean the same", mend)

@@ -58,9 +58,9 @@ class HfTokenizer:
             return None if token is None else self._tokenizer.token_id(token)
         if name.startswith("_"):  # nobody's mistake: copy and pickle ask for such names
             raise AttributeError(name)
-        known = [n for n in dir(type(self)) if not n.startswith("_")]
-        known += [f"{token}{end}" for token in NAMED_TOKENS for end in ("", "_id")]
-        raise AttributeError(f"this tokenizer has no {sanitize(name)} ({nearest(name, known)}); {_ELSEWHERE}")
+        attributes = [n for n in dir(type(self)) if not n.startswith("_")]
+        attributes += [f"{token}{end}" for token in NAMED_TOKENS for end in ("", "_id")]
+        raise AttributeError(f"this tokenizer has no {sanitize(name)} ({nearest(name, attributes)}); {_ELSEWHERE}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ConfigError(
@@ -133,8 +133,8 @@ class HfTokenizer:
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
         """As `decode`, in a list where that gives one text; nothing for no sequences (transformers since 5.24)."""
         ids = _ids(sequences, depth=2)
-        found = self.decode(ids, skip_special_tokens, **options)
-        return found if isinstance(found, list) else [found] if ids != [] else []
+        result = self.decode(ids, skip_special_tokens, **options)
+        return result if isinstance(result, list) else [result] if ids != [] else []
 
     @overload
     def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = False) -> str | None: ...
@@ -152,8 +152,8 @@ class HfTokenizer:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """An unknown token is `unk_token_id`, None where there is none."""
         if isinstance(tokens, str):
-            found = self._tokenizer.token_id(tokens)
-            return self.unk_token_id if found is None else found
+            result = self._tokenizer.token_id(tokens)
+            return self.unk_token_id if result is None else result
         if not _is_list(tokens):
             raise RequestError(f"a token is of type {type(tokens).__name__}", "a token as text, or a list", "give that")
         return [self.convert_tokens_to_ids(token) for token in tokens]
@@ -190,42 +190,42 @@ class HfTokenizer:
         texts = [
             self._template.render(c, add_generation_prompt=add_generation_prompt, extra=extra) for c in conversations
         ]
-        given: Any = texts if several else texts[0]
+        ids: Any = texts if several else texts[0]
         if not tokenize:
-            return given
-        encoding = self(given, add_special_tokens=False)
+            return ids
+        encoding = self(ids, add_special_tokens=False)
         return encoding if return_dict else encoding.input_ids
 
 
-def _is_list(given: object) -> bool:
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes)
+def _is_list(ids: object) -> bool:
+    return isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
 
 
-def _ids(given: Any, depth: int) -> Any:
+def _ids(ids: Any, depth: int) -> Any:
     """Ints, and lists of them down to `depth`, also of what has numbers in another way: arrays, tensors.
 
     raises RequestError for anything else
     """
-    given = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        return given
-    if depth and _is_list(given):
-        found = [_ids(one, depth - 1) for one in given]
-        if len({type(one) for one in found}) <= 1:
-            return found
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(ids, int) and not isinstance(ids, bool) and ids >= 0:
+        return ids
+    if depth and _is_list(ids):
+        result = [_ids(one, depth - 1) for one in ids]
+        if len({type(one) for one in result}) <= 1:
+            return result
         raise RequestError("the list has ids and lists of ids", "one or the other", "decode each by itself")
-    what = f"a token id is {given!r}" if isinstance(given, int | float) else f"ids are of type {type(given).__name__}"
+    what = f"a token id is {ids!r}" if isinstance(ids, int | float) else f"ids are of type {type(ids).__name__}"
     raise RequestError(what, "whole numbers from 0, or lists of them", "give what encode() gives, or its input_ids")
 
 
-def _tools(given: Any) -> list[Any]:
+def _tools(tools: Any) -> list[Any]:
     """raises RequestError for what is no list of descriptions"""
-    wrong = next((t for t in given if not isinstance(t, Mapping)), None) if _is_list(given) else given
+    wrong = next((t for t in tools if not isinstance(t, Mapping)), None) if _is_list(tools) else tools
     if wrong is not None:
-        what = f"tools {'has' if _is_list(given) else 'is'} a {type(wrong).__name__}"
+        what = f"tools {'has' if _is_list(tools) else 'is'} a {type(wrong).__name__}"
         mend = "describe each function; transformers.utils.get_json_schema(function) does it"
         raise RequestError(what, "a list of JSON schemas", mend)
-    return list(given)
+    return list(tools)
 
 
 def _check_flag(name: str, value: object) -> None:

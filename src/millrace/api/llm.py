@@ -45,17 +45,17 @@ _CAN = {True: "embed()", False: "generate(), chat() and astream()"}
 _FLAG = re.compile(rf"(?<!\S)--(no-)?({_FLAGS})(?![\w-])( (?=[\d\"]|auto\b))?")
 
 
-def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mapping[str, str] | None]:
+def _split(settings: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mapping[str, str] | None]:
     """The settings, and the precision where it is a map. raises ConfigError for a name that neither of them has"""
     build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
-    for name in given:
-        if name not in (known := build | run | compat_vllm.KNOWN):
-            meant = close_matches(name, known)
+    for name in settings:
+        if name not in (valid_names := build | run | compat_vllm.VALID_NAMES):
+            meant = close_matches(name, valid_names)
             mend = f"write {meant}=" if meant else "leave it out; help(LLM) says what there is"
-            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, known, build | run), mend)
-    ours = compat_vllm.translated(given)
+            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, valid_names, build | run), mend)
+    ours = compat_vllm.translated(settings)
     precisions = ours.pop("precision") if isinstance(ours.get("precision"), Mapping) else None
-    for_build, for_run = ({name: v for name, v in ours.items() if name in known} for known in (build, run))
+    for_build, for_run = ({name: v for name, v in ours.items() if name in own} for own in (build, run))
     return BuildSettings(**for_build), RunSettings(**for_run), precisions
 
 
@@ -108,15 +108,17 @@ def _release(loop: EngineLoop | EncoderLoop, opened: RunningModel | OpenedEncode
     opened.close()
 
 
-def _prompts(given: object) -> Sequence[Prompt]:
+def _prompts(prompts: object) -> Sequence[Prompt]:
     """One prompt as a list of one. raises RequestError for what is neither one nor several"""
-    if isinstance(given, str | Mapping) or (isinstance(given, Sequence) and given and isinstance(given[0], int)):
-        return [given]
-    if not isinstance(given, Sequence):
+    if isinstance(prompts, str | Mapping) or (
+        isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)
+    ):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
         raise RequestError(
-            f"prompts is of type {type(given).__name__}", "a prompt or a list of prompts", "pass one of these"
+            f"prompts is of type {type(prompts).__name__}", "a prompt or a list of prompts", "pass one of these"
         )
-    return given
+    return prompts
 
 
 @contextmanager
@@ -170,7 +172,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
-        **others: object,
+        **other_arguments: object,
     ) -> list[RequestOutput]:
         """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}.
 
@@ -178,7 +180,7 @@ class LLM:
         use_tqdm: show progress on stderr (vLLM's name for it)
         """
         self._check_usable()
-        compat_vllm.check_call("generate", others, _GENERATE, _SAMPLING)
+        compat_vllm.check_call("generate", other_arguments, _GENERATE, _SAMPLING)
         return self._answer(_prompts(prompts), sampling_params, use_tqdm, continues=True)
 
     def chat(
@@ -190,7 +192,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
-        **others: object,
+        **other_arguments: object,
     ) -> list[RequestOutput]:
         """One conversation or several, through the model's chat template.
 
@@ -200,7 +202,7 @@ class LLM:
         tools: functions that every conversation may call, as OpenAI's clients describe them; in the prompt as the
         server renders them. Text of an answer is as the model wrote it, with its calls. tool_choice is the server's
         """
-        compat_vllm.check_call("chat", others, _CHAT, _SAMPLING)
+        compat_vllm.check_call("chat", other_arguments, _CHAT, _SAMPLING)
         if isinstance(messages, str):
             raise RequestError(
                 "messages is a text", 'a list like [{"role": "user", "content": "a text"}]',
@@ -220,7 +222,7 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
-        **others: object,
+        **other_arguments: object,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each text, in order, of an encoder: `llm.embed(["a", "b"])[0].outputs.embedding`.
 
@@ -229,7 +231,7 @@ class LLM:
         such a text is an error
         """
         self._check_usable()
-        compat_vllm.check_call("embed", others, _EMBED, frozenset())
+        compat_vllm.check_call("embed", other_arguments, _EMBED, frozenset())
         if not isinstance(self._loop, EncoderLoop):
             raise RequestError(
                 f"{self._opened.name} is a language model: it gives no vector for a text", "generate() or chat()",

@@ -162,17 +162,19 @@ def incoming(
     collectors: list[Collector] = []
     requests: list[Request] = []
     try:
-        for i, (prompt, wanted) in enumerate(zip(prompts, _per_prompt(params, len(prompts)), strict=True)):
-            text, ids = _asked(loop, prompt)
-            wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
+        for i, (prompt, resolved) in enumerate(zip(prompts, _per_prompt(params, len(prompts)), strict=True)):
+            text, ids = _text_and_tokens(loop, prompt)
+            resolved = with_length(resolved, len(ids), loop.limits.context_tokens) if continues else resolved
 
             def deliver(deltas: list[Delta], i: int = i) -> None:
                 arrived.put((i, deltas))
 
-            matchers = loop.grammars.matchers(wanted.structured_outputs, wanted.n) if wanted.structured_outputs else ()
-            request = loop.submit(ids, wanted, deliver, terms=prompt_terms(prompt), matchers=matchers)
+            matchers = (
+                loop.grammars.matchers(resolved.structured_outputs, resolved.n) if resolved.structured_outputs else ()
+            )
+            request = loop.submit(ids, resolved, deliver, terms=prompt_terms(prompt), matchers=matchers)
             requests.append(request)
-            collectors.append(Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize))
+            collectors.append(Collector(new_output(request, text), loop.tokenizer, text=resolved.detokenize))
         n_finished = 0
         while n_finished < len(requests):
             if not loop.thread.running and arrived.empty():
@@ -200,20 +202,20 @@ async def astream(
     raises RequestError, and BusyError where the loop has stopped
     """
     assert loop.thread.running, "a stream needs somebody who steps"
-    wanted = params or SamplingParams()
-    text, ids = _asked(loop, prompt)
-    wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
+    resolved = params or SamplingParams()
+    text, ids = _text_and_tokens(loop, prompt)
+    resolved = with_length(resolved, len(ids), loop.limits.context_tokens) if continues else resolved
     here, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Delta]]()
-    asked, matchers = wanted.structured_outputs, list[Matcher]()
-    if asked is not None:
-        matchers = await asyncio.to_thread(loop.grammars.matchers, asked, wanted.n)
+    outputs_spec, matchers = resolved.structured_outputs, list[Matcher]()
+    if outputs_spec is not None:
+        matchers = await asyncio.to_thread(loop.grammars.matchers, outputs_spec, resolved.n)
 
     def deliver(deltas: list[Delta]) -> None:  # in the engine thread
         with suppress(RuntimeError):  # the event loop is closed: nobody is left who could read
             here.call_soon_threadsafe(arrived.put_nowait, deltas)
 
-    request = loop.submit(ids, wanted, deliver, terms=prompt_terms(prompt), matchers=matchers)
-    collector = Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize)
+    request = loop.submit(ids, resolved, deliver, terms=prompt_terms(prompt), matchers=matchers)
+    collector = Collector(new_output(request, text), loop.tokenizer, text=resolved.detokenize)
     try:
         while not collector.output.finished:
             collector.add(await arrived.get())
@@ -223,7 +225,7 @@ async def astream(
         loop.cancel(request)  # harmless when it is finished
 
 
-def _asked(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequence[int] | prompt_embeds.Rows]:
+def _text_and_tokens(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequence[int] | prompt_embeds.Rows]:
     """As `prompt_tokens`, and embedding rows where the prompt is given as those. raises RequestError"""
     if isinstance(prompt, Mapping) and _content(prompt).keys() == {prompt_embeds.FIELD}:
         return None, prompt_embeds.to_rows(prompt[prompt_embeds.FIELD], loop.limits)
@@ -238,11 +240,13 @@ def _content(prompt: Mapping[str, Any]) -> dict[str, Any]:
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
     """(the text, if it was one; its token ids); RequestError for anything that is no prompt."""
     if isinstance(prompt, Mapping):
-        said = _content(prompt)
-        if len(said) != 1 or not said.keys() <= _CONTENT - {prompt_embeds.FIELD}:
-            other = [name for name in map(str, said) if name not in _CONTENT]
-            raise _not_a_prompt(f"a dict with {other[0]}" if other else f"a dict with {sorted(said) or 'no content'}")
-        (key, value), *_ = said.items()
+        content = _content(prompt)
+        if len(content) != 1 or not content.keys() <= _CONTENT - {prompt_embeds.FIELD}:
+            other = [name for name in map(str, content) if name not in _CONTENT]
+            raise _not_a_prompt(
+                f"a dict with {other[0]}" if other else f"a dict with {sorted(content) or 'no content'}"
+            )
+        (key, value), *_ = content.items()
         if isinstance(value, str) != (key == "prompt"):
             raise _not_a_prompt(f"{key} of type {type(value).__name__}")
     else:
@@ -256,9 +260,9 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Seq
 
 def prompt_terms(prompt: Prompt) -> RequestOptions:
     """Return the request options of a prompt. raises RequestError naming the field"""
-    given = prompt if isinstance(prompt, Mapping) else {}
-    options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in given.items() if key in OPTIONS}
-    delivered = parse_resume_token_ids(given.get(FIELD))
+    fields = prompt if isinstance(prompt, Mapping) else {}
+    options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in fields.items() if key in OPTIONS}
+    delivered = parse_resume_token_ids(fields.get(FIELD))
     return RequestOptions(cache=CacheOptions(**options), delivered=delivered) if options or delivered else FREELY
 
 

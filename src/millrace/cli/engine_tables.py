@@ -11,7 +11,13 @@ from msgspec import to_builtins
 
 from millrace.cli.console import size
 from millrace.engine.artifact.engine import Engine
-from millrace.engine.artifact.engine_tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
+from millrace.engine.artifact.engine_tables import (
+    CallEntry,
+    GraphTable,
+    ProgramTable,
+    read_graph_table,
+    read_program_table,
+)
 from millrace.engine.artifact.manifest import Manifest
 from millrace.engine.artifact.tactics import TacticTable, read_tables, table_for
 from millrace.engine.cache_specs import PAGE_TOKENS
@@ -46,15 +52,15 @@ class Tables:
         return next(iter(self.all_tactics), None)
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CallEntry]:
         return self.program.calls
 
     @property
-    def fusions(self) -> list[tuple[Call, str]]:
+    def fusions(self) -> list[tuple[CallEntry, str]]:
         """Steps that do the work of several, each with what is fused in it."""
         return [(call, what) for call in self.calls if (what := self.fused(call))]
 
-    def fused(self, call: Call) -> str:
+    def fused(self, call: CallEntry) -> str:
         """What this call does beside its kernel's own work; "" where nothing."""
         params, operands, formula = call.params, call.operands, call.expression
         found = []
@@ -245,15 +251,15 @@ def _short(origin: str, i: int) -> str:
     return ".".join(parts) if i == 0 else parts[-1]
 
 
-def _writes_kv(call: Call) -> bool:
+def _writes_kv(call: CallEntry) -> bool:
     return call.kernel == "rope" and call.params.get("layer", -1) >= 0
 
 
-def kernel_of(call: Call) -> str:
+def kernel_of(call: CallEntry) -> str:
     """Its name for people: the kernel `rope` that has nothing to rotate is called by what it does."""
     return "kv_write" if _writes_kv(call) and "table" not in call.operands else call.kernel
 
 
-def note_of(call: Call) -> str:
+def note_of(call: CallEntry) -> str:
     """The numerics class or row format; what is computed element by element; "" where the kernel's name says it."""
     return call.expression if call.kernel == "elementwise" else "" if _writes_kv(call) else call.note

@@ -32,7 +32,7 @@ from millrace.engine.artifact.manifest import (
     PROGRAM_TABLE,
     SAME_ON_A_GPU,
     WEIGHTS,
-    CacheEntry,
+    CacheSpecEntry,
     CpuSection,
     FileEntry,
     GpuSection,
@@ -53,7 +53,7 @@ from millrace.graph.partition import cut
 from millrace.graph.rewrite import LOGITS, head_of, prune
 from millrace.graph.types import Graph, Port, Symbol, find
 from millrace.kernels.catalogue import operators
-from millrace.kernels.operand_places import Packed
+from millrace.kernels.operand_places import PackedPlace
 from millrace.kernels.operators import runnable
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
@@ -329,7 +329,7 @@ def pack_weights(program: Program, put: Callable[[memoryview, int], None], progr
     cores, done = usable_cores(), 0  # NumPy lets go of the interpreter while it works
     constants, slabs = ThreadPoolExecutor(cores), ThreadPoolExecutor(cores)
 
-    def pack(packed: Packed, offset: int) -> Packed:
+    def pack(packed: PackedPlace, offset: int) -> PackedPlace:
         try:
             data = packed.pack(slabs.map)
         except CheckpointError as error:
@@ -353,7 +353,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
     width = logits.shape[1] if logits else 0
     assert isinstance(width, int)
     caches = [
-        CacheEntry(c.layers, c.heads, c.key_size, c.value_size, c.format.name.lower(), c.place, c.window)  # type: ignore[arg-type]
+        CacheSpecEntry(c.layers, c.heads, c.key_size, c.value_size, c.format.name.lower(), c.place, c.window)  # type: ignore[arg-type]
         for c in program.caches
     ]
     cpu = CpuSection(

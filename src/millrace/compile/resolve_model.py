@@ -121,7 +121,7 @@ def _built_on_gpu(
 def _say_price(engine: Engine, say: Say | None) -> None:
     """Every time: who runs an engine need not be the one who built it."""
     if say and engine.manifest.evaluation.price is not None:
-        say(engine.manifest.evaluation.said)
+        say(engine.manifest.evaluation.summary)
 
 
 def _refuse_build_settings(build: BuildSettings, folder: Path, open_: Collection[str] = ()) -> None:

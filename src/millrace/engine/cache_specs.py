@@ -38,12 +38,12 @@ class KvFormatSpec:
         return PAGE_TOKENS * (width * self.bits // 8 + 2 * self.numbers * 4)
 
 
-KEPT: Mapping[KvFormat, KvFormatSpec] = {
+KV_FORMATS: Mapping[KvFormat, KvFormatSpec] = {
     KvFormat.F32: KvFormatSpec("fp32", 32), KvFormat.BF16: KvFormatSpec("bf16", 16),
     KvFormat.INT8: KvFormatSpec("int8", 8, 1),
     KvFormat.FP8: KvFormatSpec("fp8", 8, 1), KvFormat.INT4: KvFormatSpec("int4", 4, 2, columns=32),
 }  # fmt: skip
-KV_CACHE_DTYPES = {kept.name: format for format, kept in KEPT.items()}
+KV_CACHE_DTYPES = {spec.name: format for format, spec in KV_FORMATS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class CacheSpec:
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers and KV heads."""
-        return self.layers * self.heads * KEPT[self.format].page_bytes(self.key_size, self.value_size)
+        return self.layers * self.heads * KV_FORMATS[self.format].page_bytes(self.key_size, self.value_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ def slot_bytes(states: tuple[StateSpec, ...]) -> int:
 
 def page_bytes(caches: tuple[CacheSpec, ...], window: int | None = None) -> int:
     """Of one page in all caches that are kept, or of those in the caches of one window; 0: that have none."""
-    kept = (cache for cache in caches if cache.place is None)
-    return sum(cache.page_bytes() for cache in kept if window is None or cache.window == window)
+    persistent = (cache for cache in caches if cache.place is None)
+    return sum(cache.page_bytes() for cache in persistent if window is None or cache.window == window)
 
 
 def max_window_pages(window: int, n_tokens: int, chunk_tokens: int, page_tokens: int = PAGE_TOKENS) -> int:

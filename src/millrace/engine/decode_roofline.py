@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from millrace.engine.artifact.engine import Engine
-from millrace.engine.artifact.engine_tables import Call, read_program_table
+from millrace.engine.artifact.engine_tables import CallEntry, read_program_table
 from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.machine.roofline import Bound, Roofline
 
@@ -30,7 +30,7 @@ class DecodeWork:
         return cls.counted(read_program_table(engine.folder).calls, engine.page_bytes // PAGE_TOKENS)
 
     @classmethod
-    def counted(cls, calls: Iterable[Call], kv_bytes_per_token: int) -> "DecodeWork":
+    def counted(cls, calls: Iterable[CallEntry], kv_bytes_per_token: int) -> "DecodeWork":
         """The same of a program that was read already."""
         weights_bytes, operations = 0, Counter[str]()
         for call in calls:

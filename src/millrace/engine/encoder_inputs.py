@@ -13,8 +13,8 @@ def text_inputs(texts: Sequence[NDArray[np.integer]], names: Collection[str]) ->
     lengths = np.array([len(ids) for ids in texts], np.int32)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     tokens = np.concatenate(texts).astype(np.int32)
-    found = {
+    result = {
         "tokens": tokens, "types": np.zeros_like(tokens), "lengths": lengths, "rows": starts,
         "positions": np.arange(len(tokens), dtype=np.int32) - np.repeat(starts, lengths),
     }  # fmt: skip
-    return {name: found[name] for name in names}
+    return {name: result[name] for name in names}

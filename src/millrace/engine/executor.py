@@ -90,9 +90,9 @@ class StepInputs:
     # (C, 2) from and to: full pages that are copied into others, of this step's sequences, before anything is stored
     copies: IntArray | None = None
     # (D, 2): a token of this step, and the row of the step launched before it that draws it; None: all are known
-    drawn: IntArray | None = None
+    pending_tokens: IntArray | None = None
     # (E, 2): a place in `history`, and the row of that step that draws what stands there
-    drawn_history: IntArray | None = None
+    pending_history: IntArray | None = None
     # (E, width): token -1 - e uses row e instead of a row of the embedding table; None: all tokens are ids
     embeddings: NDArray[np.float32] | None = None
     rotary_positions: IntArray | None = None  # (T,) by which queries and keys are rotated; None: `positions`

@@ -38,13 +38,13 @@ class Slot:
 
     def sized(self, sizes: Mapping[Symbol, int]) -> list[int]:
         """Its shape in a run where the symbols are so large. raises RequestError for what is not an integer then"""
-        found = [_known(d, sizes) for d in self.shape]
-        if wrong := [d for d in found if not isinstance(d, int)]:
+        result = [_evaluate(d, sizes) for d in self.shape]
+        if wrong := [d for d in result if not isinstance(d, int)]:
             raise RequestError(
-                f"the dimension {wrong[0]} of {self.name} is not an integer for {_told(sizes)}", "an integer",
+                f"the dimension {wrong[0]} of {self.name} is not an integer for {_sizes_text(sizes)}", "an integer",
                 "give inputs of other sizes",
             )  # fmt: skip
-        return [d for d in found if isinstance(d, int)]
+        return [d for d in result if isinstance(d, int)]
 
 
 def slot(slots: Sequence[Slot], name: str) -> Slot | None:
@@ -68,7 +68,7 @@ def write_slot(memory: NDArray[np.uint8], place: Slot, array: NDArray[np.generic
 
 def sizes_of(
     slots: Sequence[Slot], bounds: Mapping[Symbol, int], inputs: Mapping[str, NDArray[np.generic]],
-    made: Sequence[Size] = (),
+    derived: Sequence[Size] = (),
 ) -> dict[Symbol, int]:  # fmt: skip
     """What the symbols are, by the shapes of the inputs; in the order of `bounds`.
 
@@ -83,7 +83,7 @@ def sizes_of(
     for name in [n for n in names if n not in inputs] + [n for n in inputs if n not in names]:
         what = "is missing" if name in names else "is none of this network's"
         raise RequestError(f"the input {name!r:.60} {what}", "inputs " + ", ".join(names), "give each of them, by name")
-    found: dict[Symbol, int] = {}
+    result: dict[Symbol, int] = {}
     for s in slots:
         array = inputs[s.name]
         if not isinstance(array, np.ndarray):
@@ -91,41 +91,42 @@ def sizes_of(
                 f"the input {s.name} is of type {type(array).__name__}", f"a NumPy array of {DTYPES[s.dtype]}",
                 f"give numpy.array(..., numpy.{DTYPES[s.dtype]})",
             )  # fmt: skip
-        expected = [_known(d, found) for d in s.shape]
+        expected = [_evaluate(d, result) for d in s.shape]
         fits = array.dtype == DTYPES[s.dtype] and len(array.shape) == len(expected)
-        for given, asked in zip(array.shape, expected, strict=False):
-            if isinstance(asked, Symbol):
-                found[asked] = given
-            elif not isinstance(asked, int):
+        for size, dim in zip(array.shape, expected, strict=False):
+            if isinstance(dim, Symbol):
+                result[dim] = size
+            elif not isinstance(dim, int):
                 continue  # an expression of symbols that inputs behind this one tell
-            fits = fits and (1 <= given <= bounds[asked] if isinstance(asked, Symbol) else given == asked)
+            fits = fits and (1 <= size <= bounds[dim] if isinstance(dim, Symbol) else size == dim)
         if not fits:
             limits = ", ".join(f"{d} from 1 to {bounds[d]}" for d in expected if isinstance(d, Symbol))
-            told = {symbol: found[symbol] for d in s.shape for symbol in symbols_of(d) if symbol not in expected}
-            where = f", as {list(s.shape)} where {_told(told)}" if told else ""
+            related = {symbol: result[symbol] for d in s.shape for symbol in symbols_of(d) if symbol not in expected}
+            where = f", as {list(s.shape)} where {_sizes_text(related)}" if related else ""
             raise RequestError(
                 f"the input {s.name} is {array.dtype}{list(array.shape)}",
                 f"{DTYPES[s.dtype]}{expected}{where}" + (f", {limits}" if limits else ""),
                 "change the input's shape or type",
             )  # fmt: skip
     for s in slots:
-        if (shape := [_known(d, found) for d in s.shape]) != list(inputs[s.name].shape):
+        if (shape := [_evaluate(d, result) for d in s.shape]) != list(inputs[s.name].shape):
             raise RequestError(
-                f"the input {s.name} is {list(inputs[s.name].shape)}", f"{shape} = {list(s.shape)}, {_told(found)}",
+                f"the input {s.name} is {list(inputs[s.name].shape)}",
+                f"{shape} = {list(s.shape)}, {_sizes_text(result)}",
                 "give inputs of shapes that agree",
             )  # fmt: skip
-    for size in made:
-        known = _known(size.dim, found)
-        if not isinstance(known, int) or not 1 <= known <= size.most:
+    for size in derived:
+        n = _evaluate(size.dim, result)
+        if not isinstance(n, int) or not 1 <= n <= size.most:
             raise RequestError(
-                f"the dimension {size.dim} is {known if isinstance(known, int) else 'no whole number'} where "
-                f"{_told({symbol: found[symbol] for symbol in dict.fromkeys(symbols_of(size.dim))})}",
+                f"the dimension {size.dim} is {n if isinstance(n, int) else 'no whole number'} where "
+                f"{_sizes_text({symbol: result[symbol] for symbol in dict.fromkeys(symbols_of(size.dim))})}",
                 f"a whole number from 1 to {size.most}", "give inputs of other sizes",
             )  # fmt: skip
-    return {symbol: found[symbol] for symbol in bounds}
+    return {symbol: result[symbol] for symbol in bounds}
 
 
-def _known(d: Dim, sizes: Mapping[Symbol, int]) -> Dim:
+def _evaluate(d: Dim, sizes: Mapping[Symbol, int]) -> Dim:
     """Its number, where the sizes tell it; else itself."""
     try:
         return value_of(d, sizes) if all(symbol in sizes for symbol in symbols_of(d)) else d
@@ -133,5 +134,5 @@ def _known(d: Dim, sizes: Mapping[Symbol, int]) -> Dim:
         return d
 
 
-def _told(sizes: Mapping[Symbol, int]) -> str:
+def _sizes_text(sizes: Mapping[Symbol, int]) -> str:
     return ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())

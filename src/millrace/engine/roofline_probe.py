@@ -87,12 +87,12 @@ def product_seconds(
     raises MachineError for an instruction set that this CPU lacks, EngineError for sizes that no kernel takes
     """
     format, weights, group = _FORMATS[precision]
-    product = Product(n, k, format, weights, group, precision == BF16_BY_TILES)
+    product = ProbedMatmul(n, k, format, weights, group, precision == BF16_BY_TILES)
     return seconds_of(product, isa, threads, rows, repeats=repeats)
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ProbedMatmul:
     """Rows of `format`, (rows, k), times weights (n, k), both in groups of `group` inputs; 0: there are none."""
 
     n: int
@@ -109,7 +109,7 @@ class Product:
 
 
 def seconds_of(
-    product: Product, isa: str, threads: int, rows: int, *, repeats: int = 1, matrices: int = 1
+    product: ProbedMatmul, isa: str, threads: int, rows: int, *, repeats: int = 1, matrices: int = 1
 ) -> list[float]:
     """Of one product, one figure per round: a program has `repeats` of them, of so many matrices in turn.
 
@@ -154,5 +154,5 @@ def _timed(network: NativeNetwork, rows: int) -> list[float]:
 def _checked(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", failed: bool, message: bytes) -> list[float]:
     if failed:
         raise MachineError(f"the probe failed: {message.decode()}", "a machine to measure", "free memory, or report it")
-    found: list[float] = rates.tolist()
-    return found
+    result: list[float] = rates.tolist()
+    return result

@@ -45,8 +45,10 @@ def numbered() -> Mapping[str, tuple[int, Kernel]]:
 
 def declarations_digest() -> str:
     """Of all that a program's bytes mean: kernels, operands, parameters, sizes and checks, in their order."""
-    said = [(k.name, [(o.name, o.access, o.size, o.ctype) for o in k.operands], k.params, k.checks) for k in kernels()]
-    return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
+    declarations = [
+        (k.name, [(o.name, o.access, o.size, o.ctype) for o in k.operands], k.params, k.checks) for k in kernels()
+    ]
+    return hashlib.blake2b(repr(declarations).encode(), digest_size=8).hexdigest()
 
 
 @cache

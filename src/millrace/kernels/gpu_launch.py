@@ -53,9 +53,9 @@ def asks_for(w, first, rows, row_bytes, ROWS: tl.constexpr, BYTES: tl.constexpr,
         pieces: tl.constexpr = BYTES // PIECE
         i = tl.arange(0, ROWS * pieces)
         row, at = first + i // pieces, i % pieces * PIECE
-        asked = ((row < rows) & (at + PIECE <= row_bytes)).to(tl.int32)
+        requested = ((row < rows) & (at + PIECE <= row_bytes)).to(tl.int32)
         addresses = w.to(tl.int64) + row.to(tl.int64) * row_bytes + at
-        tl.inline_asm_elementwise(_ASKS, "=r,l,r", [addresses, asked], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(_ASKS, "=r,l,r", [addresses, requested], dtype=tl.int32, is_pure=False, pack=1)
 
 
 def cdiv(n: int, each: int) -> int:

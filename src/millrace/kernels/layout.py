@@ -31,8 +31,8 @@ def padded_k(k: int, group: int) -> int:
     """K with every group padded: where element j of group g lies is g * up(group, 8) + j."""
     if group == 0:
         return up(k, 2)
-    whole = (k - 1) // group
-    return whole * up(group, 8) + up(k - whole * group, 8)
+    n_full = (k - 1) // group
+    return n_full * up(group, 8) + up(k - n_full * group, 8)
 
 
 def row_bytes(format: int, k: int, group: int) -> int:

@@ -102,13 +102,13 @@ class StepArgs(c.Structure):
 
 def library_path() -> Path:
     """Beside this file in a wheel; in site-packages in an editable install."""
-    beside = Path(__file__).parent / NAME
-    if beside.exists():
-        return beside
+    path = Path(__file__).parent / NAME
+    if path.exists():
+        return path
     try:
         installed = Path(str(importlib.metadata.distribution("millrace").locate_file(f"millrace/kernels/{NAME}")))
     except importlib.metadata.PackageNotFoundError:
-        installed = beside
+        installed = path
     if not installed.exists():
         raise MachineError(
             f"the native core {NAME} is not built",
@@ -120,13 +120,13 @@ def library_path() -> Path:
 
 def _check_build(lib: c.CDLL) -> None:
     """raises MachineError for a library that other sources were built into: its structures would mean something else"""
-    expected, found = f"{INTERFACE} {declarations_digest()}", "none"
+    expected, result = f"{INTERFACE} {declarations_digest()}", "none"
     if hasattr(lib, "mr_build"):
         lib.mr_build.restype = c.c_char_p
-        found = lib.mr_build().decode()
-    if found != expected:
+        result = lib.mr_build().decode()
+    if result != expected:
         raise MachineError(
-            f"{library_path()} was built from other sources than this Python package (digests {found})",
+            f"{library_path()} was built from other sources than this Python package (digests {result})",
             f"digests {expected}", "rebuild it with `make`, or install the wheel again",
         )  # fmt: skip
 

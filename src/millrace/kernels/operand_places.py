@@ -15,7 +15,7 @@ ELEMENT_BYTES = {RowFormat.F32: 4, RowFormat.BF16: 2}  # a row of Q8 ends in sca
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedPlace:
     """One constant in the bytes that a kernel reads. `pack` makes them, in slabs where it is large.
 
     They are written once and then mapped.
@@ -30,7 +30,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OperandPlace:
     """An operand before offsets are known: the number of a buffer or of a packed constant, and bytes into it."""
 
     space: Space
@@ -48,8 +48,8 @@ class View:
     rows: int  # the number of the symbol that says how many there are
     storage: Storage = DENSE
 
-    def place(self) -> Place:
-        return Place(Space.ACTIVATIONS, self.buffer, self.offset)
+    def place(self) -> OperandPlace:
+        return OperandPlace(Space.ACTIVATIONS, self.buffer, self.offset)
 
     @property
     def row_elements(self) -> int:
@@ -84,7 +84,7 @@ class StateLayer:
     layer: int
 
 
-Operands = Mapping[str, View | Place | None]
+Operands = Mapping[str, View | OperandPlace | None]
 
 
 def constant_of(value: Value) -> Constant:
@@ -92,14 +92,16 @@ def constant_of(value: Value) -> Constant:
     return value.constant
 
 
-def pack_array(value: Value, dtype: np.dtype[np.generic], format: str) -> Packed:
+def pack_array(value: Value, dtype: np.dtype[np.generic], format: str) -> PackedPlace:
     """As it is, row by row: norm weights, biases, rotary tables, embedding tables."""
     constant, shape = constant_of(value), tuple(d for d in value.shape if isinstance(d, int))
 
     def pack(_: SlabTask) -> NDArray[np.uint8]:
         return as_bytes(finite(constant.load(), dtype))
 
-    return Packed("+".join(constant.origin), constant.origin, shape, format, int(np.prod(shape)) * dtype.itemsize, pack)
+    return PackedPlace(
+        "+".join(constant.origin), constant.origin, shape, format, int(np.prod(shape)) * dtype.itemsize, pack
+    )
 
 
 def as_bytes(array: Array) -> NDArray[np.uint8]:

@@ -16,11 +16,11 @@ from millrace.graph.types import Dim, Graph, Node, Operator, Shape, Value
 from millrace.kernels.arrays import Array, IntArray
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.declare import Param
-from millrace.kernels.operand_places import CacheLayer, Operands, Packed, Place, StateLayer, View
+from millrace.kernels.operand_places import CacheLayer, OperandPlace, Operands, PackedPlace, StateLayer, View
 from millrace.kernels.row_storage import DENSE, Storage
 
 Rows = NDArray[np.float64]
-Held = Rows | Quantised | IntArray | NDArray[np.bool_]  # a value, as a kernel would have stored it
+StoredValue = Rows | Quantised | IntArray | NDArray[np.bool_]  # a value, as a kernel would have stored it
 Params = dict[str, Param]
 
 
@@ -34,7 +34,7 @@ class EvaluationContext(Protocol):
     bf16_table: bool
     embeddings: Rows | None
 
-    def held(self, value: Value) -> Held:
+    def stored_value(self, value: Value) -> StoredValue:
         """As the node that computed it stored it."""
 
     def rows(self, value: Value) -> Rows:
@@ -52,7 +52,7 @@ class EvaluationContext(Protocol):
     def cache_positions(self, positions: Value) -> IntArray:
         """Of each token in its sequence: `positions`, unless those are the rotary ones alone."""
 
-    def stored(self, x: Array, node: Node) -> Held:
+    def stored(self, x: Array, node: Node) -> StoredValue:
         """Rounded as the node's kernel writes it, in the type of its first output."""
 
     def meets_fp8(self, node: Node) -> bool:
@@ -104,13 +104,13 @@ class ProgramWriter(Protocol):
     def writable(self, value: Value, node: Node) -> View:
         """The value's own place where nobody else reads what it is of, else a copy."""
 
-    def constant(self, values: tuple[Value, ...], packing: str, make: Callable[[], Packed]) -> Place:
+    def constant(self, values: tuple[Value, ...], packing: str, make: Callable[[], PackedPlace]) -> OperandPlace:
         """These constants, packed once for all that ask for the same packing: its name tells kernels' layouts apart."""
 
-    def vector(self, value: Value) -> Place:
+    def vector(self, value: Value) -> OperandPlace:
         """A constant as float32, as it is: norm weights, biases, rotary tables."""
 
-    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool, window: int = 0) -> CacheLayer:
+    def cache(self, heads: int, key_size: int, value_size: int, *, persistent: bool, window: int = 0) -> CacheLayer:
         """Add a layer. kept: from step to step; else its pages live for one run. window: as CacheSpec's"""
 
     def written_cache(self, node: Node) -> CacheLayer | None:
@@ -151,7 +151,7 @@ class KernelOperator(Operator):
     whole_sequences: a sequence's rows are all in one run, since none are kept for the next
     """
 
-    reference: Callable[[Node, EvaluationContext], Held | tuple[Held, ...]]
+    reference: Callable[[Node, EvaluationContext], StoredValue | tuple[StoredValue, ...]]
     lower: Callable[[Node, ProgramWriter], None]
     packs: Callable[[Node, Storage], bool] = only_floats
     row_wise: bool = False
@@ -167,20 +167,20 @@ def runnable(node: Node) -> KernelOperator:
 
 def float_attr(node: Node, name: str) -> float:
     """An attribute that is one."""
-    found = node.attrs[name]
-    assert isinstance(found, float), f"{name} of {node.op} is {found!r}"
-    return found
+    result = node.attrs[name]
+    assert isinstance(result, float), f"{name} of {node.op} is {result!r}"
+    return result
 
 
 def int_attr(node: Node, name: str) -> int:
     """An attribute that is a whole number."""
-    found = node.attrs[name]
-    assert isinstance(found, int), f"{name} of {node.op} is {found!r}"
-    return found
+    result = node.attrs[name]
+    assert isinstance(result, int), f"{name} of {node.op} is {result!r}"
+    return result
 
 
 def static_dim(value: Value, axis: int) -> int:
     """Of a dimension that is a number."""
-    found = value.shape[axis]
-    assert isinstance(found, int), f"dimension {axis} of {value} is known only in a run"
-    return found
+    result = value.shape[axis]
+    assert isinstance(result, int), f"dimension {axis} of {value} is known only in a run"
+    return result

@@ -83,16 +83,16 @@ def truncated(ids: Sequence[int], most: int, around: tuple[int, int]) -> Sequenc
     return ids if len(ids) <= most else [*ids[: most - behind], *ids[len(ids) - behind :]]
 
 
-def truncation(asked: int | None, max_context: int) -> int | None:
+def truncation(limit: int | None, max_context: int) -> int | None:
     """How many tokens of a text are read at most; None: all, and too many are an error. raises RequestError"""
-    if asked is None:
+    if limit is None:
         return None
-    if isinstance(asked, bool) or not isinstance(asked, int) or not (asked == ALL or 1 <= asked <= max_context):
+    if isinstance(limit, bool) or not isinstance(limit, int) or not (limit == ALL or 1 <= limit <= max_context):
         raise RequestError(
-            f"truncate_prompt_tokens is {asked!r:.60}", f"1 to {max_context}, or -1 for {max_context}", "correct it",
+            f"truncate_prompt_tokens is {limit!r:.60}", f"1 to {max_context}, or -1 for {max_context}", "correct it",
             param="truncate_prompt_tokens",
         )  # fmt: skip
-    return max_context if asked == ALL else asked
+    return max_context if limit == ALL else limit
 
 
 class EmbeddingJob:

@@ -412,14 +412,14 @@ class EngineLoop:
             self._live, self._pending = {}, {}
 
     def _deliver(self) -> None:
-        told = bool(self._pending)
+        delivered = bool(self._pending)
         while self._pending:  # one by one: what a callback that raises leaves here is told by whoever ends the loop
             request = next(iter(self._pending))
             deltas = self._pending.pop(request)
             request.deliver(deltas)
             if deltas[-1].finish_reason is not None and not request.is_open:
                 request.break_cycles()
-        if told or self.thread.dead_because:  # though nobody may be left who waits for it
+        if delivered or self.thread.dead_because:  # though nobody may be left who waits for it
             self._after_step()
 
     def _is_idle(self) -> bool:

@@ -103,10 +103,10 @@ def open_engine(
         plan = capped(engine, plan, most)
     tokenizer = open_tokenizer(folder, engine.manifest.vocab_size)
     template = open_chat_template(folder, tokenizer)
-    said = read_json_object(folder / GENERATION_CONFIG)
-    if not said and engine.manifest.source.lower().endswith(".gguf"):  # of an engine that was built before they did
-        said = dict(LLAMA_CPP)
-    generation = read_generation(said)
+    fields = read_json_object(folder / GENERATION_CONFIG)
+    if not fields and engine.manifest.source.lower().endswith(".gguf"):  # of an engine that was built before they did
+        fields = dict(LLAMA_CPP)
+    generation = read_generation(fields)
     # the end-of-text ids are those that were resolved when the engine was built
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     if isinstance(engine, GpuEngine):
@@ -127,8 +127,8 @@ def open_engine(
 def _plan(engine: Engine, run: RunSettings) -> RunPlan:
     if not isinstance(engine, GpuEngine):
         return plan_run(engine, memory(), run.kv_memory)
-    found = engine.plan(run.kv_memory)
-    needs, n, windows = found.needs, found.n_pages, found.window_pages
+    result = engine.plan(run.kv_memory)
+    needs, n, windows = result.needs, result.n_pages, result.window_pages
     computed = needs.step_bytes + needs.graphs_bytes
     kv_bytes = needs.kv_bytes(n, windows)
     return RunPlan(n, needs.weights_bytes, computed, kv_bytes, windows, engine.n_slots, needs.states_bytes)

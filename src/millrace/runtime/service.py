@@ -195,11 +195,11 @@ class QueueTimeEstimator:
     def __init__(self, n_places: int) -> None:
         self._n_places, self._most = n_places, max(LEAST_LEFT, n_places)
         self._held_s = self._n_left = 0.0  # of about the last `_most` that ended
-        self._seen = 0.0, 0
+        self._last_totals = 0.0, 0
 
     def wait_s(self, stats: LoopStats) -> float:
         """Until who comes now has a place, behind all that wait; 0 where one is free, or nobody has had one yet."""
-        (held_s, n_left), self._seen = self._seen, (stats.held_s_total, stats.left_total)
+        (held_s, n_left), self._last_totals = self._last_totals, (stats.held_s_total, stats.left_total)
         self._held_s += stats.held_s_total - held_s
         self._n_left += stats.left_total - n_left
         if self._n_left > self._most:
@@ -224,7 +224,7 @@ class AsyncEngine:
         self._outbox: list[tuple[RequestHandle, list[Delta]]] = []  # guarded by _lock
         self._flush_due = False  # guarded by _lock
         self._turnover = QueueTimeEstimator(loop.limits.max_sequences)
-        self._told = threading.Event()  # what the last step added was handed to its readers
+        self._delivered = threading.Event()  # what the last step added was handed to its readers
 
     @property
     def aio(self) -> asyncio.AbstractEventLoop:
@@ -283,8 +283,8 @@ class AsyncEngine:
 
         first = 0
         for prompt, own in zip(prompts, params, strict=True):
-            held = matchers[first : first + own.n]
-            handle.requests.append(self.loop.prepare(prompt, own, deliver, request_id, stops, first, terms, held))
+            group = matchers[first : first + own.n]
+            handle.requests.append(self.loop.prepare(prompt, own, deliver, request_id, stops, first, terms, group))
             first += own.n
         return handle
 
@@ -381,7 +381,7 @@ class AsyncEngine:
                 return
             due, self._flush_due = self._flush_due, True
         if not due:
-            self._told.clear()
+            self._delivered.clear()
             try:
                 self._aio.call_soon_threadsafe(self._flush)
             except RuntimeError:  # the event loop is closed: nobody is left who could read
@@ -391,14 +391,14 @@ class AsyncEngine:
         # Behind workers on every core the event loop would wait for the kernel's next tick, 2 to 4 ms, and its reader
         # again; and a core that it takes from one of them stalls them all, so that waiting here costs nothing more.
         if self.limits.on_all_cores:
-            self._told.wait(TELLING_S)
+            self._delivered.wait(TELLING_S)
 
     def _flush(self) -> None:
         with self._lock:
             batch, self._outbox, self._flush_due = self._outbox, [], False
         if self.limits.on_all_cores and self._aio is not None and not self._aio.is_closed():
             # readers have their turn in the next round of the event loop, and have written by the one behind it
-            self._aio.call_soon(self._aio.call_soon, self._told.set)
+            self._aio.call_soon(self._aio.call_soon, self._delivered.set)
         for handle, deltas in batch:
             handle._receive(deltas, self.options.max_undelivered_tokens)
             if handle.finished:

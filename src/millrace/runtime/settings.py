@@ -46,8 +46,8 @@ class RunSettings(Settings):
         super().__post_init__()
         check_name(self.device)
         of_cpus = {"threads": self.threads, "isa": self.isa, "kv_tier": self.kv_tier}
-        if self.device != CPU and (given := [name for name, value in of_cpus.items() if value is not None]):
-            what = f"{flag_of(given[0])} is given, and --device is {self.device}"
+        if self.device != CPU and (cpu_only := [name for name, value in of_cpus.items() if value is not None]):
+            what = f"{flag_of(cpu_only[0])} is given, and --device is {self.device}"
             raise ConfigError(what, "nothing: that is for a CPU", "leave one of them out")
         if self.random_weights and self.device == CPU:
             raise ConfigError("--random-weights is given for a CPU", "--device cuda", "add it, or leave this out")

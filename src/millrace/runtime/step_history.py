@@ -59,14 +59,14 @@ class History:
     def requests_of(self, tenant: str) -> list[int]:
         """Return the numbers, in `PART`, of a tenant's requests that run or ended lately."""
         running = [request.order for request in self.live() if request.claim.tenant == tenant]
-        return [seen.order for seen in tuple(self.ended) if seen.tenant == tenant] + running
+        return [record.order for record in tuple(self.ended) if record.tenant == tenant] + running
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
     """What is known of one request: of its steps, those that are not forgotten."""
 
-    seen: RequestRecord
+    record: RequestRecord
     steps: Sequence[tuple[StepRecord, Parts]]  # and its own parts of each
 
 
@@ -77,11 +77,11 @@ def traces(request_id: str, history: History, live: Iterable[Request]) -> list[R
         for r in live
         if r.id == request_id
     ]
-    found = ([seen for seen in tuple(history.ended) if seen.id == request_id] + running)[-MOST_TRACES:]
-    own: dict[int, deque[tuple[StepRecord, Parts]]] = {seen.order: deque(maxlen=MOST_STEPS) for seen in found}
-    for step in tuple(history.steps) if found else ():
+    result = ([record for record in tuple(history.ended) if record.id == request_id] + running)[-MOST_TRACES:]
+    own: dict[int, deque[tuple[StepRecord, Parts]]] = {r.order: deque(maxlen=MOST_STEPS) for r in result}
+    for step in tuple(history.steps) if result else ():
         if request_id in step.request_ids:
             for order, steps in own.items():
                 if len(parts := step.parts[step.parts["request"] == order]):
                     steps.append((step, parts))
-    return [RequestTrace(seen, tuple(own[seen.order])) for seen in found]
+    return [RequestTrace(r, tuple(own[r.order])) for r in result]

@@ -15,7 +15,7 @@ from millrace.compile.build import BuildOptions, plan_pieces, resolve_options
 from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap, StoredMatrix
 from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation, rounded
-from millrace.engine.cache_specs import KEPT, KvFormat
+from millrace.engine.cache_specs import KV_FORMATS, KvFormat
 from millrace.engine.io_slots import slot
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import Calibration
@@ -140,7 +140,7 @@ def label(
         patterns = [f"{len(patterns)} layers otherwise"]
     groups = ("as stored" if _keeps(precision, stored) else f"g{precision.group}") if precision.meaning.group else ""
     classes = with_groups([f"{precision.default}", *head, *patterns], groups)
-    kept = [f"{KEPT[kv].name} keys and values"] if KEPT[kv].numbers else []
+    kept = [f"{KV_FORMATS[kv].name} keys and values"] if KV_FORMATS[kv].numbers else []
     sums = ["bf16 summed by tiles"] if by_tiles else []
     return ", ".join([*classes, *kept, *sums])
 

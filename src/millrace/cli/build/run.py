@@ -136,7 +136,7 @@ def show(tables: Tables, seconds: float, by: Chosen | None = None, *, for_gpu: b
             ("program", f"{len(tables.calls)} calls for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
             ("tactics", tuned(tables)),
-            ("price", m.evaluation.said),
+            ("price", m.evaluation.summary),
             *(("note", text) for text in m.notes),
             ("next", serve),
         ]

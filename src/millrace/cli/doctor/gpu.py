@@ -26,7 +26,7 @@ def examined(device: str, as_json: bool) -> None:
     rates = _measured(known.here, has) if known.here else None
     if as_json:
         able = {
-            one.asked.removeprefix("--"): {"multiplies": list(one.needed), "why_not": one.why_not or None}
+            one.requested.removeprefix("--"): {"multiplies": list(one.needed), "why_not": one.why_not or None}
             for one in found
         }
         told: dict[str, Any] = {"device": known.about, "architecture": known.architecture, "multiplies": list(has)}
@@ -41,7 +41,7 @@ def examined(device: str, as_json: bool) -> None:
         pairs([("free memory", size(known.here.free_bytes)), ("multiprocessors", str(known.here.multiprocessors))])
         table(("measured", "a second", "of its datasheet"), _rows(rates, _datasheet(known.here.name)))
     table(("asked for", "multiplies", "here"), [
-        (one.asked, ", ".join(one.needed) or _NO_MORE[one.of_layers], "refused" if one.why_not else "yes")
+        (one.requested, ", ".join(one.needed) or _NO_MORE[one.of_layers], "refused" if one.why_not else "yes")
         for one in found
     ])  # fmt: skip
     for why in dict.fromkeys(one.why_not for one in found if one.why_not):

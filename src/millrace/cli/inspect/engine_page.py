@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.cli.console import size
 from millrace.cli.engine_tables import Tables, fusions_by_place, kernel_of, note_of, priced
-from millrace.engine.artifact.engine_tables import Buffer, Call
+from millrace.engine.artifact.engine_tables import BufferEntry, CallEntry
 from millrace.engine.decode_roofline import DecodeWork
 from millrace.machine.roofline import Roofline
 from millrace.report.format_numbers import count
@@ -31,7 +31,7 @@ class Layer:
     """Neighbouring calls of one module."""
 
     name: str
-    calls: list[Call]
+    calls: list[CallEntry]
 
     @property
     def kernels(self) -> list[str]:
@@ -60,7 +60,7 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     )  # fmt: skip
 
 
-def layers_of(calls: Sequence[Call]) -> list[Layer]:
+def layers_of(calls: Sequence[CallEntry]) -> list[Layer]:
     """In the order of the program; `model.layers.3` is one, and so is each module outside of the layers."""
     found: list[Layer] = []
     for call in calls:
@@ -80,7 +80,7 @@ def module_of(origin: Sequence[str], otherwise: str) -> str:
     return ".".join(parts)
 
 
-def alive(buffers: Sequence[Buffer], n_calls: int) -> list[int]:
+def alive(buffers: Sequence[BufferEntry], n_calls: int) -> list[int]:
     """Bytes that are needed at each call."""
     change = [0] * (n_calls + 1)
     for buffer in buffers:
@@ -141,7 +141,7 @@ def _layers(tables: Tables, reads: int, roofline: Roofline | None) -> list[dict[
     ]  # fmt: skip
 
 
-def _call(number: int, call: Call, tables: Tables, reads: int, roofline: Roofline | None) -> dict[str, Any]:
+def _call(number: int, call: CallEntry, tables: Tables, reads: int, roofline: Roofline | None) -> dict[str, Any]:
     p, nbytes = call.params, call.matrix_bytes
     shape = f"{p.get('n')} x {p.get('k')}" if call.kernel == "matmul" else str(p.get("n", ""))
     return {

@@ -55,7 +55,7 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
         "sums": m.cpu.bf16_sums,
         "layers": sanitize(" ".join(f"{pattern} {value}" for pattern, value in layers.items())),
         "content": m.identity[:6],
-        "kl": m.evaluation.price.kl if m.evaluation.price else None, "price": m.evaluation.said,
+        "kl": m.evaluation.price.kl if m.evaluation.price else None, "price": m.evaluation.summary,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from millrace.engine.io_slots import Size, Slot
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import Param, Space
 from millrace.kernels.encode import Ref, encode
-from millrace.kernels.operand_places import Packed, Place
+from millrace.kernels.operand_places import OperandPlace, PackedPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Call:
     """One kernel at work."""
 
     kernel: str
-    operands: Mapping[str, Place | None]
+    operands: Mapping[str, OperandPlace | None]
     params: Mapping[str, Param]
     origin: tuple[str, ...]
     note: str = ""  # the numerics class or row format, for people
@@ -41,7 +41,7 @@ class Program:
     outputs: tuple[Slot, ...]
     symbols: Mapping[Symbol, Bounds]
     sizes: tuple[Size, ...]  # numbered behind the symbols
-    weights: tuple[Packed, ...]
+    weights: tuple[PackedPlace, ...]
     weights_offsets: tuple[int, ...]
     weights_bytes: int
     memory: MemoryPlan  # of the activations
@@ -61,7 +61,7 @@ class Program:
     def _refs(self, call: Call) -> dict[str, Ref | None]:
         return {name: self._ref(place) for name, place in call.operands.items()}
 
-    def _ref(self, place: Place | None) -> Ref | None:
+    def _ref(self, place: OperandPlace | None) -> Ref | None:
         if place is None:
             return None
         offsets = self.weights_offsets if place.space == Space.WEIGHTS else self.memory.offsets

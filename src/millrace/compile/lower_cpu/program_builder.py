@@ -16,7 +16,15 @@ from millrace.graph.types import NUMPY, Dim, DType, Graph, Node, Port, Symbol, V
 from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
 from millrace.kernels.elementwise.op import expression_params
 from millrace.kernels.layout import row_bytes, up
-from millrace.kernels.operand_places import CacheLayer, Operands, Packed, Place, StateLayer, View, pack_array
+from millrace.kernels.operand_places import (
+    CacheLayer,
+    OperandPlace,
+    Operands,
+    PackedPlace,
+    StateLayer,
+    View,
+    pack_array,
+)
 from millrace.kernels.operators import ProgramWriter, int_attr, runnable
 from millrace.kernels.row_storage import DENSE, Storage
 
@@ -63,7 +71,7 @@ class ProgramBuilder(ProgramWriter):
         self._lives: list[_Life] = []
         self._calls: list[Call] = []
         self._packed: dict[tuple[tuple[Value, ...], str], int] = {}
-        self._weights: list[Packed] = []
+        self._weights: list[PackedPlace] = []
         self._readers, self._producers, self._results = graph.consumers(), graph.producers(), graph.results
         self._caches: dict[tuple[object, ...], _Cache] = {}
         self._written: dict[int, tuple[Node, CacheLayer]] = {}  # by the attribute `layer` of attention
@@ -166,18 +174,18 @@ class ProgramBuilder(ProgramWriter):
         self.add("elementwise", {"a": view, "y": fresh}, expression_params(0, [view], value.run), node, "copy")
         return fresh
 
-    def constant(self, values: tuple[Value, ...], packing: str, make: Callable[[], Packed]) -> Place:
+    def constant(self, values: tuple[Value, ...], packing: str, make: Callable[[], PackedPlace]) -> OperandPlace:
         key = (values, packing)
         if key not in self._packed:
             self._weights.append(make())
             self._packed[key] = len(self._weights) - 1
-        return Place(Space.WEIGHTS, self._packed[key])
+        return OperandPlace(Space.WEIGHTS, self._packed[key])
 
-    def vector(self, value: Value) -> Place:
+    def vector(self, value: Value) -> OperandPlace:
         return self.constant((value,), "vector", lambda: pack_array(value, np.dtype(np.float32), "f32"))
 
-    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool, window: int = 0) -> CacheLayer:
-        key = (heads, key_size, value_size, kept, window)
+    def cache(self, heads: int, key_size: int, value_size: int, *, persistent: bool, window: int = 0) -> CacheLayer:
+        key = (heads, key_size, value_size, persistent, window)
         if key not in self._caches:
             if len(self._caches) == MAX_CACHES:
                 raise GraphError(
@@ -186,9 +194,9 @@ class ProgramBuilder(ProgramWriter):
             spec = CacheSpec(
                 layers=0, heads=heads, key_size=key_size, value_size=value_size, format=self._kv_format, window=window
             )
-            self._caches[key] = _Cache(spec, None if kept else self._passing_pages(spec))
+            self._caches[key] = _Cache(spec, None if persistent else self._passing_pages(spec))
         cache = self._caches[key]
-        layer = cache.spec.layers if kept else 0  # those of one run serve one layer after the other
+        layer = cache.spec.layers if persistent else 0  # those of one run serve one layer after the other
         cache.spec = replace(cache.spec, layers=layer + 1)
         return CacheLayer(list(self._caches).index(key), layer, cache.spec.format.name.lower(), cache.buffer)
 

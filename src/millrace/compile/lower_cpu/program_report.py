@@ -7,7 +7,7 @@ from millrace.compile.lower_cpu.program import Call, Program
 from millrace.graph.expressions import formula
 from millrace.kernels.declare import Space
 from millrace.kernels.expression import tree_of
-from millrace.kernels.operand_places import Place
+from millrace.kernels.operand_places import OperandPlace
 
 
 def program_table(program: Program, checksums: Mapping[int, str]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _expression(call: Call) -> str:
     return formula(tree_of([int(word) for word in code], numbers, len(names)), names)
 
 
-def _place(place: Place, program: Program) -> dict[str, Any]:
+def _place(place: OperandPlace, program: Program) -> dict[str, Any]:
     if place.space == Space.WEIGHTS:
         weight = program.weights[place.number]
         return {"weight": weight.name, "bytes": weight.nbytes, "number": place.number}

@@ -36,7 +36,7 @@ from millrace.engine.cuda.capability_check import check_runs, precisions_used
 from millrace.engine.cuda.cuda_graphs import usual_buckets
 from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.engine import EngineFiles, GpuEngine, GpuModel
-from millrace.engine.cuda.memory_plan import Needs
+from millrace.engine.cuda.memory_plan import MemoryNeeds
 from millrace.engine.executor import ExecutorLimits
 from millrace.engine.io_slots import Slot
 from millrace.errors import ConfigError, sanitize
@@ -143,13 +143,13 @@ def device_engine(
     for carried, content in source.files().items():
         (files.folder / carried).write_bytes(content)
     return GpuEngine(
-        folder=files.folder, manifest=manifest, held=FolderLock(os.open(files.folder, os.O_RDONLY)), model=model,
+        folder=files.folder, manifest=manifest, lock=FolderLock(os.open(files.folder, os.O_RDONLY)), model=model,
         gpu=gpu,
         needs=needs, files=files, smaller=lambda: smaller(traced, chosen, gpu), tuner=tuner(traced, gpu, build, cache),
     )  # fmt: skip
 
 
-def planned(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> tuple[GpuModel, Needs]:
+def planned(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> tuple[GpuModel, MemoryNeeds]:
     """What will run, and the memory that it takes. raises ConfigError, EngineError for what this GPU lacks"""
     model = traced.model(chosen)
     check_runs(model.lowered.graph, model.kv)
@@ -208,13 +208,13 @@ def _unpriced(source: Source, chosen: ResolvedOptions, alone: GpuPrecision) -> t
     return (f"what {asked} costs in answers is not measured on a GPU: millrace build {measures} on a CPU",)
 
 
-def _needs(model: GpuModel, gpu: Gpu) -> Needs:
+def _needs(model: GpuModel, gpu: Gpu) -> MemoryNeeds:
     return needs_of(
         model.lowered, model.limits, kv=model.kv, buckets=model.buckets, multiprocessors=gpu.multiprocessors
     )  # fmt: skip
 
 
-def smaller_steps(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+def smaller_steps(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, MemoryNeeds]]:
     """What takes less, with the same weights: fewer at a time, keys and values of 8 bits."""
     if chosen.max_batch > 1:
         few = max(1, chosen.max_batch // 8)
@@ -223,7 +223,7 @@ def smaller_steps(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator
         yield "--kv-cache-dtype int8", _needs(traced.model(replace(chosen, kv_format=KvFormat.INT8)), gpu)
 
 
-def smaller(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+def smaller(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, MemoryNeeds]]:
     """What takes less, of what this GPU can: such steps, and weights of 8 bits or 4."""
     yield from smaller_steps(traced, chosen, gpu)
     asked = []
@@ -243,7 +243,7 @@ def _bits(precision: Precision) -> int:
 
 
 def manifest_of(
-    name: str, traced: Traced, chosen: ResolvedOptions, model: GpuModel, needs: Needs, notes: tuple[str, ...]
+    name: str, traced: Traced, chosen: ResolvedOptions, model: GpuModel, needs: MemoryNeeds, notes: tuple[str, ...]
 ) -> Manifest:
     """Of this start: what a client may ask of a model, and what lies on the device in place of a program's."""
     limits = model.limits

@@ -31,7 +31,7 @@ from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.engine_tables import read_graph_table
 from millrace.engine.artifact.manifest import GRAPH, Manifest, damaged
 from millrace.engine.artifact.weights import EngineWeights
-from millrace.engine.cache_specs import KEPT, KV_CACHE_DTYPES, KvFormat
+from millrace.engine.cache_specs import KV_CACHE_DTYPES, KV_FORMATS, KvFormat
 from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.errors import ConfigError, EngineError
@@ -77,7 +77,7 @@ def built_engine(
     for note in _priced(manifest) if say else ():
         say(note)  # type: ignore[misc]  # there is one
     return GpuEngine(
-        folder=folder, manifest=manifest_of(manifest.model_name, traced, chosen, model, needs, notes), held=engine.held,
+        folder=folder, manifest=manifest_of(manifest.model_name, traced, chosen, model, needs, notes), lock=engine.lock,
         model=model, gpu=gpu, needs=needs, smaller=lambda: smaller_steps(traced, chosen, gpu),
         tuner=tuner(traced, gpu, build, cache),
     )  # fmt: skip
@@ -107,7 +107,7 @@ def _kept(manifest: Manifest) -> str | None:
     """How keys and values are kept, as --kv-cache-dtype has it; None: as the floats of a CPU, or there are none."""
     as_floats = plain_format(Precision(manifest.precision["default"].partition(":")[0]))
     found = {KvFormat[cache.format.upper()] for cache in manifest.cpu.caches if cache.place is None}
-    return next((KEPT[format].name for format in found - {KvFormat[as_floats.upper()]}), None)
+    return next((KV_FORMATS[format].name for format in found - {KvFormat[as_floats.upper()]}), None)
 
 
 def _precision(manifest: Manifest, alone: GpuPrecision, head: str | None) -> PrecisionMap:
@@ -141,7 +141,7 @@ def _priced(manifest: Manifest) -> tuple[str, ...]:
     if manifest.evaluation.price is None:
         return ()
     besides = "; rows of E4M3 are not in it" if manifest.gpu.fp8_rows else ""
-    return (f"on a CPU {manifest.evaluation.said}{besides}",)
+    return (f"on a CPU {manifest.evaluation.summary}{besides}",)
 
 
 # Of attributes, where no operator's shapes go by them; a tree that is a number alone has no shape.

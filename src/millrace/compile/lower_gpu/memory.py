@@ -11,7 +11,7 @@ from millrace.engine.cache_specs import SLOTS_PER_SEQUENCE, KvFormat, max_window
 from millrace.engine.cuda.attention_partition import PROGRAMS, aligned, bounds, bucket_parts, room, windows_in
 from millrace.engine.cuda.layers import ATTENTION, STATE, attention_kinds, embedding_width, state_shape
 from millrace.engine.cuda.lowered import LoweredGraph, Placement
-from millrace.engine.cuda.memory_plan import Needs, WindowNeeds
+from millrace.engine.cuda.memory_plan import MemoryNeeds, WindowNeeds
 from millrace.engine.executor import SAMPLING, ExecutorLimits
 from millrace.graph.dims import value_of
 from millrace.graph.types import Graph, Node, Symbol, Value
@@ -35,7 +35,7 @@ _CODED = 16  # of a slab of codes that become floats, for each
 def needs_of(
     lowered: LoweredGraph, limits: ExecutorLimits, *, kv: KvFormat | None = None, buckets: Sequence[int] = (),
     multiprocessors: int = 1,
-) -> Needs:  # fmt: skip
+) -> MemoryNeeds:  # fmt: skip
     """As of CudaExecutor. limits: but for how many pages there are"""
     graph, element, vocab = lowered.graph, ELEMENTS[lowered.dtype], limits.vocab_size
     most_pages = -(-limits.max_context // limits.page_tokens)
@@ -47,7 +47,7 @@ def needs_of(
     ]
     page = limits.page_tokens
     inputs = sum(bucket_bytes(graph, n, most_pages, multiprocessors, page) for n in buckets)
-    return Needs(
+    return MemoryNeeds(
         weights_bytes=weights_bytes(lowered.placement, element), step_bytes=step,
         graphs_bytes=inputs + sum(4 * n * vocab for n in buckets) + max(captured, default=0),
         page_bytes=page_bytes(graph, page, element, kv), least_pages=most_pages,

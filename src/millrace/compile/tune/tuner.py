@@ -22,9 +22,9 @@ from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.tactics import (
     Choice,
     Comparison,
-    Region,
     TacticTable,
     TacticTiming,
+    TunedRegion,
     knob_values,
     read_tables,
     table_for,
@@ -99,7 +99,8 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
             note = f"time was up before {', '.join(map(str, late))} rows were timed: millrace tune with more --seconds"
     cases.sort(key=lambda c: c.rows)
     done = [  # what was not timed goes by the rule, not by what is best for other rows
-        Region(w.name, w.kernel, w.calls, [w.choice(c.rows) for c in cases if w.takes_part(c)]) for w in works.values()
+        TunedRegion(w.name, w.kernel, w.calls, [w.choice(c.rows) for c in cases if w.takes_part(c)])
+        for w in works.values()
     ]
     return TacticTable(fingerprint(isa), threads, done, note)
 

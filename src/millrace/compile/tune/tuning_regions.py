@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from millrace.compile.tune.tuning_cases import USUAL_ROWS, Case, TunedRows, max_context_step
 from millrace.engine.artifact.engine import Engine
-from millrace.engine.artifact.engine_tables import Call, read_program_table
+from millrace.engine.artifact.engine_tables import CallEntry, read_program_table
 from millrace.engine.artifact.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
 from millrace.engine.artifact.tactics import Choice
 from millrace.errors import sanitize
@@ -95,7 +95,7 @@ def regions_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> dict[str, Tuning
     return regions(_calls(engine), _symbols(engine.manifest), max_context_step(engine, rows))
 
 
-def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED, context: int = 0) -> dict[str, TuningTask]:
+def regions(calls: Sequence[CallEntry], symbols: Sequence[str] = SAMPLED, context: int = 0) -> dict[str, TuningTask]:
     """By name: kernel, numerics class and shape, whatever the layer; of attention how long contexts are when timed."""
     found: dict[str, TuningTask] = {}
     for i, call in enumerate(calls):
@@ -105,7 +105,7 @@ def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED, context: in
     return found
 
 
-def _product(call: Call, symbols: Sequence[str]) -> str:
+def _product(call: CallEntry, symbols: Sequence[str]) -> str:
     p = call.params
     flags = [f"groups of {p['group']}"] if p["group"] else []
     flags += [f"of {p['x_group']} in rows"] if p.get("x_group", p["group"]) != p["group"] else []
@@ -116,14 +116,14 @@ def _product(call: Call, symbols: Sequence[str]) -> str:
     return ", ".join([f"{call.kernel} {call.note} {p['n']} x {p['k']}", *flags])
 
 
-def _attention(call: Call, context: int) -> str:
+def _attention(call: CallEntry, context: int) -> str:
     p = call.params
     flags = [f"{p['kv_heads']} of keys"] if p["kv_heads"] != p["heads"] else []
     flags += [f"up to {context} tokens"] if context else []
     return ", ".join([f"{call.kernel} {call.note} {p['heads']} heads of {p['head_dim']}", *flags])
 
 
-def _calls(engine: Engine) -> list[Call]:
+def _calls(engine: Engine) -> list[CallEntry]:
     """The program's calls; what is read of them is there, and may be."""
     calls = read_program_table(engine.folder).calls
     symbols = range(len(engine.manifest.symbols))
@@ -133,7 +133,7 @@ def _calls(engine: Engine) -> list[Call]:
     return calls
 
 
-def _is_whole(call: Call, symbols: range) -> bool:
+def _is_whole(call: CallEntry, symbols: range) -> bool:
     names = ("heads", "kv_heads", "head_dim") if call.kernel == "attention" else ("n", "k")
     sizes = [call.params.get(name, 0) for name in names]
     whole = all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)

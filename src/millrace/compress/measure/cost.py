@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from millrace.compile.settings import Progress
 from millrace.compress.compression_plan import WEIGHT, CompressionPlan, kept_dtype
 from millrace.compress.search.candidates import FLOAT, TREATMENTS, bytes_of, candidate_formats
-from millrace.engine.roofline_probe import Product, seconds_of
+from millrace.engine.roofline_probe import ProbedMatmul, seconds_of
 from millrace.kernels.layout import up
 from millrace.kernels.precision import Precision
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 256 << 20  # of the matrices that are timed in turn
 _MOST_CALLS = 4096
 
 
-def product_of(job: CompressionPlan, layer: str, format: str, isa: str) -> Product:
+def product_of(job: CompressionPlan, layer: str, format: str, isa: str) -> ProbedMatmul:
     """What an engine of the folder computes for this layer, but for what it fuses."""
     N, K = job.checkpoint.tensors[layer + WEIGHT].shape
     treatment, own = TREATMENTS[format], kept_dtype(job.checkpoint, layer + WEIGHT)
@@ -28,7 +28,7 @@ def product_of(job: CompressionPlan, layer: str, format: str, isa: str) -> Produ
         precision = Precision.W4A8 if treatment.activations == 8 else Precision.W4A16
     group = (treatment.group or up(K, 4)) if precision.quantised else 0
     rows = precision.storage(group).format
-    return Product(N, K, rows, precision.weights, group, tiles=isa == "amx" and precision == Precision.BF16)
+    return ProbedMatmul(N, K, rows, precision.weights, group, tiles=isa == "amx" and precision == Precision.BF16)
 
 
 @dataclass(slots=True)
@@ -39,10 +39,10 @@ class Clock:
     isa: str
     threads: int
     rows: int
-    matrices: Callable[[Product], int]
-    found: dict[Product, float] = field(default_factory=dict)
+    matrices: Callable[[ProbedMatmul], int]
+    found: dict[ProbedMatmul, float] = field(default_factory=dict)
 
-    def __call__(self, product: Product) -> float:
+    def __call__(self, product: ProbedMatmul) -> float:
         if product not in self.found:
             n = max(1, min(self.matrices(product), _MOST_BYTES // product.nbytes, _MOST_CALLS))
             rounds = seconds_of(product, self.isa, self.threads, self.rows, repeats=n, matrices=n)
@@ -56,7 +56,7 @@ def seconds(
     isa: str,
     threads: int,
     progress: Progress,
-    clock: Callable[[Product], float] | None = None,
+    clock: Callable[[ProbedMatmul], float] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Of each layer's product of so many rows, in each format. clock: instead of this machine's
 

@@ -55,7 +55,7 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tried[-1] if self.tried else None
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """In one line, for people."""
         if self.price is None:
             return f"not measured: {self.not_measured or 'nobody says why'}"
@@ -77,5 +77,5 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def rounded(x: float) -> float | None:
     """As figures are kept, and compared with a bound; None for what is none."""
-    found = float(f"{x:.{_DIGITS}g}")
-    return found if abs(found) < float("inf") else None
+    result = float(f"{x:.{_DIGITS}g}")
+    return result if abs(result) < float("inf") else None

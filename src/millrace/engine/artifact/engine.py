@@ -49,25 +49,25 @@ class Engine:
 
     folder: Path
     manifest: Manifest
-    held: FolderLock = field(compare=False, repr=False)
+    lock: FolderLock = field(compare=False, repr=False)
 
     @classmethod
     def open(cls, folder: str | Path) -> "Engine":
         """raises EngineError for anything missing, unreadable, damaged or of another version"""
         folder = Path(folder)
         try:
-            held = hold(folder)
-            if held is None:
+            lock = hold(folder)
+            if lock is None:
                 raise not_an_engine(folder)
             manifest = read_manifest(folder)
             check_files(folder, manifest)
         except OSError as error:
             raise EngineError(f"{folder} cannot be read: {error}", "files that may be read", "check them") from error
-        return cls(folder, manifest, held)
+        return cls(folder, manifest, lock)
 
     def close(self) -> None:
         """From now on the folder may go; an executor works on, it has all in memory."""
-        self.held.release()
+        self.lock.release()
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 _ESCAPE = re.compile(rb"(?<!\\)(\\\\)*\\[bfnrtu]")
 
 
-class Call(Struct, frozen=True):
+class CallEntry(Struct, frozen=True):
     kernel: str
     note: str
     origin: list[str]
@@ -40,7 +40,7 @@ class Weight(Struct, frozen=True):
     checksum: str  # of its bytes, as that of all (manifest.py)
 
 
-class Buffer(Struct, frozen=True):
+class BufferEntry(Struct, frozen=True):
     """It holds what somebody needs from the call `first` to the call `last`, both included."""
 
     name: str
@@ -54,12 +54,12 @@ class ProgramTable(Struct, frozen=True):
     """program.json, as `compile/lower_cpu/program_report.py` writes it."""
 
     passes: list[str]
-    calls: list[Call]
+    calls: list[CallEntry]
     weights: list[Weight]
-    buffers: list[Buffer]
+    buffers: list[BufferEntry]
 
 
-class Node(Struct, frozen=True):
+class NodeEntry(Struct, frozen=True):
     op: str
     inputs: list[int | str]  # numbers of values, names of constants
     outputs: list[int]
@@ -92,7 +92,7 @@ class GraphOutput(Struct, frozen=True):
 class GraphTable(Struct, frozen=True):
     """graph.json, as `graph/graph_json.py` writes it; values are numbered, inputs first."""
 
-    nodes: list[Node]
+    nodes: list[NodeEntry]
     inputs: list[GraphInput] = []
     constants: dict[str, list[int]] = {}
     outputs: list[GraphOutput] = []

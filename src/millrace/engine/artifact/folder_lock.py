@@ -45,11 +45,11 @@ def hold(folder: Path) -> FolderLock | None:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # else a pipe of that name would block
     except (FileNotFoundError, NotADirectoryError):
         return None
-    held = FolderLock(file)
+    folder_lock = FolderLock(file)
     with suppress(OSError):  # a file system without locks: there nobody gets the one that removing takes
         lock(file, fcntl.LOCK_SH, f"{folder}, which another process is removing", REMOVING_S)
     try:
-        return held if os.path.samestat(os.fstat(file), path.stat()) else None
+        return folder_lock if os.path.samestat(os.fstat(file), path.stat()) else None
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -59,7 +59,7 @@ def lock(file: int, kind: int, what: str, limit_s: float) -> None:
 
     raises MachineError after `limit_s`, OSError where the file system has no locks
     """
-    start_s, said, pause_s = time.monotonic(), False, 0.001
+    start_s, waited, pause_s = time.monotonic(), False, 0.001
     while True:
         try:
             return fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -70,9 +70,9 @@ def lock(file: int, kind: int, what: str, limit_s: float) -> None:
                 f"waited {limit_s:g} s for {what}", "a lock that its holder gives back",
                 "see what that process does (lslocks names it), or end it",
             )  # fmt: skip
-        if waited_s >= _SAID_S and not said:
+        if waited_s >= _SAID_S and not waited:
             log.warning("waiting for %s (at most %g s)", what, limit_s)
-            said = True
+            waited = True
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
 
@@ -119,13 +119,13 @@ def building(folder: Path) -> Iterator[Path]:
     Removes first what builders of the same folder left that were killed.
     """
     sweep(folder.parent, folder.name)
-    held = None
-    while held is None:  # until no other builder has swept it away in the moment before it was held
+    lock = None
+    while lock is None:  # until no other builder has swept it away in the moment before it was held
         path = _unfinished(folder)
         path.mkdir()
         with suppress(FileNotFoundError):
             (path / MANIFEST).touch()
-        held = hold(path)
+        lock = hold(path)
     try:
         yield path
         path.rename(folder)
@@ -133,7 +133,7 @@ def building(folder: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
         raise
     finally:
-        held.release()
+        lock.release()
 
 
 def _unfinished(folder: Path) -> Path:

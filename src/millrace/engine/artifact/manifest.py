@@ -86,7 +86,7 @@ class SlotEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: NonNegative | None  # bytes into the activations; None: no kernel reads it
 
 
-class CacheEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheSpecEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: Count
     heads: Count
     key_size: Count
@@ -119,7 +119,7 @@ class CpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     activation_lower_bound: NonNegative
     inputs: list[SlotEntry]
     outputs: list[SlotEntry]
-    caches: list[CacheEntry]
+    caches: list[CacheSpecEntry]
     states: list[StateEntry] = []
     sizes: Annotated[list[SizeEntry], msgspec.Meta(max_length=MAX_SIZES)] = []  # that calls number behind the symbols
     bf16_sums: Literal["pairs", "tiles"] = "pairs"  # of products of bfloat16, where it has some
@@ -298,9 +298,9 @@ def contradiction(manifest: Manifest) -> str:
     for name, shape in shapes.items():
         if low := [d for d in shape if range_of(d, ranges)[0] < 1]:
             return f"gives {name} the dimension {low[0]}, which may be less than 1"
-    told = {d for slot in manifest.cpu.inputs for d in slot.shape}
-    if not manifest.vocab_size and not told.issuperset(names):
-        return f"has a dimension that no input tells: {', '.join(sorted(names - told))}"
+    bounded = {d for slot in manifest.cpu.inputs for d in slot.shape}
+    if not manifest.vocab_size and not bounded.issuperset(names):
+        return f"has a dimension that no input tells: {', '.join(sorted(names - bounded))}"
     return ""
 
 

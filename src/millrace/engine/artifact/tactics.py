@@ -53,7 +53,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compared: list[Comparison]
 
 
-class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TunedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Steps of the program that do the same work on other weights."""
 
     name: str
@@ -65,7 +65,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: dict[str, str | int]  # cpu, isa, cores
     threads: Count
-    regions: list[Region]
+    regions: list[TunedRegion]
     note: str = ""  # what went wrong
     checksum: str = ""  # of all of the above
 
@@ -78,13 +78,13 @@ class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def entries(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """(call, rows, knobs) as the native core takes them, in its order."""
-        found = [
+        result = [
             (call, choice.rows, knob_values(region.kernel, choice.knobs))
             for region in self.regions
             for call in region.calls
             for choice in region.choices
         ]
-        return sorted(found)
+        return sorted(result)
 
 
 def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
@@ -133,8 +133,8 @@ def _read(folder: Path) -> list[TacticTable]:
         raise damaged_tactics(folder, f"it has {path.stat().st_size} bytes, more than {_LIMIT}")
     try:
         # one alone is what engines had that were tuned for one number of threads only
-        found = msgspec.json.decode(path.read_bytes(), type=TacticTable | list[TacticTable])
-        tables = [found] if isinstance(found, TacticTable) else found
+        result = msgspec.json.decode(path.read_bytes(), type=TacticTable | list[TacticTable])
+        tables = [result] if isinstance(result, TacticTable) else result
         for table in tables:
             table.entries()
     except (*UNREADABLE, ValueError) as error:
@@ -151,8 +151,8 @@ def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
     """
     table = sealed(table)
     with _locked(folder):
-        others = [t for t in read_tables(folder, mend=True) if not t.is_for(table.machine, table.threads)]
-        tables = [table, *others[: _MOST_TABLES - 1]]
+        other_tables = [t for t in read_tables(folder, mend=True) if not t.is_for(table.machine, table.threads)]
+        tables = [table, *other_tables[: _MOST_TABLES - 1]]
         write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(tables), indent=1))
     return table
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
 from millrace.engine.artifact.engine import Engine
-from millrace.engine.artifact.engine_tables import Call, Weight, read_program_table
+from millrace.engine.artifact.engine_tables import CallEntry, Weight, read_program_table
 from millrace.engine.artifact.manifest import MANIFEST, PROGRAM_TABLE, WEIGHTS, damaged, weights_checksum
 from millrace.errors import EngineError
 from millrace.graph.types import Array, Constant, Graph, Node, Value
@@ -217,11 +217,11 @@ def _with_constants(graph: Graph, constants: Mapping[Value, Constant]) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def _precision(call: Call) -> str:
+def _precision(call: CallEntry) -> str:
     return Precision.BF16.value if call.note == BF16_BY_TILES else call.note
 
 
-def _packing(engine: Engine, call: Call) -> Packing:
+def _packing(engine: Engine, call: CallEntry) -> Packing:
     """As the call has it. raises EngineError for numbers that mean nothing"""
     try:
         p = {name: int(call.params[name]) for name in ("weights", "group", "format", "x_group", "scaling")}

@@ -25,7 +25,7 @@ ALIGNED = 4  # int32: a kernel is compiled once more for what does not begin at 
 Integers = NDArray[np.integer[Any]]
 
 
-class Kind(NamedTuple):
+class AttentionKind(NamedTuple):
     """Of attention. group: query heads for each KV head; window: tokens that it attends to at most; 0: all"""
 
     group: int
@@ -112,7 +112,7 @@ def window_pages(window: int, page_tokens: int, most_pages: int) -> int:
     return min((window + page_tokens - 2) // page_tokens + 1, most_pages)
 
 
-def windows_in(kinds: Iterable[Kind]) -> tuple[int, ...]:
+def windows_in(kinds: Iterable[AttentionKind]) -> tuple[int, ...]:
     """Each once, ascending."""
     return tuple(sorted({kind.window for kind in kinds} - {0}))
 
@@ -143,7 +143,7 @@ def rows_for(most: int) -> int:
 
 
 def bucket_parts(
-    sequences: int, most_pages: int, kinds: Sequence[Kind], processors: int, page_tokens: int
+    sequences: int, most_pages: int, kinds: Sequence[AttentionKind], processors: int, page_tokens: int
 ) -> tuple[int, ...]:
     """Numbers of each of a bucket's inputs.
 
@@ -151,27 +151,27 @@ def bucket_parts(
     of each kind of attention items and merges; of each window slots, first pages and tables; last the tables of layers
     that attend to all, where there are some.
     """
-    found = [sequences] * 8 + [sequences + 1]
+    result = [sequences] * 8 + [sequences + 1]
     for group, kv_heads, _ in kinds:
         rows = rows_for(group)
         items, merges, _ = bounds(sequences * -(-group // rows), room(rows, kv_heads, processors))
-        found += [ITEM * items, MERGE * merges]
+        result += [ITEM * items, MERGE * merges]
     for window in windows_in(kinds):
-        found += [sequences, sequences, sequences * window_pages(window, page_tokens, most_pages)]
-    return (*found, sequences * most_pages if any(not kind.window for kind in kinds) else 0)
+        result += [sequences, sequences, sequences * window_pages(window, page_tokens, most_pages)]
+    return (*result, sequences * most_pages if any(not kind.window for kind in kinds) else 0)
 
 
 def aligned(lengths: Collection[int]) -> tuple[list[slice], int]:
     """Where parts lie in one array so that each begins aligned, and its length."""
-    taken = [-(-n // ALIGNED) * ALIGNED for n in lengths]
-    begins = np.cumsum([0, *taken])
+    padded = [-(-n // ALIGNED) * ALIGNED for n in lengths]
+    begins = np.cumsum([0, *padded])
     return [slice(int(at), int(at) + n) for at, n in zip(begins, lengths, strict=False)], int(begins[-1])
 
 
 def pack_arrays(parts: Sequence[IntArray]) -> tuple[IntArray, list[slice]]:
     """One int32 array, and where each part lies."""
     places, n = aligned([p.size for p in parts])
-    whole = np.zeros(n, np.int32)
+    packed = np.zeros(n, np.int32)
     for place, part in zip(places, parts, strict=True):
-        whole[place] = part.reshape(-1)
-    return whole, places
+        packed[place] = part.reshape(-1)
+    return packed, places

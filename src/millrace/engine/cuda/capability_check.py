@@ -24,22 +24,22 @@ CODES = {KvFormat.INT8: torch.int8, KvFormat.FP8: E4M3}
 def precisions_used(lowered: LoweredGraph, kv: KvFormat | None = None) -> tuple[str, ...]:
     """What a GPU must multiply to run it, as machine/devices.py calls it; float32 they all do."""
     dtype = lowered.dtype
-    found = {} if dtype in WIDE else {dtype: True}
+    result = {} if dtype in WIDE else {dtype: True}
     for node in lowered.placement.coded:
         precision = precision_of(node)
         meets_fp8 = not precision.takes_bytes and node in lowered.e4m3
-        found |= dict.fromkeys(multiplied_by(precision, dtype, meets_fp8=meets_fp8), True)
+        result |= dict.fromkeys(multiplied_by(precision, dtype, meets_fp8=meets_fp8), True)
     if kv == KvFormat.FP8:
-        found["fp8"] = True
-    return tuple(found)
+        result["fp8"] = True
+    return tuple(result)
 
 
 def check_runs(graph: Graph, kv: KvFormat | None) -> None:
     """raises EngineError for an operator, or keys and values, that have no kernel here. kv: as of CudaExecutor"""
-    known = torch_operators()
-    unknown = sorted({node.op for node in graph.nodes} - known.keys())
+    available = torch_operators()
+    unknown = sorted({node.op for node in graph.nodes} - available.keys())
     if unknown:
-        raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(known))}",
+        raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(available))}",
                           "run it on the CPU")  # fmt: skip
     for node in graph.nodes:
         if node.op == "elementwise" and (wrong := unsupported(node)):
@@ -55,11 +55,11 @@ def check_gpu(device: torch.device, needed: Collection[str]) -> None:
     """raises MachineError where CUDA finds none, ConfigError where it lacks a precision"""
     try:
         torch.cuda.init()
-        found = torch.cuda.get_device_properties(device)
+        result = torch.cuda.get_device_properties(device)
     except (RuntimeError, AssertionError) as error:  # no driver, one too old, no such GPU; PyTorch without CUDA
         raise MachineError(
             f"no GPU to run on: {first_line(error)}",
             f"an NVIDIA GPU with a driver, and PyTorch for CUDA (this is {torch.__version__})",
             "run on the CPU, or see what nvidia-smi says",
         ) from error
-    check_multiplies(found.name, (found.major, found.minor), needed)
+    check_multiplies(result.name, (result.major, result.minor), needed)

@@ -18,7 +18,7 @@ from millrace.engine.cuda.attention_partition import (
     ITEM,
     MERGE,
     MOST_PARTS,
-    Kind,
+    AttentionKind,
     Sequences,
     aligned,
     bounds,
@@ -34,19 +34,19 @@ from millrace.engine.cuda.host_device_copy import pinned
 from millrace.engine.cuda.sampling import FIELDS, Rows, as_lines
 from millrace.engine.cuda.step_tables import rotary_of, slots_of
 from millrace.engine.executor import IntArray, StateSlots, StepInputs, WindowPages
-from millrace.kernels.attention.paged import StepTables, Work
+from millrace.kernels.attention.paged import AttentionWork, StepTables
 from millrace.kernels.short_conv.slots import SequenceSlots
 
-Tables = Callable[[Kind], StepTables]
+Tables = Callable[[AttentionKind], StepTables]
 _CAPTURE = threading.Lock()  # of a process, one at a time: each begins by waiting for its device, which no other bears
 
 
 def usual_buckets(most: int) -> tuple[int, ...]:
     """Up to `most` sequences: powers of two to 8, then in steps of 8, from 64 on in quarters of a power of two."""
-    found = [1, 2, 4, 8]
-    while found[-1] < most:
-        found.append(found[-1] + max(8, 1 << (found[-1].bit_length() - 3)))
-    return (*found[: bisect_left(found, most)], most)
+    result = [1, 2, 4, 8]
+    while result[-1] < most:
+        result.append(result[-1] + max(8, 1 << (result[-1].bit_length() - 3)))
+    return (*result[: bisect_left(result, most)], most)
 
 
 def bucket_of(step: StepInputs, buckets: Sequence[int]) -> int | None:
@@ -75,20 +75,20 @@ class Bucket:
     page_tokens: int
     device: torch.device
     multiprocessors: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[AttentionKind, ...]
     windows: Mapping[int, int] = field(default_factory=dict)
     scratch_slot: int = 0
     _places: list[slice] = field(init=False)
     _host: IntArray = field(init=False)
     _host_parts: list[IntArray] = field(init=False)
-    _held: Tensor = field(init=False)
+    _first_pages: Tensor = field(init=False)
     _parts: list[Tensor] = field(init=False)  # views of it, as `bucket_parts` names them
     _starts: Tensor = field(init=False)
     _zeros: Tensor = field(init=False)
     rows: Rows = field(init=False)
     _lines: Tensor = field(init=False)
     _host_lines: NDArray[np.float64] = field(init=False)
-    _tables: dict[Kind, StepTables] = field(init=False, default_factory=dict)
+    _tables: dict[AttentionKind, StepTables] = field(init=False, default_factory=dict)
     _windows: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,20 +100,20 @@ class Bucket:
         self._places, n = aligned(lengths)
         self._host = np.zeros(n, np.int32)
         self._host_parts = [self._host[place] for place in self._places]
-        self._held = torch.zeros(n, dtype=torch.int32, device=self.device)
-        self._parts = [self._held[place] for place in self._places]
+        self._first_pages = torch.zeros(n, dtype=torch.int32, device=self.device)
+        self._parts = [self._first_pages[place] for place in self._places]
         self._starts = torch.arange(self.size + 1, dtype=torch.int32, device=self.device)
         self._zeros = torch.zeros(self.size, dtype=torch.int32, device=self.device)
 
-    def fill(self, step: StepInputs, held: Sequence[WindowPages] = (), states: StateSlots | None = None) -> None:
+    def fill(self, step: StepInputs, windows: Sequence[WindowPages] = (), states: StateSlots | None = None) -> None:
         """step: for which `bucket_of` gives this size. held: the pages of each of `windows`"""
         tokens, positions, rotary, adapters, slots, rows, before, behind, table_starts, *more, tables = self._host_parts
         n, used, at = len(step.tokens), 0, step.positions
-        given = (
+        arrays = (
             (tokens, step.tokens), (positions, at), (rotary, rotary_of(step)), (adapters, step.adapters_of_tokens()),
             (rows, step.sampling["token"]),
         )  # fmt: skip
-        for part, values in given:
+        for part, values in arrays:
             part[: len(values)], part[len(values) :] = values, 0
         (before[:n], behind[:n]), before[n:], behind[n:] = slots_of(step, states), -1, self.scratch_slot
         if len(tables):  # some layer attends to all
@@ -125,7 +125,7 @@ class Bucket:
             used += padding
         begins = {0: table_starts[:-1]}
         of_windows = more[2 * len(self.kinds) :]
-        for window, own in zip(self.windows, held, strict=True):
+        for window, own in zip(self.windows, windows, strict=True):
             i = 3 * self._windows.index(window)
             begins[window] = self._fill_window(window, own, at, of_windows[i : i + 3])
         self._fill_work(positions, begins, more)
@@ -134,17 +134,17 @@ class Bucket:
         as_lines(step.sampling, lines[:, : len(step.sampling)])
         lines[:, len(step.sampling) :] = 0
         self._lines.copy_(pinned(torch.from_numpy(lines), self.device), non_blocking=True)
-        self._held[:end].copy_(pinned(torch.from_numpy(self._host[:end]), self.device), non_blocking=True)
+        self._first_pages[:end].copy_(pinned(torch.from_numpy(self._host[:end]), self.device), non_blocking=True)
 
-    def _fill_window(self, window: int, held: WindowPages, at: IntArray, parts: Sequence[IntArray]) -> IntArray:
+    def _fill_window(self, window: int, windows: WindowPages, at: IntArray, parts: Sequence[IntArray]) -> IntArray:
         """Give where page 0 of each row is. A row has room for as many pages as one token attends to at most."""
         (slots, first, tables), n, size, scratch = parts, len(at), self.page_tokens, self.windows[window]
         first[:n], first[n:] = first_page(at, window, size), 0
         each = window_pages(window, size, self.most_pages)
         own = first[:n, None] + np.arange(each)
-        places = np.minimum((held.page_starts[:-1] - held.first)[:, None] + own, len(held.pages) - 1)
+        places = np.minimum((windows.page_starts[:-1] - windows.first)[:, None] + own, len(windows.pages) - 1)
         table = tables.reshape(self.size, each)
-        table[:n], table[n:] = np.where(own <= (at // size)[:, None], held.pages[places], scratch), scratch
+        table[:n], table[n:] = np.where(own <= (at // size)[:, None], windows.pages[places], scratch), scratch
         pages = table[np.arange(n), at // size - first[:n]]
         slots[:n], slots[n:] = pages * size + at % size, scratch * size
         begins: IntArray = (np.arange(self.size, dtype=np.int32) * each - first).astype(np.int32)
@@ -157,8 +157,8 @@ class Bucket:
             group, kv_heads, window = kind
             of, rows_each = Sequences(rows, ones, positions, begins[window]), rows_for(group)
             most = room(rows_each, kv_heads, self.multiprocessors)
-            found = split_attention(of, rows_each, group, self.page_tokens, most, window)
-            for part, values in ((items, found.items.reshape(-1)), (merges, found.merges.reshape(-1))):
+            result = split_attention(of, rows_each, group, self.page_tokens, most, window)
+            for part, values in ((items, result.items.reshape(-1)), (merges, result.merges.reshape(-1))):
                 part[: len(values)], part[len(values) :] = values, 0
 
     def inputs(self) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ class Bucket:
         ones = self._starts[1:2].expand(self.size)  # the second one is 1
         return {"tokens": tokens, "positions": rotary, "rows": rows, "lengths": ones, "adapters": adapters}
 
-    def tables(self, kind: Kind) -> StepTables:
+    def tables(self, kind: AttentionKind) -> StepTables:
         """A graph has captured programs for as much work as there may be; which there is, `fill` writes."""
         if kind not in self._tables:
             _, positions, rotary, _, slots, _, _, _, table_starts, *more, tables = self._parts
@@ -179,7 +179,7 @@ class Bucket:
             blocks = self.size * -(-kind.group // rows)
             _, _, parts = bounds(blocks, room(rows, kind.kv_heads, self.multiprocessors))
             items, merges = more[2 * at].view(-1, ITEM), more[2 * at + 1].view(-1, MERGE)
-            work = Work(items, merges, rows, min(rows, kind.group), parts, MOST_PARTS)
+            work = AttentionWork(items, merges, rows, min(rows, kind.group), parts, MOST_PARTS)
             self._tables[kind] = StepTables(
                 positions, rotary, slots, self._starts, tables, table_starts, first, (work,)
             )  # fmt: skip

@@ -53,13 +53,13 @@ class Loaded:
         return self.coded.get(node) or tuple(self.tensors[w] for w in matrices_of(node))
 
 
-def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, given: Loaded | None = None) -> Loaded:
+def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, preloaded: Loaded | None = None) -> Loaded:
     """given: what is there already, and is not read
 
     raises CheckpointError for weights that are not finite, or too large for the engine's type
     """
-    placement, held = lowered.placement, given or Loaded({}, {})
-    coded = {node: held.coded[node] for node in placement.coded if node in held.coded}
+    placement, constants = lowered.placement, preloaded or Loaded({}, {})
+    coded = {node: constants.coded[node] for node in placement.coded if node in constants.coded}
     matrices = [(n, w, rows) for n, rows in placement.coded.items() if n not in coded for w in matrices_of(n)]
     read = _ahead([partial(_codes, *matrix) for matrix in matrices])
     parts: list[QuantizedRows] = []
@@ -69,9 +69,9 @@ def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, given:
             coded[node] = tuple(_placed(alike, device) for alike in _alike(parts))
             parts.clear()
     kinds = {v: dtype for v in placement.narrow} | {v: torch.float32 for v in placement.wide}
-    tensors = {value: held.tensors[value] for value in kinds if value in held.tensors}
+    tensors = {value: constants.tensors[value] for value in kinds if value in constants.tensors}
     new = [value for value in kinds if value not in tensors]
-    joined = {**held.joined, **load_merged(lowered.graph, tensors, placement.coded, dtype, device)}
+    joined = {**constants.joined, **load_merged(lowered.graph, tensors, placement.coded, dtype, device)}
     for value, array in zip(new, _ahead([partial(_read, value) for value in new]), strict=True):
         kind = torch.int32 if value.dtype == DType.I32 else kinds[value]
         if value not in tensors:
@@ -88,25 +88,25 @@ def load_merged(
 
     coded: products that have codes
     """
-    found = {}
+    result = {}
     for node in graph.nodes:
         matrices = matrices_of(node) if node.op in PRODUCTS and node not in coded else ()
         if len(set(matrices)) > 1 and not any(w in tensors for w in matrices):
             sizes = [matrix_size(w) for w in matrices]
-            found[node] = torch.empty((sum(n for n, _ in sizes), sizes[0][1]), dtype=dtype, device=device)
-            tensors.update(zip(matrices, found[node].split([n for n, _ in sizes]), strict=True))
-    return found
+            result[node] = torch.empty((sum(n for n, _ in sizes), sizes[0][1]), dtype=dtype, device=device)
+            tensors.update(zip(matrices, result[node].split([n for n, _ in sizes]), strict=True))
+    return result
 
 
 def _alike(parts: Sequence[QuantizedRows]) -> list[list[QuantizedRows]]:
     """Neighbours that differ in nothing but their codes and scales are one."""
-    found: list[list[QuantizedRows]] = []
+    result: list[list[QuantizedRows]] = []
     for part in parts:
-        if found and _format(found[-1][0]) == _format(part):
-            found[-1].append(part)
+        if result and _format(result[-1][0]) == _format(part):
+            result[-1].append(part)
         else:
-            found.append([part])
-    return found
+            result.append([part])
+    return result
 
 
 def _format(rows: QuantizedRows) -> tuple[object, ...]:

@@ -52,8 +52,8 @@ def known_gpu(device: str) -> DatasheetDevice:
     raises ConfigError for others; MachineError where there is none here
     """
     if device != CPU and _NAMED.fullmatch(device):
-        found = find_gpu(device)
-        return DatasheetDevice(*match_device_name(found.name, found.capability), found)
+        result = find_gpu(device)
+        return DatasheetDevice(*match_device_name(result.name, result.capability), result)
     try:
         named = find_device(device)
     except ConfigError as error:
@@ -98,11 +98,11 @@ def find_gpu(device: str) -> Gpu:
         if index >= n:
             there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_properties(i).name})" for i in range(n))
             raise MachineError(f"there is no GPU cuda:{index}", f"one of {there}", "choose one of them")
-        found, (free_bytes, _) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        result, (free_bytes, _) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
     except (RuntimeError, AssertionError) as error:  # no driver, one too old, none that may be used, one that failed
         raise MachineError(
             f"--device {device}: no GPU to run on: {first_line(error)}",
             f"an NVIDIA GPU, with a driver for CUDA {torch.version.cuda}",
             "see what nvidia-smi says, or leave --device out to run on the CPU",
         ) from error
-    return Gpu(f"cuda:{index}", found.name, (found.major, found.minor), free_bytes, found.multi_processor_count)
+    return Gpu(f"cuda:{index}", result.name, (result.major, result.minor), free_bytes, result.multi_processor_count)

@@ -47,10 +47,10 @@ class CudaNetwork(GraphExecutor):
             raise RequestError("lengths of texts that are not those of the tokens", "one for each text, of all tokens",
                                "give each text's number of tokens, at least 1")  # fmt: skip
         with torch.inference_mode(), on_device_context(self.device):
-            given = {name: on_device(np.asarray(x), self.device) for name, x in inputs.items()}
-            found = {name: y.float() for name, y in self._computed(given).items()}
-            arrived = AsyncCopy.of(tuple(found.values())).arrived()
-        return dict(zip(found, arrived, strict=True))
+            tensors = {name: on_device(np.asarray(x), self.device) for name, x in inputs.items()}
+            result = {name: y.float() for name, y in self._computed(tensors).items()}
+            arrived = AsyncCopy.of(tuple(result.values())).arrived()
+        return dict(zip(result, arrived, strict=True))
 
     def warm(self, longest: int) -> None:
         """Kernels are compiled, and the largest run's memory is taken, before anybody waits for it.
@@ -73,5 +73,5 @@ def text_tables(lengths: NDArray[np.int32], group: int, device: torch.device) ->
     """lengths: tokens of each text; group: query heads for each KV head. One copy to the device"""
     rows = rows_for(int(lengths.max(initial=1)) * group)
     starts, programs = np.append(0, np.cumsum(lengths)), np.stack(blocks(lengths * group, rows), 1)
-    whole = on_device(np.concatenate([starts, programs.reshape(-1)]).astype(np.int32), device)
-    return TextTables(whole[: len(starts)], whole[len(starts) :].view(-1, 2), rows)
+    tables = on_device(np.concatenate([starts, programs.reshape(-1)]).astype(np.int32), device)
+    return TextTables(tables[: len(starts)], tables[len(starts) :].view(-1, 2), rows)

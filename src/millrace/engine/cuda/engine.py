@@ -13,7 +13,7 @@ from millrace.engine.artifact.engine import Engine
 from millrace.engine.cache_specs import SLOTS_PER_SEQUENCE, KvFormat
 from millrace.engine.cuda.device_lookup import CPU, Gpu, first_line
 from millrace.engine.cuda.lowered import LoweredGraph
-from millrace.engine.cuda.memory_plan import DevicePlan, Needs, check_fits, plan_device
+from millrace.engine.cuda.memory_plan import DevicePlan, MemoryNeeds, check_fits, plan_device
 from millrace.engine.executor import Executor, ExecutorLimits, WindowLimits
 from millrace.errors import MachineError, mib
 
@@ -64,8 +64,8 @@ class GpuEngine(Engine):
 
     model: GpuModel
     gpu: Gpu
-    needs: Needs
-    smaller: Callable[[], Iterable[tuple[str, Needs]]]
+    needs: MemoryNeeds
+    smaller: Callable[[], Iterable[tuple[str, MemoryNeeds]]]
     files: EngineFiles | None = field(default=None, compare=False, repr=False)
     tuner: "Callable[[CudaExecutor], Tiles] | None" = field(default=None, compare=False, repr=False)
 

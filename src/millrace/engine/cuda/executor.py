@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cache_specs import KvFormat
-from millrace.engine.cuda.attention_partition import Kind, SmGeometry, pack_arrays, windows_in
+from millrace.engine.cuda.attention_partition import AttentionKind, SmGeometry, pack_arrays, windows_in
 from millrace.engine.cuda.capability_check import CODES, check_runs
 from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, Tables, bucket_of, captured
 from millrace.engine.cuda.device_constants import load
@@ -64,7 +64,7 @@ class CudaExecutor(GraphExecutor, Executor):
         check_runs(graph, kv)
         GraphExecutor.__init__(self, lowered, device=device, kv=kv, load=load)
         self.limits = replace(limits, embedding_width=embedding_width(graph), n_adapters=n_adapters(graph))
-        self._kept, on_cpu = kv, self.device.type == "cpu"
+        self._kv_format, on_cpu = kv, self.device.type == "cpu"
         self._window_pages = {w.tokens: w.n_pages for w in limits.windows}
         windows = windows_in(attention_kinds(graph))
         assert set(windows) == self._window_pages.keys(), f"pages for windows of {[*self._window_pages]}, not {windows}"
@@ -81,7 +81,7 @@ class CudaExecutor(GraphExecutor, Executor):
         self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
         self._replays = dict[tuple[int, SamplingMode | None], Callable[[], Tensor]]()
         self._flights: deque[AsyncCopy] = deque()
-        self._drawn: Tensor | None = None  # by the last step that was launched
+        self._last_tokens: Tensor | None = None  # by the last step that was launched
 
     def warm(self) -> None:
         """Kernels are compiled, buckets captured and the largest step's memory is taken, before anybody waits for it.
@@ -104,7 +104,7 @@ class CudaExecutor(GraphExecutor, Executor):
             steps.append(dummy_step(lengths, 0, len(lengths) * each, vocab=limits.vocab_size))
         for step in steps:
             self.run(step)
-        self.run(replace(steps[-1], drawn=np.zeros((1, 2), np.int32)))  # a token that the step before drew
+        self.run(replace(steps[-1], pending_tokens=np.zeros((1, 2), np.int32)))  # a token that the step before drew
 
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
@@ -113,13 +113,13 @@ class CudaExecutor(GraphExecutor, Executor):
             size, way = bucket_of(step, self._buckets), way_of(step)
             if way is None:
                 history = self._history(step)  # at once: a replay may write over what the one before drew
-                found = sample(self.logits(step), step, self._kernels.draw, history)
+                result = sample(self.logits(step), step, self._kernels.draw, history)
             else:
                 self._copy_pages(step)
                 tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)
-                found = tokens_alone(tokens)
-            self._flights.append(AsyncCopy.of(found))
-        self._drawn = found.tokens
+                result = tokens_alone(tokens)
+            self._flights.append(AsyncCopy.of(result))
+        self._last_tokens = result.tokens
 
     def wait(self) -> StepOutputs:
         assert self._flights, "nothing was launched"
@@ -131,35 +131,35 @@ class CudaExecutor(GraphExecutor, Executor):
         with torch.inference_mode(), on_device_context(self.device):
             self._copy_pages(step)
             size = bucket_of(step, self._buckets)
-            found = self._logits(*self._eager(step)) if size is None else self._replayed(step, size, None)
-            return found.float()
+            result = self._logits(*self._eager(step)) if size is None else self._replayed(step, size, None)
+            return result.float()
 
     def _copy_pages(self, step: StepInputs) -> None:
-        copies = [(0, step.copies), *((w, held.copies) for w, held in self._held(step).items())]
+        copies = [(0, step.copies), *((w, pages.copies) for w, pages in self._step_windows(step).items())]
         for window, pairs in copies:
             for source, target in () if pairs is None else pairs.tolist():
                 for layer, pages in self._pages.items():
                     if self._windows[layer] == window:
                         pages.copy(source, target)
 
-    def _held(self, step: StepInputs) -> dict[int, WindowPages]:
+    def _step_windows(self, step: StepInputs) -> dict[int, WindowPages]:
         """Pages in the caches of each window, by its tokens."""
         return dict(zip(self._window_pages, step.windows_of(self.limits), strict=True))
 
     def _eager(self, step: StepInputs) -> tuple[Mapping[str, Tensor], Tables, Slots, Tensor | None]:
-        given = {
+        arrays = {
             "tokens": step.tokens, "positions": rotary_of(step), "lengths": np.diff(step.starts),
             "rows": step.sampling["token"], "adapters": step.adapters_of_tokens(),
         }  # fmt: skip
-        whole, places = pack_arrays([*given.values()])
-        held = on_device(whole, self.device)
-        inputs = {name: held[place] for name, place in zip(given, places, strict=True)}
-        self._put_drawn(inputs["tokens"], step.drawn)
-        page_tokens, n, held = self.limits.page_tokens, self._processors, self._held(step)
+        packed, places = pack_arrays([*arrays.values()])
+        merged = on_device(packed, self.device)
+        inputs = {name: merged[place] for name, place in zip(arrays, places, strict=True)}
+        self._put_last_tokens(inputs["tokens"], step.pending_tokens)
+        page_tokens, n, windows = self.limits.page_tokens, self._processors, self._step_windows(step)
         rows = None if step.embeddings is None else on_device(step.embeddings, self.device)
 
-        def tables(kind: Kind) -> StepTables:
-            return step_tables(step, page_tokens, self.device, kind, n, held.get(kind.window))
+        def tables(kind: AttentionKind) -> StepTables:
+            return step_tables(step, page_tokens, self.device, kind, n, windows.get(kind.window))
 
         def slots() -> SequenceSlots:
             return step_slots(step, step.states_of(self.limits), self.device)
@@ -173,19 +173,19 @@ class CudaExecutor(GraphExecutor, Executor):
     def _plainly(self, logits: Tensor, rows: Rows, way: SamplingMode) -> Tensor:
         return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.argmax)
 
-    def _put_drawn(self, tokens: Tensor, drawn: IntArray | None) -> None:
+    def _put_last_tokens(self, tokens: Tensor, places: IntArray | None) -> None:
         """Those that the step before draws, as `drawn` has places and rows; what it could not draw is any token: nobody
         waits for what follows."""
-        if drawn is not None:
-            assert self._drawn is not None, "no step was launched before"
-            at, rows = on_device(drawn.T.astype(np.int32), self.device)
-            self._kernels.scatter_tokens(tokens, at, self._drawn, rows)
+        if places is not None:
+            assert self._last_tokens is not None, "no step was launched before"
+            at, rows = on_device(places.T.astype(np.int32), self.device)
+            self._kernels.scatter_tokens(tokens, at, self._last_tokens, rows)
 
     def _history(self, step: StepInputs) -> Tensor:
         """(tokens,) int32 that penalties count, with those that the step before draws."""
-        found = on_device(step.history if step.drawn_history is None else step.history.copy(), self.device)
-        self._put_drawn(found, step.drawn_history)
-        return found
+        result = on_device(step.history if step.pending_history is None else step.history.copy(), self.device)
+        self._put_last_tokens(result, step.pending_history)
+        return result
 
     def _replayed(self, step: StepInputs, size: int, way: SamplingMode | None) -> Tensor:
         """The tokens of its rows, drawn that way; None: their logits. The next step may write over them."""
@@ -197,8 +197,8 @@ class CudaExecutor(GraphExecutor, Executor):
                 attention_kinds(self._graph), self._window_pages, limits.n_slots,
             )  # fmt: skip
         bucket = self._inputs[size]
-        bucket.fill(step, list(self._held(step).values()), step.states_of(self.limits))
-        self._put_drawn(bucket.inputs()["tokens"], step.drawn)
+        bucket.fill(step, list(self._step_windows(step).values()), step.states_of(self.limits))
+        self._put_last_tokens(bucket.inputs()["tokens"], step.pending_tokens)
         if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
             compute = partial(self._of_bucket, bucket, way)
             self._replays[size, way] = captured(compute, self._graphs)
@@ -243,13 +243,13 @@ class CudaExecutor(GraphExecutor, Executor):
         window = window_of(node)
         n_pages = self._window_pages[window] if window else self.limits.n_pages
         shape = n_pages + 1, heads, self.limits.page_tokens
-        return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
+        return LayerPages.empty(shape, sizes, CODES[self._kv_format] if self._kv_format else self.dtype, self.device)
 
 
 def _processors(device: torch.device, graph: Graph, element: int) -> SmGeometry:
-    found = torch.cuda.get_device_properties(device)
-    capability = found.major, found.minor
-    return SmGeometry.of(found.multi_processor_count, capability, head_bytes(graph, element), element)
+    result = torch.cuda.get_device_properties(device)
+    capability = result.major, result.minor
+    return SmGeometry.of(result.multi_processor_count, capability, head_bytes(graph, element), element)
 
 
 def _layer_of(node: Node) -> int:

@@ -71,8 +71,8 @@ class GraphExecutor:
         operators = torch_operators()
         for node, gone in zip(self._graph.nodes, self._last_reads, strict=True):
             if node.outputs[0] not in self._values:  # a norm may have come with the sum before it
-                found = operators[node.op](node, self)
-                self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+                result = operators[node.op](node, self)
+                self._values.update(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=True))
             for value in gone:
                 self._values.pop(value, None)
         return {p.name: self.tensor(p.value) for p in self._graph.outputs}
@@ -94,17 +94,17 @@ class GraphExecutor:
     # --- what operators ask for (kernels/torch_operators.py)
 
     def tensor(self, value: Value) -> Tensor:
-        held = self._loaded.tensors[value] if value.constant else self._values[value]
-        assert isinstance(held, Tensor), f"{value} is coded"
-        return held
+        tensor = self._loaded.tensors[value] if value.constant else self._values[value]
+        assert isinstance(tensor, Tensor), f"{value} is coded"
+        return tensor
 
     def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
         x = self._values[node.inputs[0]]
         if isinstance(x, Tensor) and self._takes_e4m3(node):
             x = self.coded_rows(x, AS_E4M3)
-        found = [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
+        result = [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
         width = node.output.width
-        return [part for y in found for part in ([y] if y.shape[1] == width else y.split(width, 1))]
+        return [part for y in result for part in ([y] if y.shape[1] == width else y.split(width, 1))]
 
     def _takes_e4m3(self, node: Node) -> bool:
         """Of products; rows that are INT8 by now stay so."""

@@ -50,23 +50,23 @@ def on_device(x: NDArray[Any], device: torch.device) -> Tensor:
     return pinned(_tensor(x), device).to(device, non_blocking=True)
 
 
-def kept_on_device(x: NDArray[Any], found: Tensor) -> None:
+def kept_on_device(x: NDArray[Any], target: Tensor) -> None:
     """What stays there, where it was given room, of another type if need be: it goes as it is, and is cast there."""
-    _in_slabs(_tensor(x), found)
+    _in_slabs(_tensor(x), target)
 
 
 def rows_on_device(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Parts (R, ...) of one type and width, one behind the other."""
-    whole = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype, device=device)
-    for part, room in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+    merged = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype, device=device)
+    for part, room in zip(parts, merged.split([len(part) for part in parts]), strict=True):
         _in_slabs(part, room)
-    return whole
+    return merged
 
 
-def _in_slabs(host: Tensor, found: Tensor) -> None:
+def _in_slabs(host: Tensor, target: Tensor) -> None:
     """While a slab is on its way the next one comes into pinned memory; a slab is all that it takes on the device."""
-    rows, device = max(1, SLAB_BYTES // max(1, host[:1].nbytes)), found.device
-    for part, slab in zip(found.split(rows), host.split(rows), strict=True):
+    rows, device = max(1, SLAB_BYTES // max(1, host[:1].nbytes)), target.device
+    for part, slab in zip(target.split(rows), host.split(rows), strict=True):
         part.copy_(pinned(slab, device).to(device, non_blocking=True))
 
 

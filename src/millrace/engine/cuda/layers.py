@@ -1,6 +1,6 @@
 """What a language model's layers keep and take, by its graph."""
 
-from millrace.engine.cuda.attention_partition import Kind
+from millrace.engine.cuda.attention_partition import AttentionKind
 from millrace.graph.types import Graph, Node, find
 from millrace.kernels.attention.op import window_of
 from millrace.kernels.operators import static_dim
@@ -9,15 +9,15 @@ ATTENTION = ("attention", "rope_attention")
 STATE = "short_conv"  # keeps one of each sequence
 
 
-def attention_kinds(graph: Graph) -> tuple[Kind, ...]:
+def attention_kinds(graph: Graph) -> tuple[AttentionKind, ...]:
     """Of attention, each once, in order."""
     return tuple(sorted({kind_of(n) for n in graph.nodes if n.op in ATTENTION}))
 
 
-def kind_of(node: Node) -> Kind:
+def kind_of(node: Node) -> AttentionKind:
     """Of attention."""
     queries, kv_heads = (static_dim(x, 1) for x in node.inputs[:2])
-    return Kind(queries // kv_heads, kv_heads, window_of(node))
+    return AttentionKind(queries // kv_heads, kv_heads, window_of(node))
 
 
 def state_shape(node: Node) -> tuple[int, int]:
@@ -32,8 +32,8 @@ def embedding_width(graph: Graph) -> int:
 
 def n_adapters(graph: Graph) -> int:
     """That a sequence may choose from beside 0, the model as it is: as many as all tables have rows for."""
-    given = find(graph.inputs, "adapters")
-    rows = [static_dim(n.inputs[1], 0) for n in graph.nodes if n.op == "embedding" and n.inputs[0] == given]
+    adapters = find(graph.inputs, "adapters")
+    rows = [static_dim(n.inputs[1], 0) for n in graph.nodes if n.op == "embedding" and n.inputs[0] == adapters]
     return min(rows, default=1) - 1
 
 

@@ -20,7 +20,7 @@ class WindowNeeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """What an executor takes: `fixed_bytes`, and one page more than it gives away, for rows that fill a bucket.
 
     step_bytes: what the largest step computes; graphs_bytes: of decode steps in buckets, inputs and all
@@ -74,7 +74,7 @@ class Needs:
 class DevicePlan:
     """window_pages: of the caches of each window, as of `needs`"""
 
-    needs: Needs
+    needs: MemoryNeeds
     n_pages: int
     window_pages: tuple[int, ...] = ()
 
@@ -83,7 +83,7 @@ class DevicePlan:
         return self.needs.total_bytes(self.n_pages, self.window_pages)
 
 
-def check_fits(needs: Needs, free_bytes: float, smaller: Iterable[tuple[str, Needs]] = ()) -> None:
+def check_fits(needs: MemoryNeeds, free_bytes: float, smaller: Iterable[tuple[str, MemoryNeeds]] = ()) -> None:
     """Of a network that keeps nothing between its runs. raises MachineError, naming what would fit, of `smaller`"""
     if not needs.fits_in(free_bytes):
         fits = [words for words, other in smaller if other.fits_in(free_bytes)]
@@ -96,8 +96,8 @@ def check_fits(needs: Needs, free_bytes: float, smaller: Iterable[tuple[str, Nee
 
 
 def plan_device(
-    needs: Needs, free_bytes: float, most_pages: int, *, kv_memory: int | None = None,
-    smaller: Iterable[tuple[str, Needs]] = (),
+    needs: MemoryNeeds, free_bytes: float, most_pages: int, *, kv_memory: int | None = None,
+    smaller: Iterable[tuple[str, MemoryNeeds]] = (),
 ) -> DevicePlan:  # fmt: skip
     """Pages for `kv_memory` bytes; unasked, `most_pages`, or as many as fit.
 
@@ -118,7 +118,7 @@ def plan_device(
     raise _too_little(needs, free_bytes, kv_memory, fits, smaller)
 
 
-def _with_windows(needs: Needs, budget: int, most_pages: int, is_asked: bool) -> tuple[int, ...]:
+def _with_windows(needs: MemoryNeeds, budget: int, most_pages: int, is_asked: bool) -> tuple[int, ...]:
     """Pages, then of each window, for so many bytes; 0 where they do not do for one sequence."""
     page = {0: needs.page_bytes, **{w.tokens: w.page_bytes for w in needs.windows}}
     one = {0: needs.least_pages, **{w.tokens: w.least_pages for w in needs.windows}}
@@ -126,26 +126,26 @@ def _with_windows(needs: Needs, budget: int, most_pages: int, is_asked: bool) ->
 
 
 def _too_little(
-    needs: Needs, free_bytes: float, kv_memory: int | None, fits: int, smaller: Iterable[tuple[str, Needs]]
+    needs: MemoryNeeds, free_bytes: float, kv_memory: int | None, fits: int, smaller: Iterable[tuple[str, MemoryNeeds]]
 ) -> MachineError:
-    kept = needs.sequence_bytes
-    if kv_memory is not None and kv_memory < kept and fits >= needs.least_pages:
+    least = needs.sequence_bytes
+    if kv_memory is not None and kv_memory < least and fits >= needs.least_pages:
         return MachineError(
-            f"--kv-memory {mib(kv_memory)} is less than one sequence takes", f"{mib(kept)} for the whole context",
+            f"--kv-memory {mib(kv_memory)} is less than one sequence takes", f"{mib(least)} for the whole context",
             "raise it, or lower --max-context",
         )  # fmt: skip
-    asked = kept if kv_memory is None else kv_memory
-    found = []
+    budget = least if kv_memory is None else kv_memory
+    result = []
     if kv_memory is not None and fits >= needs.least_pages:
-        found.append(f"--kv-memory {needs.kv_bytes(fits, [w.least_pages for w in needs.windows]) >> 20}M")
+        result.append(f"--kv-memory {needs.kv_bytes(fits, [w.least_pages for w in needs.windows]) >> 20}M")
     elif fits > 0 and needs.page_bytes:
-        found.append(f"--max-context {fits * PAGE_TOKENS}")
-    found += [words for words, other in smaller if other.fits_in(free_bytes)]
-    total = needs.fixed_bytes + needs.page_bytes + asked
+        result.append(f"--max-context {fits * PAGE_TOKENS}")
+    result += [words for words, other in smaller if other.fits_in(free_bytes)]
+    total = needs.fixed_bytes + needs.page_bytes + budget
     return MachineError(
         f"this takes {mib(total)} of the GPU: weights {mib(needs.weights_bytes)}, "
-        f"steps {mib(needs.step_bytes + needs.graphs_bytes)}, KV pages {mib(asked)}, libraries {mib(RESERVE)}; "
+        f"steps {mib(needs.step_bytes + needs.graphs_bytes)}, KV pages {mib(budget)}, libraries {mib(RESERVE)}; "
         f"{mib(SHARE * free_bytes)} may be used",
         f"at most {SHARE:.0%} of the {mib(free_bytes)} that are free",
-        f"what would fit: {'; or '.join(found)}" if found else "free memory of the GPU, or take a larger one",
+        f"what would fit: {'; or '.join(result)}" if result else "free memory of the GPU, or take a larger one",
     )  # fmt: skip

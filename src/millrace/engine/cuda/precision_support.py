@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from millrace.engine.cache_specs import KEPT, KvFormat
+from millrace.engine.cache_specs import KV_FORMATS, KvFormat
 from millrace.engine.cuda.device_lookup import DatasheetDevice
 from millrace.errors import ConfigError, EngineError
 from millrace.kernels.declare import WeightFormat
@@ -24,22 +24,22 @@ def multiplied_by(precision: Precision, dtype: str, *, meets_fp8: bool = False) 
 def check_keeps(kv: KvFormat | None) -> None:
     """raises EngineError for keys and values that no kernel here keeps so. None: as activations are"""
     if kv not in (None, KvFormat.INT8, KvFormat.FP8):
-        raise EngineError(f"keys and values in {KEPT[kv].name} on a GPU", "int8, fp8, or as the activations are",
+        raise EngineError(f"keys and values in {KV_FORMATS[kv].name} on a GPU", "int8, fp8, or as the activations are",
                           "choose one of them")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSupport:
-    """asked: the flag and its value; needed: what it multiplies; why_not: "" where this GPU has all of that"""
+    """requested: the flag and its value; needed: what it multiplies; why_not: "" where this GPU has all of that"""
 
-    asked: str
+    requested: str
     needed: tuple[str, ...]
     why_not: str
 
     @property
     def of_layers(self) -> bool:
         """Else of keys and values."""
-        return self.asked.startswith("--precision")
+        return self.requested.startswith("--precision")
 
 
 def abilities(gpu: DatasheetDevice) -> Iterator[PrecisionSupport]:
@@ -55,9 +55,9 @@ def abilities(gpu: DatasheetDevice) -> Iterator[PrecisionSupport]:
     yield _ability(gpu, "--kv-cache-dtype fp8", ("fp8",))
 
 
-def _ability(gpu: DatasheetDevice, asked: str, needed: tuple[str, ...]) -> PrecisionSupport:
+def _ability(gpu: DatasheetDevice, precision: str, needed: tuple[str, ...]) -> PrecisionSupport:
     try:
         check_architecture(gpu.about, gpu.architecture, needed)
     except ConfigError as error:
-        return PrecisionSupport(asked, needed, error.what)
-    return PrecisionSupport(asked, needed, "")
+        return PrecisionSupport(precision, needed, error.what)
+    return PrecisionSupport(precision, needed, "")

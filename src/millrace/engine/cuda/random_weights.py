@@ -25,16 +25,16 @@ def random_loaded(lowered: LoweredGraph, dtype: torch.dtype, device: torch.devic
     coded: dict[Node, tuple[QuantizedRows, ...]] = {
         node: (_coded(_sizes(node), node, generator),) for node in lowered.placement.coded
     }
-    drawn: dict[Value, Tensor] = {}
-    joined = load_merged(graph, drawn, coded, dtype, device)
+    weights: dict[Value, Tensor] = {}
+    joined = load_merged(graph, weights, coded, dtype, device)
     floats = [w for n in graph.nodes if n.op in PRODUCTS and n not in coded for w in matrices_of(n)]
     floats += [n.inputs[1] for n in graph.nodes if n.op == "embedding"]
     for w in dict.fromkeys(floats):
-        if w not in drawn:
-            drawn[w] = torch.empty(matrix_size(w), dtype=dtype, device=device)
-        for part in _parts(drawn[w]):
+        if w not in weights:
+            weights[w] = torch.empty(matrix_size(w), dtype=dtype, device=device)
+        for part in _parts(weights[w]):
             part.copy_(_normal(part, generator))
-    return load(lowered, dtype, device, Loaded(drawn, coded, joined))
+    return load(lowered, dtype, device, Loaded(weights, coded, joined))
 
 
 def _sizes(node: Node) -> tuple[int, int]:
@@ -62,8 +62,8 @@ def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> Qu
     for part, scale in zip(_parts(codes, width), _parts(scales, width), strict=True):
         w = torch.nn.functional.pad(_normal(part, generator, width), (0, -width % group)).unflatten(1, (-1, group))
         scale.copy_(w.abs().amax(2) / most)
-        whole = (w / scale.float()[..., None]).round().clamp(-most, most).flatten(1)[:, :width]
-        part.copy_(_in_halves(whole) if halves else whole)
+        quantized = (w / scale.float()[..., None]).round().clamp(-most, most).flatten(1)[:, :width]
+        part.copy_(_in_halves(quantized) if halves else quantized)
     return QuantizedRows(codes, scales, width, group, zero=8 if halves else 0)
 
 

@@ -41,7 +41,7 @@ class SamplingMode(Enum):
     """In which all rows of a step are drawn that asks for nothing else."""
 
     LIKELIEST = auto()
-    DRAWN = auto()  # where a row's temperature says so
+    RANDOM = auto()  # where a row's temperature says so
 
 
 def way_of(step: StepInputs) -> SamplingMode | None:
@@ -50,15 +50,15 @@ def way_of(step: StepInputs) -> SamplingMode | None:
     plain = (of["n_top"] < 0) & (of["target"] < 0) & (of["mask"] == 0) & (of["bias_count"] == 0) & _neutral(of)
     if not plain.all():
         return None
-    return SamplingMode.DRAWN if (of["temperature"] >= GREEDY_BELOW).any() else SamplingMode.LIKELIEST
+    return SamplingMode.RANDOM if (of["temperature"] >= GREEDY_BELOW).any() else SamplingMode.LIKELIEST
 
 
 def _neutral(of: NDArray[np.void]) -> NDArray[np.bool_]:
     """Rows without penalties."""
-    found: NDArray[np.bool_] = (
+    result: NDArray[np.bool_] = (
         (of["repetition_penalty"] == 1) & (of["presence_penalty"] == 0) & (of["frequency_penalty"] == 0)
     )
-    return found
+    return result
 
 
 FIELDS = SAMPLING.names or ()
@@ -106,10 +106,10 @@ def drawn_plainly(logits: Tensor, rows: Rows, way: SamplingMode, draw: Draw, bes
     Nothing waits, nor has a shape that data decide.
     """
     tokens = best(logits, NOT_FINITE)
-    if way is SamplingMode.DRAWN:
-        drawn = _draw(logits.double(), rows, draw).int()
+    if way is SamplingMode.RANDOM:
+        sampled = _draw(logits.double(), rows, draw).int()
         is_drawn = (rows.column("temperature")[:, 0] >= GREEDY_BELOW) & (tokens != NOT_FINITE)
-        tokens = torch.where(is_drawn, drawn, tokens)
+        tokens = torch.where(is_drawn, sampled, tokens)
     return tokens
 
 
@@ -123,60 +123,62 @@ def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> Sam
     rows, of = Rows.of(step.sampling, logits.device), step.sampling
     V = logits.shape[1]
     finite = logits.isfinite().all(1)
-    seen = logits if step.masks is None else logits.masked_fill(~allowed(step, rows, V), -torch.inf)
-    good = finite & seen.isfinite().any(1)
-    tokens = _tokens(seen, step, rows, draw, history)
+    masked = logits if step.masks is None else logits.masked_fill(~allowed(step, rows, V), -torch.inf)
+    good = finite & masked.isfinite().any(1)
+    tokens = _tokens(masked, step, rows, draw, history)
     wrong = torch.where(finite, torch.full_like(tokens, NOTHING_ALLOWED), torch.full_like(tokens, NOT_FINITE))
-    drawn = torch.where(good, tokens, wrong).int()
+    sampled = torch.where(good, tokens, wrong).int()
     if (of["n_top"] < 0).all():
-        return tokens_alone(drawn)
-    return _with_logprobs(drawn, tokens, seen, good, rows, max(int(of["n_top"].max()), 0))
+        return tokens_alone(sampled)
+    return _with_logprobs(sampled, tokens, masked, good, rows, max(int(of["n_top"].max()), 0))
 
 
-def _tokens(seen: Tensor, step: StepInputs, rows: Rows, draw: Draw, history: Tensor) -> Tensor:
+def _tokens(masked: Tensor, step: StepInputs, rows: Rows, draw: Draw, history: Tensor) -> Tensor:
     """(R,) drawn, or those that are scored; of rows that are not good any."""
-    of, adjusted = step.sampling, _adjusted(seen, step, rows, history)
+    of, adjusted = step.sampling, _adjusted(masked, step, rows, history)
     tokens = adjusted.argmax(1)
     if (of["temperature"] >= GREEDY_BELOW).any():
-        drawn = _draw(adjusted.double(), rows, draw)
-        tokens = torch.where(rows.column("temperature")[:, 0] >= GREEDY_BELOW, drawn, tokens)
+        sampled = _draw(adjusted.double(), rows, draw)
+        tokens = torch.where(rows.column("temperature")[:, 0] >= GREEDY_BELOW, sampled, tokens)
     target = rows.column("target", torch.int64)[:, 0]
     return torch.where(target >= 0, target, tokens)
 
 
-def _with_logprobs(drawn: Tensor, tokens: Tensor, seen: Tensor, good: Tensor, rows: Rows, top: int) -> SampledTokens:
+def _with_logprobs(
+    sampled: Tensor, tokens: Tensor, masked: Tensor, good: Tensor, rows: Rows, top: int
+) -> SampledTokens:
     """top: alternatives that a row asks for at most"""
-    logp = seen.double().log_softmax(1)
-    chosen = seen.gather(1, tokens[:, None])
-    best_logits, best = likeliest(seen, top)
+    logp = masked.double().log_softmax(1)
+    chosen = masked.gather(1, tokens[:, None])
+    best_logits, best = likeliest(masked, top)
     n_top = rows.column("n_top", torch.int64).clamp(min=0)
-    asked = (torch.arange(top, device=rows.device)[None] < n_top) & good[:, None]
-    told = asked & best_logits.isfinite()
+    requested = (torch.arange(top, device=rows.device)[None] < n_top) & good[:, None]
+    reported = requested & best_logits.isfinite()
     return SampledTokens(
-        drawn,
+        sampled,
         torch.where(good, logp.gather(1, tokens[:, None])[:, 0], 0).float(),
-        torch.where(good, 1 + (seen > chosen).sum(1), 0).int(),
-        torch.where(told, best, torch.where(asked, -1, 0)).int(),
-        torch.where(told, logp.gather(1, best), 0).float(),
+        torch.where(good, 1 + (masked > chosen).sum(1), 0).int(),
+        torch.where(reported, best, torch.where(requested, -1, 0)).int(),
+        torch.where(reported, logp.gather(1, best), 0).float(),
     )
 
 
-def likeliest(seen: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def likeliest(masked: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """The largest `top` of each row, and where they are; of equal ones the lower id first, where `topk` takes any."""
-    V = seen.shape[1]
+    V = masked.shape[1]
     if not top:
-        return seen[:, :0], seen[:, :0].long()
-    values, ids = seen.topk(min(top, V), dim=1)
+        return masked[:, :0], masked[:, :0].long()
+    values, ids = masked.topk(min(top, V), dim=1)
     least = values[:, -1:]
     above = values > least  # these are all of them; the others are the first by their ids that have just `least`
-    order = torch.where(seen == least, torch.arange(V, 0, -1, device=seen.device)[None], 0)
+    order = torch.where(masked == least, torch.arange(V, 0, -1, device=masked.device)[None], 0)
     ties = order.topk(values.shape[1], dim=1).indices
     n = above.sum(1, keepdim=True)
-    place = torch.arange(values.shape[1], device=seen.device)[None]
+    place = torch.arange(values.shape[1], device=masked.device)[None]
     ids = torch.where(above, ids, ties.gather(1, (place - n).clamp(min=0)))
     by_ids = ids.sort(dim=1).values
-    found, at = seen.gather(1, by_ids).sort(dim=1, descending=True, stable=True)
-    return found, by_ids.gather(1, at)
+    result, at = masked.gather(1, by_ids).sort(dim=1, descending=True, stable=True)
+    return result, by_ids.gather(1, at)
 
 
 def allowed(step: StepInputs, rows: Rows, vocab: int) -> Tensor:
@@ -189,15 +191,15 @@ def allowed(step: StepInputs, rows: Rows, vocab: int) -> Tensor:
 
 def _adjusted(logits: Tensor, step: StepInputs, rows: Rows, history: Tensor) -> Tensor:
     """Biases, then penalties; float64, where there are any."""
-    of, found = step.sampling, logits
+    of, result = step.sampling, logits
     if of["bias_count"].any():
         index, at = _ranges(of["bias_start"], of["bias_count"], rows.device)
         ids, values = (on_device(x[at], rows.device) for x in (step.bias_ids, step.bias_values))
-        found = found.double().index_put((index, ids.long()), values.double(), accumulate=True)
+        result = result.double().index_put((index, ids.long()), values.double(), accumulate=True)
     if _neutral(of).all():
-        return found
-    found = found.double()
-    counts = [torch.zeros(found.shape, dtype=torch.float64, device=rows.device) for _ in range(2)]
+        return result
+    result = result.double()
+    counts = [torch.zeros(result.shape, dtype=torch.float64, device=rows.device) for _ in range(2)]
     starts = of["history_start"], of["history_start"] + of["history_prompt"]
     for count, start, n in zip(counts, starts, (of["history_prompt"], of["history_output"]), strict=True):
         index, at = _ranges(start, n, rows.device)
@@ -205,9 +207,9 @@ def _adjusted(logits: Tensor, step: StepInputs, rows: Rows, history: Tensor) -> 
         count.index_put_((index, ids), torch.ones_like(ids, dtype=torch.float64), accumulate=True)
     prompt, output = counts
     repetition = rows.column("repetition_penalty").double()
-    penalised = torch.where(found > 0, found / repetition, found * repetition)
-    found = torch.where(prompt + output > 0, penalised, found)
-    return found - rows.column("presence_penalty") * (output > 0) - rows.column("frequency_penalty") * output
+    penalised = torch.where(result > 0, result / repetition, result * repetition)
+    result = torch.where(prompt + output > 0, penalised, result)
+    return result - rows.column("presence_penalty") * (output > 0) - rows.column("frequency_penalty") * output
 
 
 def _ranges(

@@ -8,7 +8,7 @@ from millrace.engine.cuda.attention_partition import (
     ITEM,
     MERGE,
     MOST_PARTS,
-    Kind,
+    AttentionKind,
     Sequences,
     SmGeometry,
     pack_arrays,
@@ -17,24 +17,24 @@ from millrace.engine.cuda.attention_partition import (
 )
 from millrace.engine.cuda.host_device_copy import on_device
 from millrace.engine.executor import ExecutionError, ExecutorLimits, IntArray, StateSlots, StepInputs, WindowPages
-from millrace.kernels.attention.paged import StepTables, Work
+from millrace.kernels.attention.paged import AttentionWork, StepTables
 from millrace.kernels.short_conv.slots import SequenceSlots
 
 
 def step_tables(
-    step: StepInputs, page_tokens: int, device: torch.device, kind: Kind, processors: SmGeometry,
-    held: WindowPages | None = None,
+    step: StepInputs, page_tokens: int, device: torch.device, kind: AttentionKind, processors: SmGeometry,
+    view: WindowPages | None = None,
 ) -> StepTables:  # fmt: skip
     """Sequences of few rows go in programs of few: a decode row costs as much beside a prompt as it does alone.
 
-    held: the pages of the kind's window; None: the step's own
+    view: the pages of the kind's window; None: the step's own
     """
     group, kv_heads, window = kind
-    if held is None:
-        held = WindowPages(step.pages, step.page_starts, np.zeros(len(step.starts) - 1, np.int32))
-    of = Sequences.of(step, held.page_starts[:-1] - held.first)
+    if view is None:
+        view = WindowPages(step.pages, step.page_starts, np.zeros(len(step.starts) - 1, np.int32))
+    of = Sequences.of(step, view.page_starts[:-1] - view.first)
     owner = np.repeat(np.arange(len(of.lengths)), of.lengths)
-    pages = held.pages[of.tables[owner] + step.positions // page_tokens]
+    pages = view.pages[of.tables[owner] + step.positions // page_tokens]
     is_few = of.lengths * group <= FEW_ROWS
     cuts = [
         (
@@ -46,14 +46,14 @@ def step_tables(
         if len(which) and (most := min(rows, int(of.lengths[which].max()) * group))
     ]
     slots = pages * page_tokens + step.positions % page_tokens
-    parts = [step.positions, rotary_of(step), slots, step.starts, held.page_starts, held.first, held.pages]
-    parts += [part for _, _, found in cuts for part in (found.items, found.merges)]
-    whole, places = pack_arrays(parts)
-    there = on_device(whole, device)
+    parts = [step.positions, rotary_of(step), slots, step.starts, view.page_starts, view.first, view.pages]
+    parts += [part for _, _, result in cuts for part in (result.items, result.merges)]
+    packed, places = pack_arrays(parts)
+    there = on_device(packed, device)
     positions, rotary, slots_, starts, table_starts, first, tables, *more = (there[place] for place in places)
     work = tuple(
-        Work(items.view(-1, ITEM), merges.view(-1, MERGE), rows, most, found.parts, MOST_PARTS)
-        for (rows, most, found), items, merges in zip(cuts, more[::2], more[1::2], strict=True)
+        AttentionWork(items.view(-1, ITEM), merges.view(-1, MERGE), rows, most, plan.parts, MOST_PARTS)
+        for (rows, most, plan), items, merges in zip(cuts, more[::2], more[1::2], strict=True)
     )
     return StepTables(positions, rotary, slots_, starts, tables, table_starts, first, work)
 
@@ -69,8 +69,8 @@ def slots_of(step: StepInputs, states: StateSlots | None) -> tuple[IntArray, Int
 def step_slots(step: StepInputs, states: StateSlots | None, device: torch.device) -> SequenceSlots:
     """One copy."""
     owner = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
-    whole, places = pack_arrays([owner, step.starts, *slots_of(step, states)])
-    there = on_device(whole, device)
+    packed, places = pack_arrays([owner, step.starts, *slots_of(step, states)])
+    there = on_device(packed, device)
     return SequenceSlots(*(there[place] for place in places))
 
 
@@ -86,8 +86,8 @@ def check_given(step: StepInputs, limits: ExecutorLimits) -> None:
     """
     rows, rotary = step.embeddings, step.rotary_positions
     if rows is not None and (rows.dtype != np.float32 or rows.shape[1:] != (limits.embedding_width,)):
-        wanted = f"rows of {limits.embedding_width} float32"
-        raise ExecutionError(f"an illegal step: embeddings are {rows.dtype}{list(rows.shape)}, not {wanted}")
+        expected = f"rows of {limits.embedding_width} float32"
+        raise ExecutionError(f"an illegal step: embeddings are {rows.dtype}{list(rows.shape)}, not {expected}")
     n_rows = 0 if rows is None else len(rows)
     if (least := step.tokens.min(initial=0)) < -n_rows:
         raise ExecutionError(f"an illegal step: token {least}, and {n_rows} embedding rows")

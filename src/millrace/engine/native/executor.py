@@ -117,12 +117,12 @@ class LoadedProgram:
         states = (StateArgs * len(program.states))(*(StateArgs(s.layers, s.floats) for s in program.states))
         windows = (WindowArgs * len(tokens))(*map(WindowArgs, tokens, window_pages))
         caches = (CacheArgs * len(program.caches))(*(_cache_args(cache, tokens) for cache in program.caches))
-        made = size_args(list(program.symbols), program.sizes)
+        derived_sizes = size_args(list(program.symbols), program.sizes)
         args = CreateArgs(
             program=program.calls, program_bytes=len(program.calls), weights_bytes=program.weights_bytes,
             activation_bytes=program.activation_bytes, symbols=symbols.ctypes.data, n_symbols=len(symbols),
             caches=caches, n_caches=len(caches), kv_pages=n_pages, windows=windows, n_windows=len(windows),
-            states=states, n_states=len(states), state_slots=n_slots, sizes=made, n_sizes=len(made),
+            states=states, n_states=len(states), state_slots=n_slots, sizes=derived_sizes, n_sizes=len(derived_sizes),
             threads=self.threads,
             isa=(isa or usable_isas()[0]).encode(), lengths_offset=_offset(program.inputs, "lengths"),
             language=None if language is None else ctypes.pointer(language),
@@ -223,8 +223,8 @@ def _cache_args(cache: CacheSpec, windows: Sequence[int]) -> CacheArgs:
 
 
 def _offset(slots: Sequence[Slot], name: str) -> int:
-    found = slot(slots, name)
-    return -1 if found is None or found.offset is None else found.offset
+    result = slot(slots, name)
+    return -1 if result is None or result.offset is None else result.offset
 
 
 def _check_slots(program: NativeProgram) -> None:
@@ -262,9 +262,9 @@ class NativeNetwork(LoadedProgram):
 
     def compute(self, sizes: Sequence[int]) -> None:
         """A run of so many rows of each symbol, its inputs written already. raises RequestError, ExecutionError"""
-        given = _checked_sizes(self._program.symbols, sizes)
+        values = _checked_sizes(self._program.symbols, sizes)
         with self._native() as native:
-            why = _refused(self._lib.mr_compute, native, given.ctypes.data)
+            why = _refused(self._lib.mr_compute, native, values.ctypes.data)
         if why:
             raise ExecutionError(why)
 
@@ -277,15 +277,17 @@ class NativeNetwork(LoadedProgram):
 def _checked_sizes(bounds: Mapping[Symbol, int], sizes: Sequence[int]) -> NDArray[np.int32]:
     """raises RequestError for what is no size of each symbol, within its bound"""
     try:
-        whole = [operator.index(n) for n in sizes]
+        integers = [operator.index(n) for n in sizes]
     except TypeError:  # fractions among them
-        whole = []
-    if len(whole) != len(bounds) or not all(1 <= n <= high for n, high in zip(whole, bounds.values(), strict=True)):
+        integers = []
+    if len(integers) != len(bounds) or not all(
+        1 <= n <= high for n, high in zip(integers, bounds.values(), strict=True)
+    ):
         expected = ", ".join(f"{symbol} from 1 to {high}" for symbol, high in bounds.items())
         raise RequestError(
             f"the sizes {sizes!r:.200}", f"whole numbers: {expected}", "give each symbol's, in this order"
         )
-    return np.array(whole, np.int32)
+    return np.array(integers, np.int32)
 
 
 class NativeExecutor(LoadedProgram, Executor):
@@ -367,8 +369,8 @@ class NativeExecutor(LoadedProgram, Executor):
     def output(self, name: str) -> NDArray[np.generic]:
         """What the last step gave under this name: "logits" (R, V), or a module's result that the engine keeps."""
         assert self._sizes, "an output before a step"
-        found = slot(self._program.outputs, name)
-        if found is None:
-            known = [s.name for s in self._program.outputs]
-            raise ConfigError(f'the engine keeps no "{name}"', nearest(name, known), "build it with keep=")
-        return read_slot(self.activations(), found, dict(zip(self._program.symbols, self._sizes, strict=True)))
+        result = slot(self._program.outputs, name)
+        if result is None:
+            names = [s.name for s in self._program.outputs]
+            raise ConfigError(f'the engine keeps no "{name}"', nearest(name, names), "build it with keep=")
+        return read_slot(self.activations(), result, dict(zip(self._program.symbols, self._sizes, strict=True)))

@@ -15,7 +15,7 @@ _MOST_NUMBER = 2**31 - 1
 def size_args(symbols: Sequence[Symbol], sizes: Sequence[Size]) -> "ctypes.Array[SizeArgs]":
     """raises EngineError for a size that comes before what it is made of"""
     numbers: dict[Dim, int] = {symbol: i for i, symbol in enumerate(symbols)}
-    found = (SizeArgs * len(sizes))()
+    result = (SizeArgs * len(sizes))()
     for at, size in enumerate(sizes):
         d, parts = size.dim, operands(size.dim)
         if isinstance(d, Symbol) or any(part not in numbers for part in parts):
@@ -26,13 +26,13 @@ def size_args(symbols: Sequence[Symbol], sizes: Sequence[Size]) -> "ctypes.Array
             raise EngineError(f"the size {d} has a number beyond 32 bits", "smaller numbers", "build the engine again")
         of = [numbers[part] for part in parts]
         if isinstance(d, Floor):
-            found[at] = SizeArgs(_FLOOR, of[0], d.by, d.add, size.most)
+            result[at] = SizeArgs(_FLOOR, of[0], d.by, d.add, size.most)
         elif isinstance(d, Product):
-            found[at] = SizeArgs(_OVER if has_divisor(d) else _TIMES, *of, 0, size.most)
+            result[at] = SizeArgs(_OVER if has_divisor(d) else _TIMES, *of, 0, size.most)
         else:
-            found[at] = SizeArgs(_NUMBER, d, 0, 0, size.most)
+            result[at] = SizeArgs(_NUMBER, d, 0, 0, size.most)
         numbers[d] = len(symbols) + at
-    return found
+    return result
 
 
 def _numbers_in(d: Dim) -> tuple[int, ...]:
@@ -43,5 +43,5 @@ def _numbers_in(d: Dim) -> tuple[int, ...]:
 def largest(slot: Slot, symbols: Mapping[Symbol, int], sizes: Sequence[Size]) -> int:
     """Elements of an input or output at most; one whose number has a divisor is among the sizes."""
     elements = product(slot.shape)
-    known = next((size.most for size in sizes if size.dim == elements), None)
-    return range_of(elements, {s: (1, most) for s, most in symbols.items()})[1] if known is None else known
+    limit = next((size.most for size in sizes if size.dim == elements), None)
+    return range_of(elements, {s: (1, most) for s, most in symbols.items()})[1] if limit is None else limit

@@ -19,7 +19,7 @@ from millrace.kernels.attention.ref import ROUNDINGS
 from millrace.kernels.broadcast.ref import as_type
 from millrace.kernels.convert.ref import to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
-from millrace.kernels.operators import EvaluationContext, Held, Rows, runnable
+from millrace.kernels.operators import EvaluationContext, Rows, StoredValue, runnable
 from millrace.kernels.row_storage import storage_of
 
 PageTables = Sequence[IntArray]  # of each sequence, its pages in order
@@ -53,9 +53,9 @@ class Interpreter(EvaluationContext):
     ) -> None:
         self._graph, self._kv, self._n_pages = graph, kv, n_pages
         self.bf16_table, self._fp8_rows = bf16_table, frozenset(fp8_rows)
-        self.constants = {v: _held(v.constant.load(), v.dtype) for v in graph.constants() if v.constant}
+        self.constants = {v: _rounded(v.constant.load(), v.dtype) for v in graph.constants() if v.constant}
         self._pages: dict[tuple[int, int], _Pages] = {}  # by window and layer
-        self._values: dict[Value, Held] = {}
+        self._values: dict[Value, StoredValue] = {}
         self._sizes: dict[Symbol, int] = {}
         self._tables: PageTables = ()
         self._windows: Mapping[int, WindowTables] = {}
@@ -79,17 +79,17 @@ class Interpreter(EvaluationContext):
         self.embeddings = None if embeddings is None else embeddings.astype(np.float64)
         self._tables, self._windows, self._slots = tables, windows or {}, slots
         for p in self._graph.inputs:
-            given = inputs[p.name]
-            self._sizes.update((d, n) for d, n in zip(p.value.shape, given.shape, strict=True) if isinstance(d, Symbol))
-            self._values[p.value] = _held(given, p.value.dtype)
+            array = inputs[p.name]
+            self._sizes.update((d, n) for d, n in zip(p.value.shape, array.shape, strict=True) if isinstance(d, Symbol))
+            self._values[p.value] = _rounded(array, p.value.dtype)
         for node in self._graph.nodes:
-            found = runnable(node).reference(node, self)
-            self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+            result = runnable(node).reference(node, self)
+            self._values.update(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=True))
         return {p.name: self._result(p.value) for p in self._graph.outputs}
 
     def _result(self, value: Value) -> NDArray[Any]:
-        held = self.held(value)
-        return self.rows(value) if value.dtype.is_float or not isinstance(held, np.ndarray) else held
+        value_rows = self.stored_value(value)
+        return self.rows(value) if value.dtype.is_float or not isinstance(value_rows, np.ndarray) else value_rows
 
     def copy_page(self, source: int, target: int, window: int = 0) -> None:
         """What is kept in one becomes the other's, too."""
@@ -104,23 +104,23 @@ class Interpreter(EvaluationContext):
 
     # --- what an operator's reference asks for (kernels/operators.py)
 
-    def held(self, value: Value) -> Held:
+    def stored_value(self, value: Value) -> StoredValue:
         return self.constants[value] if value.constant else self._values[value]
 
     def rows(self, value: Value) -> Rows:
-        held = self.held(value)
-        assert isinstance(held, np.ndarray), f"{value} is packed"
-        return held.astype(np.float64, copy=False)
+        value_rows = self.stored_value(value)
+        assert isinstance(value_rows, np.ndarray), f"{value} is packed"
+        return value_rows.astype(np.float64, copy=False)
 
     def numbers(self, value: Value) -> IntArray:
-        held = self._values[value]
-        assert isinstance(held, np.ndarray), value
-        return held.astype(np.int32, copy=False)
+        value_rows = self._values[value]
+        assert isinstance(value_rows, np.ndarray), value
+        return value_rows.astype(np.int32, copy=False)
 
     def integers(self, value: Value) -> IntArray:
-        held = self.held(value)
-        assert isinstance(held, np.ndarray) and not value.dtype.is_float, value
-        return held.astype(np.int64, copy=False)
+        value_rows = self.stored_value(value)
+        assert isinstance(value_rows, np.ndarray) and not value.dtype.is_float, value
+        return value_rows.astype(np.int64, copy=False)
 
     def sized(self, shape: Shape) -> tuple[int, ...]:
         return tuple(value_of(d, self._sizes) for d in shape)
@@ -128,7 +128,7 @@ class Interpreter(EvaluationContext):
     def cache_positions(self, positions: Value) -> IntArray:
         return self.numbers(positions) if self._places is None else self._places
 
-    def stored(self, x: Array, node: Node) -> Held:
+    def stored(self, x: Array, node: Node) -> StoredValue:
         if node.outputs[0].dtype != DType.F32:
             return as_type(x, node.outputs[0].dtype)
         rounded, storage = x.astype(np.float32), storage_of(node)
@@ -151,8 +151,12 @@ class Interpreter(EvaluationContext):
     def remember(self, layer: int, window: int, sequence: int, first: int, k: Rows, v: Rows) -> tuple[Rows, Rows]:
         n_pages, table = self._n_pages, self._tables[sequence] if not window else None
         if table is None:
-            held = self._windows[window]
-            n_pages, table, first = held.n_pages, held.tables[sequence], first - held.first[sequence] * PAGE_TOKENS
+            tables = self._windows[window]
+            n_pages, table, first = (
+                tables.n_pages,
+                tables.tables[sequence],
+                first - tables.first[sequence] * PAGE_TOKENS,
+            )
         if (window, layer) not in self._pages:
             self._pages[window, layer] = _empty(n_pages, k.shape[1:], v.shape[1:])
         pages, last = self._pages[window, layer], first + len(k)
@@ -169,9 +173,9 @@ class Interpreter(EvaluationContext):
         return past
 
 
-def _held(given: NDArray[Any], dtype: DType) -> NDArray[Any]:
+def _rounded(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
     """Floats as float64, all else in its own type."""
-    return given.astype(np.float64 if dtype.is_float else NUMPY[dtype])
+    return array.astype(np.float64 if dtype.is_float else NUMPY[dtype])
 
 
 def _empty(n_pages: int, *shapes: tuple[int, ...]) -> _Pages:

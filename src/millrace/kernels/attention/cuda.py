@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.kernels.attention.paged import LayerPages, StepTables, Work
+from millrace.kernels.attention.paged import AttentionWork, LayerPages, StepTables
 from millrace.kernels.convert.cuda import NOTHING, codes
 from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
 
@@ -61,18 +61,18 @@ def rotate_and_keep(
         slot, kv_head = tl.load(slots + token).to(tl.int64), head - H
         line = ((slot // PAGE) * K + kv_head) * PAGE + slot % PAGE
         first, second = a, b
-        kept = tl.load(v + token * v_row + kv_head * DV + column, mask=column < DV, other=0.0)
+        stored = tl.load(v + token * v_row + kv_head * DV + column, mask=column < DV, other=0.0)
         if keys.dtype.element_ty.primitive_bitwidth == 8:
-            kept = kept.to(tl.float32)
+            stored = stored.to(tl.float32)
             most = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0)) + tl.sum(a * 0.0, 0) + tl.sum(b * 0.0, 0)
             scale, inverse = _scale(most, keys.dtype.element_ty)
             tl.store(key_scales + line, scale)
             first = codes(first * inverse, keys.dtype.element_ty)
             second = codes(second * inverse, keys.dtype.element_ty)
-            scale, inverse = _scale(tl.max(tl.abs(kept), 0) + tl.sum(kept * 0.0, 0), keys.dtype.element_ty)
+            scale, inverse = _scale(tl.max(tl.abs(stored), 0) + tl.sum(stored * 0.0, 0), keys.dtype.element_ty)
             tl.store(value_scales + line, scale)
-            kept = codes(kept * inverse, keys.dtype.element_ty)
-        tl.store(values + line * DV + column, kept.to(values.dtype.element_ty), mask=column < DV)
+            stored = codes(stored * inverse, keys.dtype.element_ty)
+        tl.store(values + line * DV + column, stored.to(values.dtype.element_ty), mask=column < DV)
         tl.store(keys + line * D + half, first.to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + line * D + D // 2 + half, second.to(keys.dtype.element_ty), mask=inside)
 
@@ -122,7 +122,7 @@ def attend(
         inner, factor = factor / (LOG2E * SOFTCAP), tl.full([BLOCK_M], LOG2E * SOFTCAP, tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    found = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    result = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     CODED_HALVES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.float16
     unit = tl.full([], -80.0 if CODED_HALVES else 0.0, tl.float32)
     last, sees = at + tl.minimum((first + BLOCK_M - 1) // group, n - 1), at + token
@@ -133,8 +133,8 @@ def attend(
         if HAS_TWO_EDGES:
             seen_from = tl.minimum(tl.maximum(tl.maximum(last - WINDOW + PAGE, 0) // PAGE, here), seen_by_all)
         for i in range(seen_from, seen_by_all):
-            found, most, total, unit = _take(
-                tables + table, i, kv_head, found, most, total, unit, query, factor, inner, sees, last, gone, keys,
+            result, most, total, unit = _take(
+                tables + table, i, kv_head, result, most, total, unit, query, factor, inner, sees, last, gone, keys,
                 values, key_scales, value_scales, K, D, DV, PAGE, DEEP, WIDTH, False, WINDOW, SOFTCAP,
             )  # fmt: skip
         if HAS_TWO_EDGES:
@@ -143,19 +143,19 @@ def attend(
             here = seen_by_all
     for k in range(here, end):
         i = tl.where(k < seen_from, k, k + seen_by_all - seen_from) if HAS_TWO_EDGES else k
-        found, most, total, unit = _take(
-            tables + table, i, kv_head, found, most, total, unit, query, factor, inner, sees, last, gone, keys, values,
+        result, most, total, unit = _take(
+            tables + table, i, kv_head, result, most, total, unit, query, factor, inner, sees, last, gone, keys, values,
             key_scales, value_scales, K, D, DV, PAGE, DEEP, WIDTH, True, WINDOW, SOFTCAP,
         )  # fmt: skip
     if values.dtype.element_ty == tl.float8e4nv and _by_words(tl.float8e4nv, query.dtype, BLOCK_M, WIDTH, True):
-        found *= 256
+        result *= 256
     place = (part * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-    _write(found, total, most * factor + unit, part, place, row, mine, y, found_in, sums_in, DV, WIDTH, WINDOW)
+    _write(result, total, most * factor + unit, part, place, row, mine, y, found_in, sums_in, DV, WIDTH, WINDOW)
 
 
 @triton.jit
 def _write(
-    found, total, most, part, place, row, mine, y, found_in, sums_in, DV: tl.constexpr, WIDTH: tl.constexpr,
+    result, total, most, part, place, row, mine, y, found_in, sums_in, DV: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Rows that are `mine`: what they attend to, or where the part is one of several what it sums, at `place`."""
@@ -164,35 +164,35 @@ def _write(
     if WINDOW > 0:  # rows beyond the sequence's last may see nothing
         total = tl.where(total == 0, 1.0, total)
     if part < 0:
-        tl.store(y + row[:, None] * DV + column[None, :], (found / total[:, None]).to(y.dtype.element_ty), mask=writes)
+        tl.store(y + row[:, None] * DV + column[None, :], (result / total[:, None]).to(y.dtype.element_ty), mask=writes)
     else:
-        tl.store(found_in + place[:, None] * DV + column[None, :], found, mask=writes)
+        tl.store(found_in + place[:, None] * DV + column[None, :], result, mask=writes)
         tl.store(sums_in + 2 * place, most, mask=mine)
         tl.store(sums_in + 2 * place + 1, total, mask=mine)
 
 
 @triton.jit
-def _ready(query, scale, kept: tl.constexpr):
+def _ready(query, scale, stored_dtype: tl.constexpr):
     """Queries as they meet keys, and what makes scores of base 2 of a row's products, which is positive.
 
     E4M3 becomes float16 by one instruction, bfloat16 by four, of which one is slow; INT8 by words. So bfloat16 queries
     that meet these become float16, too: by a power of two for each row, exactly but for what is below 2^-32 of a row's
     largest. What is not finite stays so.
     """
-    found = query.to(tl.float32) * tl.where(scale < 0, -1.0, 1.0)
+    result = query.to(tl.float32) * tl.where(scale < 0, -1.0, 1.0)
     factor = tl.full([query.shape[0]], LOG2E, tl.float32) * tl.abs(scale)
-    if _dot_fp16(kept, query.dtype, query.shape[0]):
-        exponent = tl.maximum(tl.max(found.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23, 27)
-        found *= ((269 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest: from 2^15 to 65,280
+    if _dot_fp16(stored_dtype, query.dtype, query.shape[0]):
+        exponent = tl.maximum(tl.max(result.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23, 27)
+        result *= ((269 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest: from 2^15 to 65,280
         factor *= ((exponent - 15) << 23).to(tl.float32, bitcast=True)
-        return found.to(tl.float16), tl.maximum(factor, NOTHING)
+        return result.to(tl.float16), tl.maximum(factor, NOTHING)
     else:
-        return found.to(query.dtype), tl.maximum(factor, NOTHING)
+        return result.to(query.dtype), tl.maximum(factor, NOTHING)
 
 
 @triton.jit
 def _take(
-    table, i, kv_head, found, most, total, unit, query, factor, inner, sees, last, gone, keys, values, key_scales,
+    table, i, kv_head, result, most, total, unit, query, factor, inner, sees, last, gone, keys, values, key_scales,
     value_scales, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr,
     WIDTH: tl.constexpr, EDGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -232,13 +232,13 @@ def _take(
     total = total * keep + tl.sum(weight, 1)
     if CODED:
         weight *= scales[None, :]
-    found = tl.dot(weight.to(value.dtype), value, found * keep[:, None], input_precision="ieee")
-    return found, top, total, wider
+    result = tl.dot(weight.to(value.dtype), value, result * keep[:, None], input_precision="ieee")
+    return result, top, total, wider
 
 
 @triton.jit
 def _lines(rows, lines, is_kept, N: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr):
-    """(lines, WIDTH): those that are kept; others may be anything, and are not read."""
+    """(lines, WIDTH): those that are stored; others may be anything, and are not read."""
     column = tl.arange(0, WIDTH)
     at = rows + lines[:, None] * N + column[None, :]
     if EDGE:
@@ -250,16 +250,16 @@ def _lines(rows, lines, is_kept, N: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.
 
 
 @triton.constexpr_function
-def _dot_fp16(kept, dtype, rows):
-    return dtype == tl.bfloat16 and (kept == tl.float8e4nv or (kept == tl.int8 and rows <= 16))
+def _dot_fp16(stored, dtype, rows):
+    return dtype == tl.bfloat16 and (stored == tl.float8e4nv or (stored == tl.int8 and rows <= 16))
 
 
 @triton.constexpr_function
-def _by_words(kept, dtype, rows, width, are_values):
+def _by_words(stored, dtype, rows, width, are_values):
     """Which codes come four at a time, where few rows meet them. Values: Triton reads them byte by byte from shared
     memory, in the order in which tensor cores want them; what it cannot move a conversion across goes there as
     float16. Keys of INT8: no quick instruction makes floats of them; wide ones find no room in shared memory."""
-    return dtype == tl.float16 and rows <= 16 and (are_values or (kept == tl.int8 and width <= 128))
+    return dtype == tl.float16 and rows <= 16 and (are_values or (stored == tl.int8 and width <= 128))
 
 
 @triton.jit
@@ -267,10 +267,10 @@ def _floats(
     rows, lines, is_kept, N: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, query, ARE_VALUES: tl.constexpr
 ):  # fmt: skip
     """(lines, WIDTH) of the query's type; E4M3 by words: a 256th of what they are."""
-    kept: tl.constexpr = rows.dtype.element_ty
-    if kept.primitive_bitwidth == 8 and _by_words(kept, query.dtype, query.shape[0], WIDTH, ARE_VALUES):
+    stored: tl.constexpr = rows.dtype.element_ty
+    if stored.primitive_bitwidth == 8 and _by_words(stored, query.dtype, query.shape[0], WIDTH, ARE_VALUES):
         words = _lines(rows.to(tl.pointer_type(tl.int32)), lines, is_kept, N // 4, WIDTH // 4, EDGE)
-        if kept == tl.int8:  # 1024 + 128 + the code, as float16 has it
+        if stored == tl.int8:  # 1024 + 128 + the code, as float16 has it
             even, odd = (words & 0x00FF00FF) ^ 0x64806480, ((words >> 8) & 0x00FF00FF) ^ 0x64806480
         else:  # another bias of exponents, and no other change: codes that are no numbers are, but their scales are not
             even = ((words << 8) & -0x7FFF8000) | ((words << 7) & 0x3F803F80)
@@ -278,12 +278,12 @@ def _floats(
         pairs = tl.join(tl.join(even.to(tl.int16), (even >> 16).to(tl.int16)),
                         tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16)))  # fmt: skip
         x = tl.reshape(pairs, (lines.shape[0], WIDTH)).to(tl.float16, bitcast=True)
-        if kept == tl.int8:
+        if stored == tl.int8:
             x -= 1152
         return x
     else:
         x = _lines(rows, lines, is_kept, N, WIDTH, EDGE)
-        if kept == tl.float8e4nv:
+        if stored == tl.float8e4nv:
             x = x.to(tl.float16)
         return x.to(query.dtype)
 
@@ -319,8 +319,8 @@ def merge(
     keep = tl.exp2(most - tl.max(most, 0))  # the first part has seen a key, at least
     total = tl.sum(tl.load(sums_in + 2 * at + 1, mask=is_part, other=0.0) * keep, 0)
     inside = is_part[:, None] & (column < DV)[None, :]
-    found = tl.load(found_in + at[:, None] * DV + column[None, :], mask=inside, other=0.0)
-    y_row = tl.sum(found * keep[:, None], 0) / total
+    result = tl.load(found_in + at[:, None] * DV + column[None, :], mask=inside, other=0.0)
+    y_row = tl.sum(result * keep[:, None], 0) / total
     tl.store(y + ((begin + token) * H + head) * DV + column, y_row.to(y.dtype.element_ty), mask=column < DV)
 
 
@@ -330,7 +330,7 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 
 def compiled_for(block_rows: int, head: int, element: int, from_hopper: bool) -> dict[str, int]:
-    """Warps of a program of `attend`, and stages of its loop. head: of keys or values, the larger; element: bytes kept
+    """Warps of a program of `attend`, and stages of its loop. head: the larger of key and value size; element: bytes
 
     Of 5 stages two pages are on their way while one is summed (the look-up in the table has its own), which few rows
     wait for; of 3 one is, of 1 none. More finds no room: what an L4's program has is 99 KiB, an H200's 227.
@@ -378,21 +378,27 @@ def _from_hopper(device: torch.device) -> bool:
 
 
 def _attend(
-    q: Tensor, y: Tensor, tables: Tensor, work: Work, pages: LayerPages, scale: float, sight: Mapping[str, float]
+    q: Tensor,
+    y: Tensor,
+    tables: Tensor,
+    work: AttentionWork,
+    pages: LayerPages,
+    scale: float,
+    sight: Mapping[str, float],
 ) -> None:
     """sight: a model's own constants: no step has the kernel compiled anew"""
     (_, H, D), K, DV = q.shape, pages.values.shape[1], y.shape[2]
-    found = torch.empty((work.parts, K, work.rows, DV), device=q.device)
+    result = torch.empty((work.parts, K, work.rows, DV), device=q.device)
     sums = torch.empty((work.parts, K, work.rows, 2), device=q.device)
     width = power_of_two(DV)
     attend[(len(work.items), K)](
-        q, pages.keys, pages.values, pages.key_scales, pages.value_scales, y, found, sums, work.items, tables, scale,
+        q, pages.keys, pages.values, pages.key_scales, pages.value_scales, y, result, sums, work.items, tables, scale,
         H=H, K=K, D=D, DV=DV, PAGE=pages.tokens, BLOCK_M=work.rows, DEEP=power_of_two(D), WIDTH=width,
         enable_fp_fusion=True, **sight, **overlapping(q.device),
         **compiled_for(work.rows, max(D, DV), pages.keys.itemsize, _from_hopper(q.device)),
     )  # fmt: skip
     if len(work.merges):
         merge[(len(work.merges), K, work.most_rows)](
-            found, sums, y, work.merges, work.rows, H=H, K=K, DV=DV, PARTS=work.most_parts, WIDTH=width,
+            result, sums, y, work.merges, work.rows, H=H, K=K, DV=DV, PARTS=work.most_parts, WIDTH=width,
             enable_fp_fusion=True, **overlapping(q.device),
         )  # fmt: skip

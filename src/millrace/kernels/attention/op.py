@@ -13,10 +13,10 @@ from millrace.kernels.declare import MAX_HEAD, MAX_PARAM, RowFormat
 from millrace.kernels.operand_places import Operands, View
 from millrace.kernels.operators import (
     EvaluationContext,
-    Held,
     KernelOperator,
     Params,
     ProgramWriter,
+    StoredValue,
     float_attr,
     int_attr,
     static_dim,
@@ -70,7 +70,7 @@ def softcap_of(node: Node) -> float:
     return float_attr(node, "softcap") if "softcap" in node.attrs else 0.0
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     v, positions, lengths = node.inputs[2:5]
     heads = [
         rotated(values, x, positions, node.inputs[5]) if node.operator is ROPE_ATTENTION else values.rows(x)
@@ -84,15 +84,15 @@ def _reference(node: Node, values: EvaluationContext) -> Held:
     for sequence, length in enumerate(values.numbers(lengths)):
         part = slice(at, at := at + int(length))
         first = int(places[part][0])
-        keys, kept = values.remember(layer, window, sequence, first, k[part], v_rows[part])
+        keys, cached_values = values.remember(layer, window, sequence, first, k[part], v_rows[part])
         before = len(keys) - int(length)
         y[part] = attention(
-            q[part], keys, kept, before, scale, window=window, softcap=softcap_of(node), bf16_weights=rounded
+            q[part], keys, cached_values, before, scale, window=window, softcap=softcap_of(node), bf16_weights=rounded
         )
     return values.stored(y, node)
 
 
-def _full_reference(node: Node, values: EvaluationContext) -> Held:
+def _full_reference(node: Node, values: EvaluationContext) -> StoredValue:
     lengths, scale = values.numbers(node.inputs[3]), float_attr(node, "scale")
     q, k, v = values.as_kept(*(values.rows(x) for x in node.inputs[:3]))
     y, at = np.zeros((*q.shape[:2], v.shape[2])), 0
@@ -149,8 +149,8 @@ def _attend(
     heads, head_dim = static_dim(node.inputs[0], 1), static_dim(node.inputs[0], 2)
     kv_heads, value_dim = static_dim(node.inputs[2], 1), static_dim(node.inputs[2], 2)
     window = window_of(node)
-    written = writer.written_cache(node) if causal else None
-    cache = written or writer.cache(kv_heads, head_dim, value_dim, kept=causal, window=window)
+    layer_cache = writer.written_cache(node) if causal else None
+    cache = layer_cache or writer.cache(kv_heads, head_dim, value_dim, persistent=causal, window=window)
     shape: Params = {
         "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.row_floats,
     }  # fmt: skip
@@ -159,8 +159,8 @@ def _attend(
         **shape, "heads": heads if rotates else 0, "q_stride": q.row_floats if rotates else 0, "k_stride": k.row_floats,
         "v_stride": v.row_floats, "context": context,
     }  # fmt: skip
-    assert not (written and rotates), "keys that several layers read are rotated by a call of their own"
-    if written is None:
+    assert not (layer_cache and rotates), "keys that several layers read are rotated by a call of their own"
+    if layer_cache is None:
         writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write", cache)
     if causal:
         writer.writes_cache(node, cache)

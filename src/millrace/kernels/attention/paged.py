@@ -47,9 +47,9 @@ class LayerPages:
         """Keys and values of these pages, each (n, K, page tokens, size): float32 where they are coded."""
         if not self.coded:
             return self.keys[pages], self.values[pages]
-        kept = (self.keys, self.key_scales), (self.values, self.value_scales)
-        codes = (x.view(torch.int8)[pages].view(x.dtype) for x, _ in kept)  # not every PyTorch looks E4M3 up
-        keys, values = (x.float() * scales[pages][..., None] for x, (_, scales) in zip(codes, kept, strict=True))
+        caches = (self.keys, self.key_scales), (self.values, self.value_scales)
+        codes = (x.view(torch.int8)[pages].view(x.dtype) for x, _ in caches)  # not every PyTorch looks E4M3 up
+        keys, values = (x.float() * scales[pages][..., None] for x, (_, scales) in zip(codes, caches, strict=True))
         return keys, values
 
     def copy(self, source: int, target: int) -> None:
@@ -59,7 +59,7 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AttentionWork:
     """Programs of attention that take `rows` rows (tokens of a sequence x query heads of a KV head); i32 on the device.
 
     items (n, 8), one for each program of a KV head: where the sequence's page 0 would be in `tables`, the first page
@@ -98,4 +98,4 @@ class StepTables:
     tables: Tensor
     table_starts: Tensor
     first: Tensor
-    work: tuple[Work, ...]
+    work: tuple[AttentionWork, ...]

@@ -83,7 +83,7 @@ def _coded(x: Array, most: int) -> Array:
     return y
 
 
-class Rounding(NamedTuple):
+class CacheRounding(NamedTuple):
     """What becomes of queries, of keys and of values, each (tokens, heads, size)."""
 
     q: Callable[[Array], Array]
@@ -91,10 +91,10 @@ class Rounding(NamedTuple):
     v: Callable[[Array], Array]
 
 
-ROUNDINGS: Mapping[str, Rounding] = {  # by the name of the pages' format in programs
-    "f32": Rounding(*(lambda x: x,) * 3),
-    "bf16": Rounding(to_bf16, to_bf16, to_bf16),
-    "int8": Rounding(to_int16, to_int8, to_int8),
-    "fp8": Rounding(lambda q: to_bf16(transformed(q)), lambda k: to_fp8(transformed(k)), to_fp8),
-    "int4": Rounding(lambda q: to_int16(transformed(q)), lambda k: to_int4(transformed(k)), to_int4),
+ROUNDINGS: Mapping[str, CacheRounding] = {  # by the name of the pages' format in programs
+    "f32": CacheRounding(*(lambda x: x,) * 3),
+    "bf16": CacheRounding(to_bf16, to_bf16, to_bf16),
+    "int8": CacheRounding(to_int16, to_int8, to_int8),
+    "fp8": CacheRounding(lambda q: to_bf16(transformed(q)), lambda k: to_fp8(transformed(k)), to_fp8),
+    "int4": CacheRounding(lambda q: to_int16(transformed(q)), lambda k: to_int4(transformed(k)), to_int4),
 }

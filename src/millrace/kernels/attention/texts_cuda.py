@@ -45,7 +45,7 @@ def attend_texts(
                     mask=mine[:, None] & is_deep[None, :], other=0.0)  # fmt: skip
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    found = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    result = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for at in range(0, n, BLOCK_N):
         is_key, line = at + place < n, begin + at + place
         key = tl.load(k + (line * k_row + kv_head * D)[:, None] + deep[None, :],
@@ -57,10 +57,10 @@ def attend_texts(
         top = tl.maximum(most, tl.max(score, 1))
         weight, keep = tl.exp2(score - top[:, None]), tl.exp2(most - top)
         total = total * keep + tl.sum(weight, 1)
-        found = found * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        result = result * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         most = top
     out = y + (((begin + token) * H + head) * DV)[:, None] + column[None, :]
-    tl.store(out, (found / total[:, None]).to(y.dtype.element_ty), mask=mine[:, None] & is_column[None, :])
+    tl.store(out, (result / total[:, None]).to(y.dtype.element_ty), mask=mine[:, None] & is_column[None, :])
 
 
 def text_attention(heads: tuple[Tensor, Tensor, Tensor], texts: TextTables, scale: float) -> Tensor:

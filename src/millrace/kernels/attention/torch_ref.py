@@ -27,8 +27,8 @@ def keep_rotated(
         q, k = (transformed(x.float().flatten(1), x.shape[2]).view(x.shape) for x in (q, k))
     slots = step.slots.long()
     page, place = slots // pages.tokens, slots % pages.tokens
-    kept = (k, pages.keys, pages.key_scales), (heads[2], pages.values, pages.value_scales)
-    for x, rows, scales in kept:
+    caches = (k, pages.keys, pages.key_scales), (heads[2], pages.values, pages.value_scales)
+    for x, rows, scales in caches:
         if pages.coded:
             x, scales[page, :, place] = coded(x.float(), rows.dtype)
         rows[page, :, place] = x.to(rows.dtype)

@@ -2,7 +2,7 @@
 
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -14,7 +14,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return ((*x.shape[:-1], w.shape[-1]),)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     x, w = (values.rows(v) for v in node.inputs)
     return values.stored(x @ w, node)
 

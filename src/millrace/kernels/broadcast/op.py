@@ -11,8 +11,8 @@ from millrace.kernels.broadcast.ref import as_type
 from millrace.kernels.declare import MAX_RANK
 from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import TYPES
-from millrace.kernels.operand_places import Place, View, pack_array
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter
+from millrace.kernels.operand_places import OperandPlace, View, pack_array
+from millrace.kernels.operators import EvaluationContext, KernelOperator, Params, ProgramWriter, StoredValue
 
 
 def lower_broadcast(node: Node, writer: ProgramWriter, tree: Tree) -> None:
@@ -25,7 +25,7 @@ def lower_broadcast(node: Node, writer: ProgramWriter, tree: Tree) -> None:
         "elements": writer.extent(y.elements), "y_type": TYPES.index(y.dtype), "whole": int(is_integer(tree, types)),
         "code": code, "imm": numbers,
     }  # fmt: skip
-    operands: dict[str, View | Place | None] = {}
+    operands: dict[str, View | OperandPlace | None] = {}
     for name, value in zip("abcd", node.inputs, strict=False):
         operands[name] = constant(value, writer) if value.constant else writer.dense(value, node)
         params[f"{name}_elements"] = writer.extent(value.elements)
@@ -43,7 +43,7 @@ def check_rank(op: str, value: Value) -> None:
         raise illegal(op, f"a value of {len(value.shape)} dimensions", f"at most {MAX_RANK}")
 
 
-def constant(value: Value, writer: ProgramWriter) -> Place:
+def constant(value: Value, writer: ProgramWriter) -> OperandPlace:
     """In the type that it has."""
     return writer.constant((value,), f"as {value.dtype}", lambda: pack_array(value, NUMPY[value.dtype], value.dtype))
 
@@ -64,7 +64,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return same_shape(inputs, attrs)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     (x,) = node.inputs
     return as_type(values.rows(x) if x.dtype.is_float else values.integers(x), node.output.dtype)
 

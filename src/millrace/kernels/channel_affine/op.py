@@ -8,8 +8,15 @@ from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.channel_affine.ref import scale_and_shift
 from millrace.kernels.matmul.pack import SlabTask, finite
-from millrace.kernels.operand_places import Operands, Packed, as_bytes, constant_of
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, float_attr, static_dim
+from millrace.kernels.operand_places import Operands, PackedPlace, as_bytes, constant_of
+from millrace.kernels.operators import (
+    EvaluationContext,
+    KernelOperator,
+    ProgramWriter,
+    StoredValue,
+    float_attr,
+    static_dim,
+)
 
 _F32 = np.dtype(np.float32)
 
@@ -22,7 +29,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     x, channels = values.rows(node.inputs[0]), static_dim(node.inputs[0], 1)
     weight, bias, mean, variance = (values.rows(v) for v in node.inputs[1:])
     scale, shift = scale_and_shift(weight, bias, mean, variance, float_attr(node, "eps"))
@@ -34,15 +41,15 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
     x, *constants = node.inputs
     eps, channels = float_attr(node, "eps"), static_dim(x, 1)
 
-    def packed(which: int, name: str) -> Packed:
+    def packed(which: int, name: str) -> PackedPlace:
         origin = tuple(name for c in constants for name in constant_of(c).origin)
 
         def pack(_: SlabTask) -> NDArray[np.uint8]:
             weight, bias, mean, variance = (constant_of(c).load().astype(np.float64) for c in constants)
-            found = scale_and_shift(weight, bias, mean, variance, eps)[which]
-            return as_bytes(finite(found, _F32))
+            result = scale_and_shift(weight, bias, mean, variance, eps)[which]
+            return as_bytes(finite(result, _F32))
 
-        return Packed(f"{'+'.join(origin)} {name}", origin, (channels,), "f32", channels * 4, pack)
+        return PackedPlace(f"{'+'.join(origin)} {name}", origin, (channels,), "f32", channels * 4, pack)
 
     operands: Operands = {
         "x": writer.dense(x, node),

@@ -108,8 +108,8 @@ def _coded(x, kind: tl.constexpr):
         scale = tl.where(most <= NOTHING, 0.0, scale)
     else:
         inverse = tl.where(scale > NOTHING, tl.div_rn(one, tl.where(scale > NOTHING, scale, 1.0)), 0.0)
-    found = tl.minimum(tl.maximum(x * inverse[:, None], -largest), largest)
-    return codes(tl.where((most == most)[:, None], found, 0.0), kind), scale
+    result = tl.minimum(tl.maximum(x * inverse[:, None], -largest), largest)
+    return codes(tl.where((most == most)[:, None], result, 0.0), kind), scale
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def code_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RowShape:
     """Of tiles: `sizes` as kernels have them, how many programs share a row, and the warps of each."""
 
     sizes: dict[str, int]
@@ -136,22 +136,22 @@ class Shape:
 
 
 @cache
-def shape_of(n: int, coding: RowQuantization | None = None, *, whole: bool = False) -> Shape:
+def shape_of(n: int, coding: RowQuantization | None = None, *, complete: bool = False) -> RowShape:
     """Of rows of n elements. coding: one that `is_made`; None: they stay floats; whole: a row is one program's
 
     A thread has 32 elements, two inputs of which fit into its registers; of what is transformed 16.
     """
     coded, stages = coding is not None and (coding.group or n), 0
-    group = coded or (n if whole else min(n, PART))
+    group = coded or (n if complete else min(n, PART))
     width, groups = triton.next_power_of_2(group), cdiv(n, group)
     lines = triton.next_power_of_2(groups)
-    if not whole:
+    if not complete:
         lines = min(lines, max(PART // width, 1))
     if coding is not None and coding.transform:
         stages = width.bit_length() - 1
     warps = min(max(lines * width // (512 if stages else 1024), 4), 32)
     sizes = {"N": n, "GROUP": group, "GROUPS": lines, "WIDTH": width, "STAGES": stages}
-    return Shape(sizes, cdiv(groups, lines), warps)
+    return RowShape(sizes, cdiv(groups, lines), warps)
 
 
 def is_made(coding: RowQuantization, n: int) -> bool:

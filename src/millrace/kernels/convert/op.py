@@ -4,11 +4,11 @@ from millrace.graph.shape_rules import same_shape
 from millrace.graph.types import Node
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.operand_places import View
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, Params, ProgramWriter, StoredValue
 from millrace.kernels.row_storage import Storage, storage_of
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     return values.stored(values.rows(node.inputs[0]), node)
 
 

@@ -11,8 +11,15 @@ from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.convolution.ref import convolution
 from millrace.kernels.layout import up
 from millrace.kernels.matmul.pack import SlabTask, finite
-from millrace.kernels.operand_places import Operands, Packed, as_bytes, constant_of
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, int_attr, static_dim
+from millrace.kernels.operand_places import Operands, PackedPlace, as_bytes, constant_of
+from millrace.kernels.operators import (
+    EvaluationContext,
+    KernelOperator,
+    ProgramWriter,
+    StoredValue,
+    int_attr,
+    static_dim,
+)
 
 LANES = 16
 _F32 = np.dtype(np.float32)
@@ -26,11 +33,11 @@ def pair(attrs: Attrs, name: str) -> Pair:
 
 def window_counts(op: str, planes: Value, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1)) -> Shape:
     """How many windows lie along height and width, the last two dimensions. raises GraphError where none fits"""
-    found = tuple(window_count(planes.shape[2 + i], kernel[i], stride[i], padding[i], dilation[i]) for i in range(2))
-    if any(isinstance(n, int) and n < 1 for n in found):
+    result = tuple(window_count(planes.shape[2 + i], kernel[i], stride[i], padding[i], dilation[i]) for i in range(2))
+    if any(isinstance(n, int) and n < 1 for n in result):
         what = f"a kernel of {list(kernel)} on planes of {list(planes.shape[2:])}"
         raise illegal(op, what, "a kernel that fits into the padded input")
-    return found
+    return result
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -49,11 +56,11 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     stride, padding, dilation = (pair(attrs, name) for name in ("stride", "padding", "dilation"))
     if min(*stride, *dilation) < 1 or min(padding) < 0:
         raise illegal("convolution", f"stride {stride}, padding {padding}, dilation {dilation}", "1, 0 and 1 at least")
-    found = window_counts("convolution", x, (static_dim(weight, 2), static_dim(weight, 3)), stride, padding, dilation)
-    return ((x.shape[0], outputs, *found),)
+    result = window_counts("convolution", x, (static_dim(weight, 2), static_dim(weight, 3)), stride, padding, dilation)
+    return ((x.shape[0], outputs, *result),)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     x, weight = node.inputs[:2]
     bias = values.rows(node.inputs[2]) if len(node.inputs) > 2 else None
     stride, padding, dilation = (pair(node.attrs, name) for name in ("stride", "padding", "dilation"))
@@ -87,7 +94,7 @@ def plane_sizes(x: Value, y: Value, writer: ProgramWriter) -> dict[str, int]:
     return {name: writer.extent(d) for name, d in dims.items()}
 
 
-def _taps(weight: Value, groups: int) -> Packed:
+def _taps(weight: Value, groups: int) -> PackedPlace:
     """(groups, outputs / 16, channels, kh, kw, 16) of [O, channels, kh, kw], outputs of a group rounded up to 16."""
     constant, (outputs, *taps) = constant_of(weight), (static_dim(weight, i) for i in range(4))
     each = outputs // groups
@@ -95,26 +102,26 @@ def _taps(weight: Value, groups: int) -> Packed:
     shape = (groups, blocks, *taps, LANES)
 
     def pack(_: SlabTask) -> NDArray[np.uint8]:
-        found = np.zeros((groups, blocks * LANES, *taps), _F32)
-        found[:, :each] = finite(constant.load(), _F32).reshape(groups, each, *taps)
-        return as_bytes(np.moveaxis(found.reshape(groups, blocks, LANES, *taps), 2, -1))
+        result = np.zeros((groups, blocks * LANES, *taps), _F32)
+        result[:, :each] = finite(constant.load(), _F32).reshape(groups, each, *taps)
+        return as_bytes(np.moveaxis(result.reshape(groups, blocks, LANES, *taps), 2, -1))
 
-    return Packed("+".join(constant.origin), constant.origin, shape, "f32", int(np.prod(shape)) * 4, pack)
+    return PackedPlace("+".join(constant.origin), constant.origin, shape, "f32", int(np.prod(shape)) * 4, pack)
 
 
-def _bias(constants: tuple[Value, ...], groups: int) -> Packed:
+def _bias(constants: tuple[Value, ...], groups: int) -> PackedPlace:
     """(groups, outputs rounded up to 16); zeros where there is none."""
     outputs, origin = static_dim(constants[0], 0), constant_of(constants[-1]).origin
     each = outputs // groups
     shape = (groups, up(each, LANES))
 
     def pack(_: SlabTask) -> NDArray[np.uint8]:
-        found = np.zeros(shape, _F32)
+        result = np.zeros(shape, _F32)
         if len(constants) > 1:
-            found[:, :each] = finite(constant_of(constants[1]).load(), _F32).reshape(groups, each)
-        return as_bytes(found)
+            result[:, :each] = finite(constant_of(constants[1]).load(), _F32).reshape(groups, each)
+        return as_bytes(result)
 
-    return Packed("+".join(origin) + " bias", origin, shape, "f32", shape[0] * shape[1] * 4, pack)
+    return PackedPlace("+".join(origin) + " bias", origin, shape, "f32", shape[0] * shape[1] * 4, pack)
 
 
 CONVOLUTION = KernelOperator(

@@ -39,11 +39,11 @@ def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: RowQuantizati
         return coded_rows(floats, coding)
     if gate.stride() != up.stride() or gate.stride(1) != 1:
         gate, up = gate.contiguous(), up.contiguous()
-    found = empty_rows(m, n, coding, gate.device) if coding else torch.empty((m, n), dtype=dtype, device=gate.device)
-    y, scales = (found.codes, found.scales) if coding else (found, found)
+    result = empty_rows(m, n, coding, gate.device) if coding else torch.empty((m, n), dtype=dtype, device=gate.device)
+    y, scales = (result.codes, result.scales) if coding else (result, result)
     shape = shape_of(n, coding)
     gated[m, shape.parts](
         gate, up, y, scales, gate.stride(0), **shape.sizes, CODED=coding is not None, **overlapping(gate.device),
         num_warps=shape.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return found
+    return result

@@ -10,8 +10,8 @@ from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.broadcast.op import lower_broadcast
 from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.expression import compile_tree, needs_broadcast
-from millrace.kernels.operand_places import Place, View
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter
+from millrace.kernels.operand_places import OperandPlace, View
+from millrace.kernels.operators import EvaluationContext, KernelOperator, Params, ProgramWriter, StoredValue
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -25,14 +25,14 @@ def _dtypes(inputs: Inputs, attrs: Attrs) -> tuple[DType, ...]:
     return (type_of(tree, types),)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     tree = as_tree(node.attrs["tree"])
-    whole = is_integer(tree, [v.dtype for v in node.inputs])
-    found = evaluate(tree, [values.integers(v) if whole else values.rows(v) for v in node.inputs])
-    return values.stored(np.broadcast_to(found, values.sized(node.output.shape)), node)
+    integer = is_integer(tree, [v.dtype for v in node.inputs])
+    result = evaluate(tree, [values.integers(v) if integer else values.rows(v) for v in node.inputs])
+    return values.stored(np.broadcast_to(result, values.sized(node.output.shape)), node)
 
 
-def expression_params(tree: object, inputs: list[View | Place], width: int) -> Params:
+def expression_params(tree: object, inputs: list[View | OperandPlace], width: int) -> Params:
     """Of the kernel; `inputs` are its operands a, b, c, d, a Place being one row for all."""
     code, numbers = compile_tree(as_tree(tree), len(inputs))
     views = [v for v in inputs if isinstance(v, View)]
@@ -47,7 +47,7 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
         return lower_broadcast(node, writer, as_tree(node.attrs["tree"]))
     inputs = [writer.vector(v) if v.constant else writer.view(v) for v in node.inputs]
     params = expression_params(node.attrs["tree"], inputs, node.output.width)
-    operands: dict[str, View | Place | None] = dict(zip("abcd", inputs, strict=False))
+    operands: dict[str, View | OperandPlace | None] = dict(zip("abcd", inputs, strict=False))
     operands["y"] = writer.new(node.output, node.origin[0])
     return writer.add("elementwise", operands, params, node)
 

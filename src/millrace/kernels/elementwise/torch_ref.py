@@ -54,8 +54,8 @@ def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: RowQuantizati
 
 def _elementwise(node: Node, run: OperatorContext) -> Tensor:
     inputs = [run.tensor(v) for v in node.inputs]
-    found = evaluate(as_tree(node.attrs["tree"]), [x.float() for x in inputs])
-    return found if any(x.dtype == torch.float32 for x in inputs) else found.to(run.dtype)
+    result = evaluate(as_tree(node.attrs["tree"]), [x.float() for x in inputs])
+    return result if any(x.dtype == torch.float32 for x in inputs) else result.to(run.dtype)
 
 
 OPERATORS = {"elementwise": _elementwise}

@@ -7,7 +7,14 @@ from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.convert.ref import to_bf16
 from millrace.kernels.operand_places import pack_array
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, float_attr, static_dim
+from millrace.kernels.operators import (
+    EvaluationContext,
+    KernelOperator,
+    ProgramWriter,
+    StoredValue,
+    float_attr,
+    static_dim,
+)
 
 _DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -19,7 +26,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return ((*ids.shape, table.shape[1]),)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     ids, table = node.inputs
     numbers = values.numbers(ids)
     rows = values.rows(table)[np.maximum(numbers, 0)]

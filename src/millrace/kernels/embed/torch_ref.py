@@ -11,12 +11,12 @@ from millrace.kernels.torch_operators import OperatorContext
 
 def _embedding(node: Node, run: OperatorContext) -> Tensor:
     (ids, table), rows = (run.tensor(v) for v in node.inputs), run.embeddings
-    found = functional.embedding(ids if rows is None else ids.clamp(min=0), table).float()
+    result = functional.embedding(ids if rows is None else ids.clamp(min=0), table).float()
     if (scale := float_attr(node, "scale")) != 1:
-        found = found * scale
+        result = result * scale
     if rows is None:
-        return found
-    return torch.where(ids[:, None] < 0, rows[(-1 - ids).clamp(min=0)], found)
+        return result
+    return torch.where(ids[:, None] < 0, rows[(-1 - ids).clamp(min=0)], result)
 
 
 OPERATORS = {"embedding": _embedding}

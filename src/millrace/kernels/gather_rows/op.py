@@ -2,14 +2,14 @@
 
 from millrace.graph.shape_rules import rows_of_matrix
 from millrace.graph.types import Attrs, Inputs, Node, Shape
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return rows_of_matrix("gather_rows", inputs, "rows")
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     return values.rows(node.inputs[0])[values.numbers(node.inputs[1])]
 
 

@@ -5,7 +5,7 @@ from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.convert.op import packing_params, packs_rows
 from millrace.kernels.layer_norm.ref import layer_norm
 from millrace.kernels.operand_places import Operands
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, float_attr
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue, float_attr
 from millrace.kernels.row_storage import storage_of
 
 
@@ -19,7 +19,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     x, w, b = (values.rows(v) for v in node.inputs)
     return values.stored(layer_norm(x, w, b, float_attr(node, "eps")), node)
 

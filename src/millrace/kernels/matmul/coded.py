@@ -43,8 +43,8 @@ class QuantizedRows:
         codes = self.codes
         if self.halves:
             codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)[:, : self.width].to(torch.int8) - self.zero
-        found = codes.float() * self._wide(self.scales)
-        return found if self.minimums is None else found + self._wide(self.minimums)
+        result = codes.float() * self._wide(self.scales)
+        return result if self.minimums is None else result + self._wide(self.minimums)
 
     def some(self, first: int, end: int) -> "QuantizedRows":
         """Of its rows; views."""
@@ -101,10 +101,10 @@ def e4m3_rows(x: Tensor) -> QuantizedRows:
 
     What is not finite makes its row's scale so
     """
-    found = x.float()
-    scales = found.abs().amax(1, keepdim=True) / LARGEST
+    result = x.float()
+    scales = result.abs().amax(1, keepdim=True) / LARGEST
     inverse = torch.where(scales > NOTHING, 1 / scales, 0)
-    codes = torch.where(scales.isfinite(), (found * inverse).clamp(-LARGEST, LARGEST), 0)
+    codes = torch.where(scales.isfinite(), (result * inverse).clamp(-LARGEST, LARGEST), 0)
     return QuantizedRows(codes.to(E4M3), scales, x.shape[1], x.shape[1])
 
 
@@ -115,8 +115,8 @@ def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> QuantizedRow
     """
     width = x.shape[1]
     size = group or width
-    found = transformed(x.float(), size) if transform else x.float()
-    padded = torch.nn.functional.pad(found, (0, -width % size)).unflatten(1, (-1, size))
+    result = transformed(x.float(), size) if transform else x.float()
+    padded = torch.nn.functional.pad(result, (0, -width % size)).unflatten(1, (-1, size))
     amax = padded.abs().amax(2)
     inverse = torch.where(amax > NOTHING, torch.full_like(amax, 127) / amax, 0)  # `127 / amax` is rounded twice
     codes = (padded * inverse[:, :, None]).round().nan_to_num(0).to(torch.int8).flatten(1)[:, :width].contiguous()
@@ -125,10 +125,10 @@ def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> QuantizedRow
 
 def transformed(x: Tensor, group: int) -> Tensor:
     """x (R, K) float32, each group times the Hadamard matrix of its size: kernels/matmul/pack.py, but for rounding."""
-    whole = x.shape[1] // group * group
-    parts = [x[:, :whole].unflatten(1, (-1, group)) @ _matrix(group, x.device)] if whole else []
-    if whole < x.shape[1]:
-        parts.append((x[:, whole:] @ _matrix(x.shape[1] - whole, x.device))[:, None])
+    n_full = x.shape[1] // group * group
+    parts = [x[:, :n_full].unflatten(1, (-1, group)) @ _matrix(group, x.device)] if n_full else []
+    if n_full < x.shape[1]:
+        parts.append((x[:, n_full:] @ _matrix(x.shape[1] - n_full, x.device))[:, None])
     return torch.cat([part.flatten(1) for part in parts], 1)
 
 

@@ -16,7 +16,7 @@ from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets
 from millrace.kernels.layout import SLAB
 from millrace.kernels.matmul.coded import E4M3, Matrix, QuantizedRows
 from millrace.kernels.matmul.cuda_few import by_few_rows
-from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, MANY_ROWS, RULES, Tile, Tiles, rows_of
+from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, PREFETCH, RULES, Tile, Tiles, rows_of
 
 BLOCK_K = 128  # what goes through at a time, at most
 # Powers of two whose last bit is 1, and the bits of two of them in 16-bit floats.
@@ -27,16 +27,16 @@ UNITS_FP16, BITS_FP16 = tl.constexpr(1024), tl.constexpr(0x64006400)
 @triton.jit(do_not_specialize=["M"])  # that only says which rows there are
 def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP: tl.constexpr, GROUP: tl.constexpr,
                   CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
-                  WHOLE: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+                  COMPLETE: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  ASKED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  PREFETCH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: BLOCK_M rows of x (M, K) times BLOCK_N of w (N, K), as CodedRows has them; y (M, N).
 
     CODED_X: x has scales (M, groups of it), and else is of 16-bit floats. Codes are these, too, so that products are
     exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups, which are 0 where a row
-    is one. WHOLE: each row has one scale, which meets its sum at the end | WORDS: halves come eight at a time
+    is one. COMPLETE: each row has one scale, which meets its sum at the end | WORDS: halves come eight at a time
     EVEN: BLOCK_K divides K, so that nothing in the loop has to look
-    w_row: bytes of a row of codes, of which the compiler is told where it is a multiple of 16; elsewhere ASKED is 0
+    w_row: bytes of a row of codes, of which the compiler is told where it is a multiple of 16; elsewhere PREFETCH is 0
     """
     lets_next_begin(PDL)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -45,7 +45,7 @@ def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     each: tl.constexpr = 2 if HALVES else 1  # codes of a byte
     wide = column.to(tl.int64) * w_row
-    asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, ASKED, PDL)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, PREFETCH, PDL)
     after_those_before(PDL)
     for first in range(0, K, BLOCK_K):
         place = first + tl.arange(0, BLOCK_K)
@@ -67,19 +67,19 @@ def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP
                 part = _dot(even, low) + _dot(odd, high)
             else:
                 part = _dot(rows, codes)
-        if WHOLE:
+        if COMPLETE:
             total += part
         else:
             scale = tl.load(w_scales + _group(column, first, K, GROUP), mask=is_column, other=0.0)
-            found = part.to(tl.float32) * scale.to(tl.float32)[None]
+            result = part.to(tl.float32) * scale.to(tl.float32)[None]
             if MINIMUMS:
                 sums = tl.sum(rows.to(tl.float32), 1)
                 least = tl.load(minimums + _group(column, first, K, GROUP), mask=is_column, other=0.0)
-                found += sums[:, None] * least.to(tl.float32)[None]
+                result += sums[:, None] * least.to(tl.float32)[None]
             if CODED_X:
-                found *= tl.load(x_scales + _group(row, first, K, X_GROUP), mask=is_row, other=0.0)[:, None]
-            total += found
-    if WHOLE:
+                result *= tl.load(x_scales + _group(row, first, K, X_GROUP), mask=is_row, other=0.0)[:, None]
+            total += result
+    if COMPLETE:
         total *= tl.load(w_scales + column, mask=is_column, other=0.0).to(tl.float32)[None]
         if CODED_X:
             total *= tl.load(x_scales + row, mask=is_row, other=0.0)[:, None]
@@ -101,8 +101,8 @@ def _of_words(words, ZERO: tl.constexpr, dtype: tl.constexpr):
     first = tl.join(tl.join(a.to(tl.int16), c.to(tl.int16)), tl.join(b.to(tl.int16), d.to(tl.int16)))
     second = tl.join(tl.join((a >> 16).to(tl.int16), (c >> 16).to(tl.int16)),
                      tl.join((b >> 16).to(tl.int16), (d >> 16).to(tl.int16)))  # fmt: skip
-    found = tl.reshape(tl.permute(tl.join(first, second), (0, 1, 4, 2, 3)), (words.shape[0], 8 * words.shape[1]))
-    return found.to(dtype, bitcast=True) - (unit + ZERO)
+    result = tl.reshape(tl.permute(tl.join(first, second), (0, 1, 4, 2, 3)), (words.shape[0], 8 * words.shape[1]))
+    return result.to(dtype, bitcast=True) - (unit + ZERO)
 
 
 @triton.jit
@@ -117,14 +117,14 @@ def _group(row, first, K, GROUP: tl.constexpr):
 @triton.jit
 def _dot(left, right):
     if left.dtype == tl.int8:
-        found = tl.dot(left, right.to(tl.int8), out_dtype=tl.int32)
+        result = tl.dot(left, right.to(tl.int8), out_dtype=tl.int32)
     elif left.dtype == tl.float8e4nv:
-        found = tl.dot(left.to(tl.float16), right.to(tl.float16))
+        result = tl.dot(left.to(tl.float16), right.to(tl.float16))
     elif right.dtype == tl.float8e4nv:
-        found = tl.dot(left, right.to(tl.float16).to(left.dtype))
+        result = tl.dot(left, right.to(tl.float16).to(left.dtype))
     else:
-        found = tl.dot(left, right.to(left.dtype))
-    return found
+        result = tl.dot(left, right.to(left.dtype))
+    return result
 
 
 def product(
@@ -179,16 +179,16 @@ def by_kernel(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tile: Tile) -> Te
     depth = block_k(x, w)
     if tile.rows <= EIGHT:
         return by_few_rows(x, w, dtype, tile, depth)
-    given, scales = (x.codes, x.scales) if isinstance(x, QuantizedRows) else (x, w.scales)
-    (m, k), (n, w_row) = given.shape, w.codes.shape
-    y = torch.empty((m, n), dtype=dtype, device=given.device)
-    asked = ASKED if w_row % 16 == 0 else 0
+    rows, scales = (x.codes, x.scales) if isinstance(x, QuantizedRows) else (x, w.scales)
+    (m, k), (n, w_row) = rows.shape, w.codes.shape
+    y = torch.empty((m, n), dtype=dtype, device=rows.device)
+    prefetch = PREFETCH if w_row % 16 == 0 else 0
     coded_product[cdiv(n, tile.columns), cdiv(m, tile.rows)](
-        given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
+        rows.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
         w_row, X_GROUP=_parts(x), GROUP=_parts(w), CODED_X=isinstance(x, QuantizedRows), HALVES=w.halves,
-        ZERO=w.zero, MINIMUMS=w.minimums is not None, WHOLE=is_whole(x, w), WORDS=by_words(x, w), EVEN=k % depth == 0,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=depth, ASKED=asked, **overlapping(given.device),
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        ZERO=w.zero, MINIMUMS=w.minimums is not None, COMPLETE=is_whole(x, w), WORDS=by_words(x, w),
+        EVEN=k % depth == 0, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=depth, PREFETCH=prefetch,
+        **overlapping(rows.device), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return y
 

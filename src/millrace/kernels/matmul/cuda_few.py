@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets_next_begin, overlapping
 from millrace.kernels.matmul.coded import Matrix, QuantizedRows
-from millrace.kernels.matmul.gpu_tiles import ASKED, Tile
+from millrace.kernels.matmul.gpu_tiles import PREFETCH, Tile
 
 WARP_K = 512  # of one row of E4M3: 16 neighbours for each thread of a warp
 WARP_BYTES = 128  # of each row of codes, for each warp at a time
@@ -32,7 +32,7 @@ _BYTE_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64806480, 0x6A;")
 
 
 @triton.jit
-def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASKED: tl.constexpr,
+def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
             PDL: tl.constexpr):  # fmt: skip
     """One program: a row x (1, K) times BLOCK_N of w (N, K), both of E4M3 with a scale for each row; y (1, N).
 
@@ -45,7 +45,7 @@ def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: t
     is_column, place = column < N, tl.arange(0, BLOCK_K)[None, :]
     lines = w + column.to(tl.int64)[:, None] * K
     total = tl.zeros((BLOCK_N, BLOCK_K // 4), tl.float32)
-    asks_for(w, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, ASKED, PDL)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, PREFETCH, PDL)
     after_those_before(PDL)
     for first in range(0, K, BLOCK_K):
         at = first + place
@@ -74,7 +74,7 @@ def _in_four(x):
 def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVES: tl.constexpr, GROUP: tl.constexpr,
                       ZERO: tl.constexpr, MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
                       UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-                      ASKED: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                      PREFETCH: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: up to eight rows x (M, K) of 16-bit floats times BLOCK_N of w (N, K), halves or int8; y (M, N).
 
     A unit is DEPTH inputs, which share a scale. A warp has UNITS neighbours at a time for all columns, and each thread
@@ -97,14 +97,14 @@ def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVE
     lines = w.to(tl.pointer_type(tl.int32)) + word
     lines += _column(line, WARPS * UNITS, BLOCK_N).to(tl.int64)[:, None] * (w_row // 4)
     total = tl.zeros((UNITS * WARPS, BLOCK_N, 4, 2), tl.float32)
-    asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, ASKED, PDL)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, PREFETCH, PDL)
     after_those_before(PDL)
-    words, scale, least = _asked(lines, word, is_column, w_scales, minimums, 0, N, K, groups, EACH, GROUP, MINIMUMS,
+    words, scale, least = _prefetch(lines, word, is_column, w_scales, minimums, 0, N, K, groups, EACH, GROUP, MINIMUMS,
                                  EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
     for first in range(0, K, STEP):
         these, by, plus = words, scale, least
-        words, scale, least = _asked(lines, word, is_column, w_scales, minimums, first + (STEP if AHEAD else 0), N, K,
-                                     groups, EACH, GROUP, MINIMUMS, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
+        words, scale, least = _prefetch(lines, word, is_column, w_scales, minimums, first + (STEP if AHEAD else 0), N,
+                                     K, groups, EACH, GROUP, MINIMUMS, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
         if not AHEAD:
             these, by, plus = words, scale, least
         tl.debug_barrier()  # or the compiler asks for rows of x first
@@ -113,18 +113,18 @@ def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVE
         minus = tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -behind, tl.float32).to(rows.dtype)
         minus = _times(minus, rows, None, PLAIN)
         if HALVES:
-            found = _times(_halves(these, UNITS, WARPS, rows.dtype, PLAIN), rows, minus, PLAIN)
+            result = _times(_halves(these, UNITS, WARPS, rows.dtype, PLAIN), rows, minus, PLAIN)
         else:
-            found = _times(_bytes(these, UNITS, WARPS, rows.dtype, False, PLAIN), rows, minus, PLAIN)
+            result = _times(_bytes(these, UNITS, WARPS, rows.dtype, False, PLAIN), rows, minus, PLAIN)
             if rows.dtype == tl.bfloat16:
-                found = _times(_bytes(these, UNITS, WARPS, rows.dtype, True, PLAIN), rows, found, PLAIN)
-        found = tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 2))
+                result = _times(_bytes(these, UNITS, WARPS, rows.dtype, True, PLAIN), rows, result, PLAIN)
+        result = tl.reshape(result, (UNITS * WARPS, BLOCK_N, 4, 2))
         if GROUP:
-            found *= _by_columns(by, UNITS, WARPS, BLOCK_N)
+            result *= _by_columns(by, UNITS, WARPS, BLOCK_N)
         if MINIMUMS:
             of_minus = _by_columns(plus, UNITS, WARPS, BLOCK_N) * (-1 / behind)
-            found += tl.reshape(minus, (UNITS * WARPS, BLOCK_N, 4, 2)) * of_minus
-        total += found
+            result += tl.reshape(minus, (UNITS * WARPS, BLOCK_N, 4, 2)) * of_minus
+        total += result
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     product = tl.reshape(tl.sum(total, 0), (BLOCK_N, 8))
     if not GROUP:
@@ -212,7 +212,7 @@ def _times(codes, rows, start, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _asked(lines, word, is_column, w_scales, minimums, first, N, K, groups, EACH: tl.constexpr, GROUP: tl.constexpr,
+def _prefetch(lines, word, is_column, w_scales, minimums, first, N, K, groups, EACH: tl.constexpr, GROUP: tl.constexpr,
            MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr,
            BLOCK_N: tl.constexpr):  # fmt: skip
     """Words from input `first` on, and scales and minimums where units have them; of what lies behind K, none."""
@@ -244,30 +244,30 @@ def _of_units(scales, first, N, K, groups, GROUP: tl.constexpr, EVEN: tl.constex
 @triton.jit
 def _by_columns(of_units, UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):
     """What `_of_units` found -> (units, columns, 4, 1) float32."""
-    found = tl.reshape(of_units.to(tl.float32), (BLOCK_N // 8, WARPS, 8, 4, UNITS))
-    return tl.reshape(tl.permute(found, (4, 1, 0, 2, 3)), (UNITS * WARPS, BLOCK_N, 4, 1))
+    result = tl.reshape(of_units.to(tl.float32), (BLOCK_N // 8, WARPS, 8, 4, UNITS))
+    return tl.reshape(tl.permute(result, (4, 1, 0, 2, 3)), (UNITS * WARPS, BLOCK_N, 4, 1))
 
 
 def by_few_rows(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
     """(M, N) of `dtype`. depth: inputs that share a scale, at most; of words alone"""
-    given = x.codes if isinstance(x, QuantizedRows) else x
-    (m, k), (n, w_row), asked = given.shape, w.codes.shape, ASKED if w.codes.shape[1] % 16 == 0 else 0
+    rows = x.codes if isinstance(x, QuantizedRows) else x
+    (m, k), (n, w_row), prefetch = rows.shape, w.codes.shape, PREFETCH if w.codes.shape[1] % 16 == 0 else 0
     assert 0 < m <= tile.rows, f"{m} rows by {tile}"
-    y = torch.empty((m, n), dtype=dtype, device=given.device)
+    y = torch.empty((m, n), dtype=dtype, device=rows.device)
     grid = (cdiv(n, tile.columns),)
     if isinstance(x, QuantizedRows):
         one_row[grid](
-            given.contiguous(), x.scales, w.codes, w.scales, y, n, k, BLOCK_N=tile.columns, BLOCK_K=WARP_K * tile.warps,
-            ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
+            rows.contiguous(), x.scales, w.codes, w.scales, y, n, k, BLOCK_N=tile.columns, BLOCK_K=WARP_K * tile.warps,
+            PREFETCH=prefetch, **overlapping(rows.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
         return y
     each, depth = (2, depth) if w.halves else (1, min(depth, BYTES_DEPTH))
     few_rows_of_words[grid](
-        given.contiguous(), w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
+        rows.contiguous(), w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
         w_row, w.scales.shape[1], HALVES=w.halves, GROUP=group_of(w), ZERO=w.zero, MINIMUMS=w.minimums is not None,
         EVEN=k % (WARP_BYTES * each * tile.warps) == 0, DEPTH=depth, UNITS=WARP_BYTES * each // depth, WARPS=tile.warps,
-        BLOCK_N=tile.columns, AHEAD=tile.stages > 1, ASKED=asked, PLAIN=triton.knobs.runtime.interpret,
-        **overlapping(given.device), num_warps=tile.warps, num_stages=1, maxnreg=registers(tile, w.halves, depth),
+        BLOCK_N=tile.columns, AHEAD=tile.stages > 1, PREFETCH=prefetch, PLAIN=triton.knobs.runtime.interpret,
+        **overlapping(rows.device), num_warps=tile.warps, num_stages=1, maxnreg=registers(tile, w.halves, depth),
         enable_fp_fusion=True,
     )  # fmt: skip
     return y

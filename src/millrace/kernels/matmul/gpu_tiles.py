@@ -10,7 +10,7 @@ import torch
 
 from millrace.kernels.matmul.coded import E4M3, Matrix, QuantizedRows
 
-ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
+PREFETCH = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
 EIGHT = 8  # columns of a tensor core's product
 MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of weights
 
@@ -56,8 +56,8 @@ def takes(tile: Tile, x: Matrix, w: QuantizedRows) -> bool:
     if tile.rows == EIGHT:
         few = isinstance(x, torch.Tensor) and x.itemsize == 2 and 0 < len(x) <= EIGHT
         return few and (w.width % 8 == 0 if w.halves else w.codes.dtype == torch.int8 and w.width % 4 == 0)
-    whole = w.codes.dtype == E4M3 and w.group >= w.width
-    return whole and isinstance(x, QuantizedRows) and x.codes.dtype == E4M3 and len(x.codes) == 1
+    per_channel = w.codes.dtype == E4M3 and w.group >= w.width
+    return per_channel and isinstance(x, QuantizedRows) and x.codes.dtype == E4M3 and len(x.codes) == 1
 
 
 def region_of(x: Matrix, w: QuantizedRows) -> str:
@@ -81,19 +81,19 @@ def _name(dtype: torch.dtype) -> str:
 class Tiles:
     """found: by region, for at most so many rows a tile, ascending; None, or what is not there: it goes by the rule."""
 
-    found: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
+    result: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
 
     def of(self, x: Matrix, w: QuantizedRows) -> Tile:
         n = rows_of(x)
-        for most, tile in self.found.get(region_of(x, w), ()) if self.found else ():
+        for most, tile in self.result.get(region_of(x, w), ()) if self.result else ():
             if n <= most:  # of no rows at all: not one that is for one row
                 return tile if tile and takes(tile, x, w) else rule(x, w)
         return rule(x, w)
 
 
 def rule(x: Matrix, w: QuantizedRows) -> Tile:
-    first, *others = tiles(rows_of(x))
-    return first if takes(first, x, w) else next(tile for tile in others if takes(tile, x, w))
+    first, *rest = tiles(rows_of(x))
+    return first if takes(first, x, w) else next(tile for tile in rest if takes(tile, x, w))
 
 
 RULES = Tiles()

@@ -28,14 +28,14 @@ from millrace.kernels.matmul.pack import (
     scaling_of,
     stored_codes,
 )
-from millrace.kernels.operand_places import Packed, Place, View, constant_of
+from millrace.kernels.operand_places import OperandPlace, PackedPlace, View, constant_of
 from millrace.kernels.operators import (
     EvaluationContext,
-    Held,
     KernelOperator,
     Params,
     ProgramWriter,
     Rows,
+    StoredValue,
     int_attr,
     static_dim,
 )
@@ -103,9 +103,11 @@ def matrices_of(node: Node) -> tuple[Value, ...]:
 def product(values: EvaluationContext, node: Node, w: Value) -> Rows:
     """The node's first input times w.T, as its numerics class means it."""
     x, precision, group = node.inputs[0], precision_of(node), group_of(node)
-    held = values.held(x)
-    if isinstance(held, Quantised):
-        return products.matmul_q8(held, _codes(values, w, precision.bits, group, hadamard_group=held.hadamard_group))
+    value_rows = values.stored_value(x)
+    if isinstance(value_rows, Quantised):
+        return products.matmul_q8(
+            value_rows, _codes(values, w, precision.bits, group, hadamard_group=value_rows.hadamard_group)
+        )
     rows = values.rows(x)
     if precision.coded:
         of = products.matmul_e4m3 if values.meets_fp8(node) else products.matmul_a16
@@ -134,7 +136,7 @@ def codes_of(
     return rounded_codes(load(), bits, group, hadamard_group) if group else rounded_e4m3(load())
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     y = product(values, node, node.inputs[1])
     if node.attrs.get("bias"):
         y = y + values.rows(node.inputs[2])
@@ -144,7 +146,7 @@ def _reference(node: Node, values: EvaluationContext) -> Held:
     return values.stored(y, node)
 
 
-def _gated_reference(node: Node, values: EvaluationContext) -> Held:
+def _gated_reference(node: Node, values: EvaluationContext) -> StoredValue:
     halves = [product(values, node, w) for w in matrices_of(node)]
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
@@ -183,7 +185,7 @@ def packing_of(node: Node, rows: Storage) -> Packing:
     return Packing(format, group, rows.hadamard_group, own)
 
 
-def _pack(values: tuple[Value, ...], how: Packing, name: str) -> Packed:
+def _pack(values: tuple[Value, ...], how: Packing, name: str) -> PackedPlace:
     """A matrix in panels; two of them are interleaved as gate and up."""
     format, group = how.format, how.group
     constants, n, k = [constant_of(v) for v in values], static_dim(values[0], 0), static_dim(values[0], 1)
@@ -199,7 +201,9 @@ def _pack(values: tuple[Value, ...], how: Packing, name: str) -> Packed:
         return pack_matrix(w, format, group, how.hadamard_group, up_=up_, run=run)  # type: ignore[arg-type]
 
     origin = tuple(o for c in constants for o in c.origin)
-    return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, how.scaling), pack)
+    return PackedPlace(
+        "+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, how.scaling), pack
+    )
 
 
 def _packs(node: Node, storage: Storage) -> bool:
@@ -225,7 +229,7 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
     words = HADAMARD if view.storage.hadamard else SCALING_WORDS[how.scaling]
     name = f"{weights.name.lower()}{f'g{group}' if group else ''}{f' {words}' if words else ''}"
     place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, how, name))
-    operands: dict[str, View | Place | None] = {"x": view, "w": place}
+    operands: dict[str, View | OperandPlace | None] = {"x": view, "w": place}
     if node.attrs.get("bias"):
         operands["bias"] = writer.vector(node.inputs[2])
     if node.attrs.get("residual"):
@@ -236,14 +240,14 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
     writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
-_ASKED = frozenset({"precision", "x_group", "group"})  # by passes; the first two by users
+_OPTIONS = frozenset({"precision", "x_group", "group"})  # by passes; the first two by users
 
 LINEAR = KernelOperator(
-    name="linear", inputs=(2, 4), attrs=_ASKED | {"bias", "residual", "tree", "storage"}, shapes=_shapes,
+    name="linear", inputs=(2, 4), attrs=_OPTIONS | {"bias", "residual", "tree", "storage"}, shapes=_shapes,
     reference=_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 GATED_LINEAR = KernelOperator(
-    name="gated_linear", inputs=(3, 3), attrs=_ASKED | {"tree", "storage"}, fused=True,
+    name="gated_linear", inputs=(3, 3), attrs=_OPTIONS | {"tree", "storage"}, fused=True,
     shapes=_gated_shapes, reference=_gated_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 OPERATORS = (LINEAR, GATED_LINEAR)

@@ -57,15 +57,15 @@ def finite(array: NDArray[np.generic], dtype: np.dtype[_T]) -> NDArray[_T]:
 
 def kept_format(constant: Constant, bits: int, group: int) -> QuantisedFormat | None:
     """In which the checkpoint's own codes are packed as they are; None where weights are rounded to such of our own."""
-    held = constant.format
-    return held if held and held.bits <= bits and held.group == group else None
+    stored = constant.format
+    return stored if stored and stored.bits <= bits and stored.group == group else None
 
 
 def scaling_of(constants: Sequence[Constant], bits: int, group: int) -> Scaling:
     """Of a packed matrix of these weights, which are of one kind unless all are symmetric."""
-    found = {scaling(kept_format(c, bits, group)) for c in constants}
-    assert len(found) == 1, f"weights of {found} in one matrix"
-    return found.pop()
+    result = {scaling(kept_format(c, bits, group)) for c in constants}
+    assert len(result) == 1, f"weights of {result} in one matrix"
+    return result.pop()
 
 
 def scaling(format: QuantisedFormat | None) -> Scaling:
@@ -75,12 +75,12 @@ def scaling(format: QuantisedFormat | None) -> Scaling:
 
 def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[QuantisedMatrix] | None:
     """Weights (N, K) in the checkpoint's own codes; None where it does not hold all of them so."""
-    held = [c.stored(bits, group) if c.stored else None for c in constants]
-    kept = [matrix for matrix in held if matrix]
-    for matrix in kept:
+    stored = [c.stored(bits, group) if c.stored else None for c in constants]
+    matrices = [matrix for matrix in stored if matrix]
+    for matrix in matrices:
         for array in matrix.floats:
             finite(array, array.dtype)
-    return kept if len(kept) == len(held) else None
+    return matrices if len(matrices) == len(stored) else None
 
 
 _LARGEST_E4M3, _LEAST_SCALE = np.float32(448), np.float32(2.0**-126)  # a smaller scale would be flushed to zero
@@ -98,8 +98,8 @@ def rounded_codes(w: Array, bits: int, group: int, hadamard_group: int = 0) -> Q
     N, K = w.shape
     codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
     for slab in _slabs(N, K):
-        found, energy = _rounded(w[slab], bits, group, hadamard_group)
-        codes[slab], scales[slab] = found.codes, found.scales
+        result, energy = _rounded(w[slab], bits, group, hadamard_group)
+        codes[slab], scales[slab] = result.codes, result.scales
         lost += energy
     _check_lost(lost, [w], bits)
     return QuantisedMatrix(codes, scales, group, bits)
@@ -125,17 +125,17 @@ def _rounded(w: Array, bits: int, group: int, hadamard_group: int) -> tuple[Quan
         columns = _columns(w[:, inputs], groups)
         if hadamard_group:
             _transform(columns, hadamard_group)
-        found, of_groups, energy = _rounded_columns(columns, bits)
-        codes[:, inputs], scales[:, groups] = _rows(found, N), of_groups.reshape(N, -1)
+        result, of_groups, energy = _rounded_columns(columns, bits)
+        codes[:, inputs], scales[:, groups] = _rows(result, N), of_groups.reshape(N, -1)
         lost += energy
     return QuantisedMatrix(codes, scales, group, bits), lost
 
 
 def runs(K: int, group: int) -> list[tuple[slice, slice]]:
     """Inputs and the numbers of their groups: those of all whole groups, and those of the last one if it is shorter."""
-    whole = K // group
-    found = [(slice(0, whole * group), slice(0, whole)), (slice(whole * group, K), slice(whole, whole + 1))]
-    return [(inputs, groups) for inputs, groups in found if inputs.start < inputs.stop]
+    n_full = K // group
+    result = [(slice(0, n_full * group), slice(0, n_full)), (slice(n_full * group, K), slice(n_full, n_full + 1))]
+    return [(inputs, groups) for inputs, groups in result if inputs.start < inputs.stop]
 
 
 def _columns(w: Array, groups: slice) -> NDArray[np.float32]:
@@ -216,9 +216,9 @@ def _transform_block(x: NDArray[np.float32]) -> None:
     n, now, other = len(x), x, np.empty_like(x)
     distance = 1
     while distance < n:
-        pairs, found = (a.reshape(n // (2 * distance), 2, -1) for a in (now, other))
-        np.add(pairs[:, 0], pairs[:, 1], out=found[:, 0])
-        np.subtract(pairs[:, 0], pairs[:, 1], out=found[:, 1])
+        pairs, result = (a.reshape(n // (2 * distance), 2, -1) for a in (now, other))
+        np.add(pairs[:, 0], pairs[:, 1], out=result[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=result[:, 1])
         now, other, distance = other, now, 2 * distance
     np.multiply(now, np.float32(1 / np.sqrt(n)), out=x)
 
@@ -348,7 +348,7 @@ def _lines(q: QuantisedMatrix) -> list[NDArray[np.uint8]]:
     """Codes (N, K) -> of each group (N/32, bytes)"""
     zero = 0 if q.bits == 4 and q.minimums is not None else 1 << q.bits - 1
     N, K = q.codes.shape
-    found: list[NDArray[np.uint8]] = []
+    result: list[NDArray[np.uint8]] = []
     for inputs, groups in runs(K, q.group):
         part = q.codes[:, inputs].view(np.uint8).reshape(N, groups.stop - groups.start, -1)
         codes = np.full((*part.shape[:2], up(part.shape[2], 8)), zero, np.uint8)
@@ -357,8 +357,8 @@ def _lines(q: QuantisedMatrix) -> list[NDArray[np.uint8]]:
         if q.bits == 4:
             words = words[:, :, ::2] | words[:, :, 1::2] << np.uint32(4)
         panels = np.ascontiguousarray(words.reshape(N // PANEL, PANEL, *words.shape[1:]).transpose(2, 0, 3, 1))
-        found.extend(panels.reshape(*panels.shape[:2], -1).view(np.uint8))
-    return found
+        result.extend(panels.reshape(*panels.shape[:2], -1).view(np.uint8))
+    return result
 
 
 def _super_block(values: NDArray[np.uint8], levels: NDArray[np.int8], block: int, n_levels: int) -> NDArray[np.uint8]:
@@ -367,8 +367,8 @@ def _super_block(values: NDArray[np.uint8], levels: NDArray[np.int8], block: int
     Groups beyond the last have zeros.
     """
     own = levels[:, block * n_levels : (block + 1) * n_levels]
-    whole = np.pad(own, ((0, 0), (0, n_levels - own.shape[1]))).reshape(-1, PANEL, n_levels)
-    lower = np.ascontiguousarray(whole.transpose(0, 2, 1)).reshape(len(whole), -1).view(np.uint8)
+    n_full = np.pad(own, ((0, 0), (0, n_levels - own.shape[1]))).reshape(-1, PANEL, n_levels)
+    lower = np.ascontiguousarray(n_full.transpose(0, 2, 1)).reshape(len(n_full), -1).view(np.uint8)
     return np.concatenate([values[block], lower], axis=1)
 
 

@@ -51,15 +51,15 @@ def unpack_codes(
     """
     e4m3, bits = format == WeightFormat.FP8, 4 if format == WeightFormat.W4 else 8
     zero = 0 if e4m3 or (bits == 4 and scaling % 2) else 1 << bits - 1
-    codes, found = np.empty((up(n, PANEL), k), np.int8), _empty_scales(format, n, k, group, scaling)
+    codes, result = np.empty((up(n, PANEL), k), np.int8), _empty_scales(format, n, k, group, scaling)
     for table, slab, inputs, units in _tables(data, format, codes, group, scaling):
         _turn(table["words"], _by_panel(codes[slab])[:, :, inputs].view(np.uint8), zero, halves=bits == 4)
-        for name, array in found.items():
+        for name, array in result.items():
             _turn_scales(table[name], _by_panel(array[slab]), units.start)
     if e4m3:
         ends = np.asarray(data).reshape(-1, panel_bytes(format, k, group))[:, -4 * PANEL :]
-        found["scales"] = ends.view(np.float32).reshape(-1, 1)
-    return QuantisedMatrix(codes[:n], group=group, bits=bits, e4m3=e4m3, **{name: a[:n] for name, a in found.items()})
+        result["scales"] = ends.view(np.float32).reshape(-1, 1)
+    return QuantisedMatrix(codes[:n], group=group, bits=bits, e4m3=e4m3, **{name: a[:n] for name, a in result.items()})
 
 
 def part_codes(q: QuantisedMatrix, n: int) -> tuple[QuantisedMatrix, QuantisedMatrix]:
@@ -103,12 +103,12 @@ def _empty_scales(format: WeightFormat, n: int, k: int, group: int, scaling: Sca
     """Room for what units have beside words, for rows of whole panels."""
     inputs = _unit_inputs(format, group, scaling)
     unit = _unit(format, inputs, group, scaling)
-    found: dict[str, NDArray[Any]] = {}
+    result: dict[str, NDArray[Any]] = {}
     for name in unit.names or ():
         if name != "words":
             width = n_groups(k, group if name.endswith("_levels") else inputs)
-            found[name] = np.empty((up(n, PANEL), width), unit[name].base)
-    return found
+            result[name] = np.empty((up(n, PANEL), width), unit[name].base)
+    return result
 
 
 def _tables(
@@ -170,11 +170,11 @@ def _turn(words: NDArray[Any], rows: NDArray[np.uint8], zero: int = 0, *, halves
         turned[:] = lines[:, units.start * L : units.stop * L].reshape(P, count, -1, PANEL).transpose(0, 1, 3, 2)
         if halves:
             _spread(turned)
-        found = turned.view(np.uint8)
+        result = turned.view(np.uint8)
         if zero:
-            found -= np.uint8(zero)  # in place: NumPy's copy is faster to memory than its arithmetic
+            result -= np.uint8(zero)  # in place: NumPy's copy is faster to memory than its arithmetic
         target = rows[:, :, units.start * used : units.stop * used].reshape(P, PANEL, count, size, used)
-        target.transpose(0, 2, 1, 3, 4)[:] = found.reshape(P, count, PANEL, size, -1)[..., :used]
+        target.transpose(0, 2, 1, 3, 4)[:] = result.reshape(P, count, PANEL, size, -1)[..., :used]
 
 
 def _spread(words: NDArray[np.uint64]) -> None:

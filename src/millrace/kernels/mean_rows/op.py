@@ -3,14 +3,14 @@
 from millrace.graph.shape_rules import rows_of_matrix
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.mean_rows.ref import mean_rows
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return rows_of_matrix("mean_rows", inputs, "lengths")
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     x, lengths = node.inputs
     return values.stored(mean_rows(values.rows(x), values.numbers(lengths)), node)
 

@@ -3,10 +3,10 @@
 from millrace.graph.shape_rules import same_shape
 from millrace.graph.types import Node
 from millrace.kernels.normalise.ref import normalise
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, float_attr
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue, float_attr
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     return values.stored(normalise(values.rows(node.inputs[0]), float_attr(node, "eps")), node)
 
 

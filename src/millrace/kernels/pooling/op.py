@@ -7,7 +7,7 @@ from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.arrays import Array
 from millrace.kernels.convolution.op import pair, plane_sizes, window_counts
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue
 from millrace.kernels.pooling.declare import MAX, MEAN, MEAN_INSIDE
 from millrace.kernels.pooling.ref import avg_pool, max_pool
 
@@ -32,8 +32,8 @@ def _shapes(op: str) -> Callable[[Inputs, Attrs], tuple[Shape, ...]]:
     return rule
 
 
-def _reference(pool: Callable[[Node, Array], Array]) -> Callable[[Node, EvaluationContext], Held]:
-    def compute(node: Node, values: EvaluationContext) -> Held:
+def _reference(pool: Callable[[Node, Array], Array]) -> Callable[[Node, EvaluationContext], StoredValue]:
+    def compute(node: Node, values: EvaluationContext) -> StoredValue:
         (x,) = node.inputs
         return values.stored(pool(node, values.rows(x)), node)
 

@@ -7,8 +7,8 @@ from millrace.kernels.arrays import Array
 
 def max_pool(x: Array, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> Array:
     """As torch.nn.functional.max_pool2d: x (N, C, H, W)."""
-    found: Array = _windows(x, kernel, stride, padding, -np.inf).max(axis=(-2, -1))
-    return found
+    result: Array = _windows(x, kernel, stride, padding, -np.inf).max(axis=(-2, -1))
+    return result
 
 
 def avg_pool(
@@ -17,8 +17,8 @@ def avg_pool(
     """As torch.nn.functional.avg_pool2d."""
     sums = _windows(x, kernel, stride, padding, 0.0).sum(axis=(-2, -1))
     counts = _windows(np.ones_like(x), kernel, stride, padding, 1.0 if count_include_pad else 0.0).sum(axis=(-2, -1))
-    found: Array = sums / counts
-    return found
+    result: Array = sums / counts
+    return result
 
 
 def _windows(

@@ -10,13 +10,13 @@ from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.layout import byte_row_bytes
 from millrace.kernels.matmul.op import precision_of
 from millrace.kernels.matmul.pack import SlabTask, rounded_codes
-from millrace.kernels.operand_places import Operands, Packed, constant_of
+from millrace.kernels.operand_places import Operands, PackedPlace, constant_of
 from millrace.kernels.operators import (
     EvaluationContext,
-    Held,
     KernelOperator,
     Params,
     ProgramWriter,
+    StoredValue,
     int_attr,
     static_dim,
 )
@@ -32,9 +32,9 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (logits.shape,)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     logits, x, w = node.inputs
-    packed = values.held(x)
+    packed = values.stored_value(x)
     assert isinstance(packed, Quantised), x
     codes = _byte_codes(constant_of(w), packed.hadamard_group)
     return values.stored(rescore(values.rows(logits), packed, codes, int_attr(node, "count")), node)
@@ -46,14 +46,14 @@ def _byte_codes(constant: Constant, group: int) -> QuantisedMatrix:
     return rounded_codes(constant.load().astype(np.float32), 8, group, group)
 
 
-def _pack(w: Value, group: int, name: str) -> Packed:
+def _pack(w: Value, group: int, name: str) -> PackedPlace:
     """A matrix of 8-bit codes, output by output."""
     constant, n, k = constant_of(w), static_dim(w, 0), static_dim(w, 1)
 
     def pack(_: SlabTask) -> NDArray[np.uint8]:
         return pack_byte_rows(_byte_codes(constant, group))
 
-    return Packed("+".join(constant.origin), constant.origin, (n, k), name, n * byte_row_bytes(k, group), pack)
+    return PackedPlace("+".join(constant.origin), constant.origin, (n, k), name, n * byte_row_bytes(k, group), pack)
 
 
 def _lower(node: Node, writer: ProgramWriter) -> None:

@@ -12,9 +12,9 @@ from millrace.kernels.matmul.ref import matmul_q8
 def largest(y: Array, count: int) -> NDArray[np.bool_]:
     """y (M, N) -> (M, N): the `count` largest of each row; of equal ones those with lower ids."""
     order = np.argsort(-y, axis=1, kind="stable")[:, :count]
-    kept = np.zeros(y.shape, np.bool_)
-    np.put_along_axis(kept, order, True, axis=1)
-    return kept
+    candidates = np.zeros(y.shape, np.bool_)
+    np.put_along_axis(candidates, order, True, axis=1)
+    return candidates
 
 
 def rescore(y: Array, x: Quantised, w: QuantisedMatrix, count: int) -> NDArray[np.float64]:

@@ -71,11 +71,11 @@ def add_norm(
         total, floats = add_norm(x, residual, w, eps, dtype, None)
         return total, coded_rows(floats, coding)
     total = torch.empty_like(residual)
-    found = empty_rows(m, n, coding, x.device) if coding else torch.empty((m, n), dtype=dtype, device=x.device)
-    y, scales = (found.codes, found.scales) if coding else (found, found)
+    result = empty_rows(m, n, coding, x.device) if coding else torch.empty((m, n), dtype=dtype, device=x.device)
+    y, scales = (result.codes, result.scales) if coding else (result, result)
     shape = shape_of(n, coding, whole=True)
     add_normalise[(m,)](
         x, residual, w, total, y, scales, eps, **shape.sizes, CODED=coding is not None, **overlapping(x.device),
         num_warps=shape.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return total, found
+    return total, result

@@ -3,7 +3,14 @@
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.convert.op import packing_params, packs_rows
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, float_attr, static_dim
+from millrace.kernels.operators import (
+    EvaluationContext,
+    KernelOperator,
+    ProgramWriter,
+    StoredValue,
+    float_attr,
+    static_dim,
+)
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.row_storage import storage_of
 
@@ -17,7 +24,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     x, w = (values.rows(v) for v in node.inputs)
     return values.stored(rms_norm(x, w, float_attr(node, "eps")), node)
 

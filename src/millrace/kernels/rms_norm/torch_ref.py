@@ -12,8 +12,8 @@ from millrace.kernels.torch_operators import OperatorContext
 
 def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x (..., N), w (N,) float32 -> (..., N) of `dtype`."""
-    found = x.float()
-    return (found * torch.rsqrt(found.square().mean(-1, keepdim=True) + eps) * w).to(dtype)
+    result = x.float()
+    return (result * torch.rsqrt(result.square().mean(-1, keepdim=True) + eps) * w).to(dtype)
 
 
 def add_norm(

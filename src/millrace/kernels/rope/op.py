@@ -5,7 +5,15 @@ import numpy as np
 from millrace.graph.shape_rules import check_positions, illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.operand_places import Operands
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter, Rows, static_dim
+from millrace.kernels.operators import (
+    EvaluationContext,
+    KernelOperator,
+    Params,
+    ProgramWriter,
+    Rows,
+    StoredValue,
+    static_dim,
+)
 from millrace.kernels.rope.ref import rope
 
 
@@ -25,7 +33,7 @@ def rotated(values: EvaluationContext, x: Value, positions: Value, table: Value)
     return y.astype(np.float32).astype(np.float64)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     return rotated(values, *node.inputs)
 
 

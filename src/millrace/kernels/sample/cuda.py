@@ -37,8 +37,8 @@ def best_rows(logits, tokens, wrong, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
         spoilt |= ((at < V) & (is_number == 0)).to(tl.int32)
         where = tl.where(value > most, at, where)
         most = tl.maximum(most, value)
-    found = tl.min(tl.where(most == tl.max(most, 0), where, V), 0)
-    tl.store(tokens + row, tl.where(tl.max(spoilt, 0) > 0, wrong, found))
+    result = tl.min(tl.where(most == tl.max(most, 0), where, V), 0)
+    tl.store(tokens + row, tl.where(tl.max(spoilt, 0) > 0, wrong, result))
 
 
 def argmax(logits: Tensor, wrong: int) -> Tensor:
@@ -55,22 +55,22 @@ def argmax(logits: Tensor, wrong: int) -> Tensor:
 
 
 # However many there are, and wherever in a step's inputs: compiled once.
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["at", "drawn", "rows"])
-def put_tokens(tokens, at, drawn, rows, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """tokens[at] = drawn[rows] (N,), 0 where that is none, which is negative."""
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["at", "sampled", "rows"])
+def put_tokens(tokens, at, sampled, rows, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """tokens[at] = sampled[rows] (N,), 0 where that is none, which is negative."""
     lets_next_begin(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     after_those_before(PDL)
     row = tl.load(rows + i, mask=i < N, other=0)
-    token = tl.load(drawn + row, mask=i < N, other=0)
+    token = tl.load(sampled + row, mask=i < N, other=0)
     tl.store(tokens + tl.load(at + i, mask=i < N, other=0), tl.maximum(token, 0), mask=i < N)
 
 
-def scatter_tokens(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
-    """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once."""
+def scatter_tokens(tokens: Tensor, at: Tensor, sampled: Tensor, rows: Tensor) -> None:
+    """tokens[at] = sampled[rows], 0 where that is none; all int32, each place once."""
     n = len(at)
     put_tokens[(cdiv(n, 128),)](
-        tokens, at, drawn, rows, n, BLOCK=128, **overlapping(tokens.device), enable_fp_fusion=True
+        tokens, at, sampled, rows, n, BLOCK=128, **overlapping(tokens.device), enable_fp_fusion=True
     )
 
 
@@ -111,32 +111,32 @@ def _greatest(p, V, low, want, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _walk(p, V, key, ties, mark, BLOCK: tl.constexpr):
-    """By ids over what is kept: above `key`, and the first `ties` of it. Their sum; the first token at which that
+    """By ids over what is allowed: above `key`, and the first `ties` of it. Their sum; the first token at which that
     exceeds `mark`, V if at none; the last token."""
     total = tl.zeros((), tl.float64)
     equal = tl.zeros((), tl.int64)
-    found = tl.full((), 0, tl.int32) + V
+    result = tl.full((), 0, tl.int32) + V
     last = tl.zeros((), tl.int32)
     for first in range(0, V, BLOCK):
         at = first + tl.arange(0, BLOCK)
         keys = _keys(p, at, V)
         same = (keys == key).to(tl.int64)
         before = equal + tl.cumsum(same, 0) - same
-        kept = (keys > key) | ((same > 0) & (before < ties))
-        value = tl.where(kept, keys.to(tl.float64, bitcast=True), 0.0)
+        allowed = (keys > key) | ((same > 0) & (before < ties))
+        value = tl.where(allowed, keys.to(tl.float64, bitcast=True), 0.0)
         sums = total + tl.cumsum(value, 0)
-        found = tl.minimum(found, tl.min(tl.where((value > 0) & (sums > mark), at, V), 0))
+        result = tl.minimum(result, tl.min(tl.where((value > 0) & (sums > mark), at, V), 0))
         last = tl.maximum(last, tl.max(tl.where(value > 0, at, 0), 0))
         total += tl.sum(value, 0)
         equal += tl.sum(same, 0)
-    return total, found, last
+    return total, result, last
 
 
 @triton.jit
 def draw_rows(p, top_k, top_p, min_p, u, tokens, V, BLOCK: tl.constexpr):
     """p (R, V) float64 from 0 to 1, which the likeliest has; of each row top_k, 0 for all, top_p, min_p and u in [0, 1)
 
-    tokens (R,) int64: that in whose share of what is kept u falls, ids ascending
+    tokens (R,) int64: that in whose share of what is allowed u falls, ids ascending
     """
     row = tl.program_id(0)
     p += row.to(tl.int64) * V
@@ -150,8 +150,8 @@ def draw_rows(p, top_k, top_p, min_p, u, tokens, V, BLOCK: tl.constexpr):
         more, _, _ = _above(p, V, key + 1, True, BLOCK)
         ties = k - more.to(tl.int64)
     if share < 1:
-        whole, _, _ = _walk(p, V, key, ties, 2.0, BLOCK)
-        want = tl.maximum(share - _SLACK, _SLACK) * whole
+        full, _, _ = _walk(p, V, key, ties, 2.0, BLOCK)
+        want = tl.maximum(share - _SLACK, _SLACK) * full
         low = key
         key = _greatest(p, V, low, want, False, BLOCK)
         more, _, _ = _above(p, V, key + 1, False, BLOCK)
@@ -159,9 +159,9 @@ def draw_rows(p, top_k, top_p, min_p, u, tokens, V, BLOCK: tl.constexpr):
         needed = tl.maximum(tl.ceil((want - more) / tl.maximum(value, 1e-300)), 1.0)
         needed = tl.minimum(needed, V.to(tl.float64)).to(tl.int64)
         ties = tl.where(key == low, tl.minimum(ties, needed), needed)
-    whole, _, _ = _walk(p, V, key, ties, 2.0 * V, BLOCK)
-    _, found, last = _walk(p, V, key, ties, tl.load(u + row) * whole, BLOCK)
-    tl.store(tokens + row, tl.minimum(found, last).to(tl.int64))
+    full, _, _ = _walk(p, V, key, ties, 2.0 * V, BLOCK)
+    _, result, last = _walk(p, V, key, ties, tl.load(u + row) * full, BLOCK)
+    tl.store(tokens + row, tl.minimum(result, last).to(tl.int64))
 
 
 def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:

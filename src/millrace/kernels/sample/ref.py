@@ -32,17 +32,17 @@ def probabilities(
     if top_p < 1:
         mass = np.cumsum(p[order]) / p[order].sum()
         order = order[: int(np.searchsorted(mass, top_p - 1e-12)) + 1]
-    kept = np.zeros_like(p)
-    kept[order] = p[order]
-    result: NDArray[np.float64] = kept / kept.sum()
+    allowed = np.zeros_like(p)
+    allowed[order] = p[order]
+    result: NDArray[np.float64] = allowed / allowed.sum()
     return result
 
 
 def draw(p: NDArray[np.float64], u: float) -> int:
     """The token in whose share of [0, 1) u falls, ids ascending."""
-    kept = np.flatnonzero(p)
-    at = int(np.searchsorted(np.cumsum(p[kept]), u, side="right"))
-    return int(kept[min(at, len(kept) - 1)])
+    allowed = np.flatnonzero(p)
+    at = int(np.searchsorted(np.cumsum(p[allowed]), u, side="right"))
+    return int(allowed[min(at, len(allowed) - 1)])
 
 
 def unpacked(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.bool_]:
@@ -62,8 +62,8 @@ def penalised(
 ) -> NDArray[np.float64]:
     """repetition over prompt and output (x / r above 0, x * r below), presence and frequency over the output."""
     y = logits.astype(np.float64)
-    seen = np.unique(np.concatenate([prompt, output]))
-    y[seen] = np.where(y[seen] > 0, y[seen] / repetition, y[seen] * repetition)
+    unique_ids = np.unique(np.concatenate([prompt, output]))
+    y[unique_ids] = np.where(y[unique_ids] > 0, y[unique_ids] / repetition, y[unique_ids] * repetition)
     times = np.bincount(output, minlength=len(y)).astype(np.float64)
     result: NDArray[np.float64] = y - presence * (times > 0) - frequency * times
     return result

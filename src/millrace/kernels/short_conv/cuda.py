@@ -18,9 +18,9 @@ BLOCK = 256  # columns of a program
 def _row(x, states, back, begin, slot, x_row, column, inside, N: tl.constexpr, TAPS: tl.constexpr):
     """Columns of the row at place `back` of the step: a token's, or of the state if it lies before the sequence."""
     at = tl.zeros_like(column) + back  # of each column: the interpreter takes no scalar for a mask
-    held = at * 0 + slot
+    slot_at = at * 0 + slot
     own = tl.load(x + at.to(tl.int64) * x_row + column, mask=inside & (at >= begin), other=0.0)
-    line, is_kept = held * (TAPS - 1) + at - begin + TAPS - 1, (at < begin) & (held >= 0)
+    line, is_kept = slot_at * (TAPS - 1) + at - begin + TAPS - 1, (at < begin) & (slot_at >= 0)
     return own + tl.load(states + line * N + column, mask=inside & is_kept, other=0.0)
 
 

@@ -7,8 +7,15 @@ from millrace.errors import GraphError
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
 from millrace.kernels.matmul.pack import SlabTask, finite
-from millrace.kernels.operand_places import Operands, Packed, as_bytes, constant_of
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, int_attr, static_dim
+from millrace.kernels.operand_places import Operands, PackedPlace, as_bytes, constant_of
+from millrace.kernels.operators import (
+    EvaluationContext,
+    KernelOperator,
+    ProgramWriter,
+    StoredValue,
+    int_attr,
+    static_dim,
+)
 from millrace.kernels.short_conv.declare import MAX_TAPS
 from millrace.kernels.short_conv.ref import short_conv
 
@@ -28,7 +35,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     x, weight, positions, lengths = node.inputs[:4]
     taps, rows = static_dim(weight, 2), values.rows(x)
     w = values.rows(weight)[:, 0]
@@ -59,14 +66,14 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
     writer.add("short_conv", operands, params, node, f"over {taps} tokens", state=state)
 
 
-def _taps(weight: Value) -> Packed:
+def _taps(weight: Value) -> PackedPlace:
     """(taps, N) float32 of [N, 1, taps]."""
     constant, shape = constant_of(weight), (static_dim(weight, 2), static_dim(weight, 0))
 
     def pack(_: SlabTask) -> NDArray[np.uint8]:
         return as_bytes(finite(constant.load(), np.dtype(np.float32))[:, 0].T)
 
-    return Packed("+".join(constant.origin), constant.origin, shape, "f32", shape[0] * shape[1] * 4, pack)
+    return PackedPlace("+".join(constant.origin), constant.origin, shape, "f32", shape[0] * shape[1] * 4, pack)
 
 
 SHORT_CONV = KernelOperator(

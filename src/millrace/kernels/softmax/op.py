@@ -4,7 +4,7 @@ import numpy as np
 
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -14,7 +14,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     x = values.rows(node.inputs[0])
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
     return values.stored(weights / weights.sum(axis=-1, keepdims=True), node)

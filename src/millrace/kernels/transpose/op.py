@@ -9,7 +9,7 @@ from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.broadcast.op import check_rank
 from millrace.kernels.layout import TYPES
 from millrace.kernels.operand_places import Operands
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, Params, ProgramWriter, StoredValue
 
 
 def _order(attrs: Attrs) -> tuple[int, ...]:
@@ -28,10 +28,10 @@ def _dtypes(inputs: Inputs, attrs: Attrs) -> tuple[DType, ...]:
     return (inputs[0].dtype,)
 
 
-def _reference(node: Node, values: EvaluationContext) -> Held:
-    held = values.held(node.inputs[0])
-    assert isinstance(held, np.ndarray), f"{node.inputs[0]} is packed"
-    return held.transpose(_order(node.attrs))
+def _reference(node: Node, values: EvaluationContext) -> StoredValue:
+    stored = values.stored_value(node.inputs[0])
+    assert isinstance(stored, np.ndarray), f"{node.inputs[0]} is packed"
+    return stored.transpose(_order(node.attrs))
 
 
 def _lower(node: Node, writer: ProgramWriter) -> None:

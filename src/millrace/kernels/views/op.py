@@ -8,7 +8,7 @@ from millrace.graph.dims import product
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import NUMPY, Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.operand_places import ELEMENT_BYTES
-from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
+from millrace.kernels.operators import EvaluationContext, KernelOperator, ProgramWriter, StoredValue
 
 
 def _reshape_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -21,10 +21,10 @@ def _reshape_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (shape,)
 
 
-def _reshape_reference(node: Node, values: EvaluationContext) -> Held:
-    held = values.held(node.inputs[0])
-    assert isinstance(held, np.ndarray), f"{node.inputs[0]} is packed"
-    return held.reshape(values.sized(node.output.shape))
+def _reshape_reference(node: Node, values: EvaluationContext) -> StoredValue:
+    stored = values.stored_value(node.inputs[0])
+    assert isinstance(stored, np.ndarray), f"{node.inputs[0]} is packed"
+    return stored.reshape(values.sized(node.output.shape))
 
 
 def _same_dtype(inputs: Inputs, attrs: Attrs) -> tuple[DType, ...]:
@@ -49,7 +49,7 @@ def _split_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return tuple((x.shape[0], width) for width in widths)
 
 
-def _split_reference(node: Node, values: EvaluationContext) -> tuple[Held, ...]:
+def _split_reference(node: Node, values: EvaluationContext) -> tuple[StoredValue, ...]:
     ends = np.cumsum([v.width for v in node.outputs])
     return tuple(np.split(values.rows(node.inputs[0]), ends[:-1], axis=1))
 

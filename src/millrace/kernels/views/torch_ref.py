@@ -14,8 +14,8 @@ def _reshape(node: Node, run: OperatorContext) -> Tensor:
 
 
 def _split(node: Node, run: OperatorContext) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = run.tensor(node.inputs[0]).split_with_sizes([v.width for v in node.outputs], 1)
-    return found
+    result: tuple[Tensor, ...] = run.tensor(node.inputs[0]).split_with_sizes([v.width for v in node.outputs], 1)
+    return result
 
 
 OPERATORS = {"reshape": _reshape, "split": _split}

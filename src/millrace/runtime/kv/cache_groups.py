@@ -85,7 +85,7 @@ class Pool:
         self.n, self.n_reserved = n, 0
         self._empty, self._owners = list(range(n))[::-1], [0] * n
         self._keys: dict[int, Key] = {}  # of those that are cached, or will be as soon as they are known to be finite
-        self._known: dict[Key, int] = {}
+        self._n_cached: dict[Key, int] = {}
         self._idle: dict[int, None] = {}  # with a key and without an owner, in the order of their release
 
     @property
@@ -97,7 +97,7 @@ class Pool:
         return len(self._idle)
 
     def find(self, key: Key) -> int | None:
-        return self._known.get(key)
+        return self._n_cached.get(key)
 
     def allocate(self) -> int:
         """Return one for one owner, for whom it was reserved."""
@@ -128,13 +128,13 @@ class Pool:
 
     def assign_key(self, page: int, key: Key) -> None:
         """Set the key under which it will be cached, unless another owner gets it before."""
-        if page not in self._keys and key not in self._known:
+        if page not in self._keys and key not in self._n_cached:
             self._keys[page] = key
 
     def publish(self, page: int, key: Key) -> None:
         """Let it be found by its key, if it still has that key and no other page does."""
         if self._keys.get(page) == key:
-            self._known.setdefault(key, page)
+            self._n_cached.setdefault(key, page)
 
     def clear(self) -> None:
         """Empty the cache. Nothing may be owned."""
@@ -145,8 +145,8 @@ class Pool:
 
     def _forget(self, page: int) -> None:
         key = self._keys.pop(page)
-        if self._known.get(key) == page:
-            del self._known[key]
+        if self._n_cached.get(key) == page:
+            del self._n_cached[key]
 
 
 class WindowPool(Pool):
@@ -200,13 +200,13 @@ class CacheGroups:
         """Return the caches of a sequence that continues after the pages of these keys, n_tokens long in all."""
         windows: list[WindowTable] = []
         for pool in self.windows:
-            held = WindowTable(
+            table = WindowTable(
                 pool.first_page(len(keys) * self._page_tokens, self._page_tokens), self._most(pool, n_tokens)
             )
-            pool.n_reserved += held.n_reserved
-            for key in keys[held.first :]:
-                held.append(_shared(pool, key))
-            windows.append(held)
+            pool.n_reserved += table.n_reserved
+            for key in keys[table.first :]:
+                table.append(_shared(pool, key))
+            windows.append(table)
         if self.slots is None:
             return SequenceCaches(windows, None)
         self.slots.n_reserved += SLOTS_PER_RUNNING_SEQUENCE
@@ -220,17 +220,17 @@ class CacheGroups:
         pages = [pool.find(key) for pool in self.windows]
         if None in pages or self.slots is not None:
             return False
-        for pool, held, page in zip(self.windows, caches.windows, pages, strict=True):
+        for pool, table, page in zip(self.windows, caches.windows, pages, strict=True):
             assert page is not None
             pool.acquire(page)
-            held.source = page
+            table.source = page
         return True
 
     def drop_sources(self, caches: SequenceCaches) -> None:
-        for pool, held in zip(self.windows, caches.windows, strict=True):
-            if held.source is not None:
-                pool.release(held.source)
-                held.source = None
+        for pool, table in zip(self.windows, caches.windows, strict=True):
+            if table.source is not None:
+                pool.release(table.source)
+                table.source = None
 
     def chunk_length(self, start: int, n: int, is_last: bool) -> int:
         """Return how many of the next `n` tokens a chunk takes, so that it ends where a state is saved.
@@ -248,12 +248,12 @@ class CacheGroups:
         key_of: the key of a page by its number; None if others may not find it
         """
         size = self._page_tokens
-        for pool, held in zip(self.windows, caches.windows, strict=True):
-            while held.first < min(held.end, pool.first_page(start, size)):
-                key = key_of(held.first)
-                self._release(caches, pool, held.pop_first(), key)
-            while held.end * size < start + n:
-                held.append(pool.allocate())
+        for pool, table in zip(self.windows, caches.windows, strict=True):
+            while table.first < min(table.end, pool.first_page(start, size)):
+                key = key_of(table.first)
+                self._release(caches, pool, table.pop_first(), key)
+            while table.end * size < start + n:
+                table.append(pool.allocate())
         if self.slots is not None and caches.next is None:
             caches.next = self.slots.allocate()
             if caches.state is not None and start % size == 0 and (key := key_of(start // size - 1)) is not None:
@@ -269,8 +269,8 @@ class CacheGroups:
 
     def publish(self, caches: SequenceCaches, number: int, key: Key) -> None:
         """Let others find its page of this number, whose values are finite."""
-        for pool, held in zip(self.windows, caches.windows, strict=True):
-            page = held.page(number)
+        for pool, table in zip(self.windows, caches.windows, strict=True):
+            page = table.page(number)
             if page is not None:
                 pool.assign_key(page, key)
                 pool.publish(page, key)
@@ -284,10 +284,10 @@ class CacheGroups:
     def release(self, caches: SequenceCaches) -> None:
         """Release everything: the sequence no longer runs."""
         self.drop_sources(caches)
-        for pool, held in zip(self.windows, caches.windows, strict=True):
-            for page in held.array.tolist():
+        for pool, table in zip(self.windows, caches.windows, strict=True):
+            for page in table.array.tolist():
                 pool.release(page)
-            pool.n_reserved -= held.n_reserved
+            pool.n_reserved -= table.n_reserved
         if self.slots is not None:
             for slot in (caches.state, caches.next):
                 if slot is not None:

@@ -48,18 +48,18 @@ class PageMemory:
 
     def __init__(self, caches: Sequence[NDArray[np.uint8]]) -> None:
         self._caches = caches
-        self.page_bytes = sum(kept.shape[0] * kept.shape[2] for kept in caches)
+        self.page_bytes = sum(cache.shape[0] * cache.shape[2] for cache in caches)
 
     def read_page(self, page: int) -> PageBytes:
         """A copy of its bytes in all caches."""
-        return np.concatenate([kept[:, page].ravel() for kept in self._caches])
+        return np.concatenate([cache[:, page].ravel() for cache in self._caches])
 
     def write_page(self, page: int, data: PageBytes) -> None:
         """What `read_page` gave, of a page of the same tokens behind the same others."""
         at = 0
-        for kept in self._caches:
-            layers, _, n_bytes = kept.shape
-            kept[:, page] = data[at : at + layers * n_bytes].reshape(layers, n_bytes)
+        for cache in self._caches:
+            layers, _, n_bytes = cache.shape
+            cache[:, page] = data[at : at + layers * n_bytes].reshape(layers, n_bytes)
             at += layers * n_bytes
 
 
@@ -96,8 +96,8 @@ class KvOffloadStore:
         self._places: dict[Key, tuple[int, int]] = {}  # segment, record; guarded by _lock, as the rest
         self._queued: dict[Key, PageBytes] = {}
         self._lock = threading.Lock()
-        self._said = False
-        self.known: Callable[[], Iterable[tuple[Key, int]]] = tuple  # what the pool knows, the most worth first
+        self._warned = False
+        self.cached_pages: Callable[[], Iterable[tuple[Key, int]]] = tuple  # what the pool knows, the most worth first
         self._age = 0  # how often all was forgotten
         self.n_stored = self.n_found = self.n_damaged = self.n_dropped = 0
         try:
@@ -164,7 +164,7 @@ class KvOffloadStore:
     def close(self) -> None:
         """After what is queued was written, and what memory still knows: of that the most worth, for some seconds."""
         until_s = time.monotonic() + CLOSE_S
-        for key, page in itertools.islice(self.known(), self._most_records):
+        for key, page in itertools.islice(self.cached_pages(), self._most_records):
             if (left_s := until_s - time.monotonic()) <= 0:
                 break
             self.put(key, page, left_s)
@@ -240,8 +240,8 @@ class KvOffloadStore:
             except OSError as error:
                 with self._lock:
                     self.n_dropped += 1
-                    said, self._said = self._said, True
-                if not said:
+                    warned, self._warned = self._warned, True
+                if not warned:
                     log.warning("KV pages cannot be written to the second tier: %s; they are computed again", error)
             with self._lock:
                 if self._queued.get(key) is data:  # else it was forgotten meanwhile, and may have been put again
@@ -277,11 +277,11 @@ class KvOffloadStore:
             log.warning("a record of %s is damaged: it is left out, and what it held is computed again", path)
 
 
-def _check_ours(path: Path, known: os.stat_result, begin: bytes) -> None:
+def _check_ours(path: Path, state: os.stat_result, begin: bytes) -> None:
     """raises ConfigError for a file that somebody else may have written, or made for another end"""
-    if not stat.S_ISREG(known.st_mode) or known.st_nlink != 1:
+    if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
         what = "is no file of its own"
-    elif known.st_uid != os.getuid() or known.st_mode & 0o077:
+    elif state.st_uid != os.getuid() or state.st_mode & 0o077:
         what = "can be read or written by others"
     elif begin and not begin.startswith(MAGIC):
         what = "holds something else"

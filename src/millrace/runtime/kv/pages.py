@@ -129,18 +129,18 @@ class PrefixIndex:
 
     def find(self, keys: Sequence[Key]) -> Pages:
         """The pages of as many of these keys as are known, from the first on. Own them before any is reserved."""
-        found: list[int] = []
+        result: list[int] = []
         for key in keys:
-            known = self._by_key.get(key)
-            if known is None:
+            entry = self._by_key.get(key)
+            if entry is None:
                 break
-            found.append(known.page)
-        return tuple(found)
+            result.append(entry.page)
+        return tuple(result)
 
     def add(self, page: int, key: Key, before: int | None) -> int:
         """`page`, which goes on from `before`, is found by `key` from now on; the page that was already, if one was."""
-        if (known := self._by_key.get(key)) is not None:
-            return known.page
+        if (entry := self._by_key.get(key)) is not None:
+            return entry.page
         assert page not in self._by_page, f"page {page} is known by another key"
         parent = None if before is None else self._by_page[before]
         if parent is not None:
@@ -152,24 +152,24 @@ class PrefixIndex:
 
     def tell(self, page: int, content: PageKey) -> None:
         """What is in a page of the index: from now on it is found in part, too."""
-        known = self._by_page[page]
-        if known.content is None:
-            known.content = content._replace(tokens=content.tokens.copy())
-            self._alike.setdefault(content.beginning, {})[page] = known
+        entry = self._by_page[page]
+        if entry.content is None:
+            entry.content = content._replace(tokens=content.tokens.copy())
+            self._alike.setdefault(content.beginning, {})[page] = entry
 
-    def find_part(self, wanted: PageKey) -> tuple[int, int] | None:
+    def find_part(self, key: PageKey) -> tuple[int, int] | None:
         """The page behind `wanted.after` that has most of its tokens in common from the first on, and how many.
 
         None where they would be less than LEAST_SHARED of a page. Own it, as its reader owns all before it.
         """
-        alike = ((_n_common(tokens, wanted.tokens), page) for page, tokens in self._beginning_as(wanted))
+        alike = ((_n_common(tokens, key.tokens), page) for page, tokens in self._beginning_as(key))
         best = max(alike, default=None)
         return None if best is None else (best[1], best[0])
 
     def is_worth_knowing(self, content: PageKey) -> bool:
         """A page that is not full, has enough to be found by, and more than any that is known."""
-        found, n = self.find_part(content), len(content.tokens)
-        return content.n_least <= n < content.room and (found is None or found[1] < n)
+        result, n = self.find_part(content), len(content.tokens)
+        return content.n_least <= n < content.room and (result is None or result[1] < n)
 
     def forget_beginnings(self, content: PageKey) -> list[int]:
         """Takes pages out of the index that nobody owns and that have the first of these tokens, and nothing else."""
@@ -188,7 +188,7 @@ class PrefixIndex:
             return []
         alike = self._alike.get(content.beginning, {})
         newest = islice(reversed(alike.items()), MAX_LOOKED_AT)
-        return [(page, known.content.tokens) for page, known in newest if known.content is not None]
+        return [(page, entry.content.tokens) for page, entry in newest if entry.content is not None]
 
     def key_of(self, page: int) -> Key:
         """By which a page of the index is found."""
@@ -196,22 +196,22 @@ class PrefixIndex:
 
     def left(self, page: int) -> None:
         """It has no owner any more."""
-        known = self._by_page[page]
+        entry = self._by_page[page]
         self._n_left += 1
-        known.free, known.left = True, self._n_left
+        entry.free, entry.left = True, self._n_left
         self.n_free += 1
-        self._note_end(known)
+        self._note_end(entry)
 
-    def taken(self, page: int) -> None:
+    def mark_in_use(self, page: int) -> None:
         """It has an owner again."""
         self._by_page[page].free = False
         self.n_free -= 1
 
     def retain(self, page: int, priority: int, until_s: float | None = None) -> None:
         """Pages of a lower priority go before it, until that time; None: for as long as it is known."""
-        known = self._by_page[page]
-        known.priority, known.until_s = priority, until_s
-        self._note_end(known)
+        entry = self._by_page[page]
+        entry.priority, entry.until_s = priority, until_s
+        self._note_end(entry)
         if until_s is not None:
             heappush(self._until, (until_s, page))
             if len(self._until) > 2 * len(self) + 64:
@@ -223,8 +223,8 @@ class PrefixIndex:
         """Priorities whose time is up become the default."""
         while self._until and self._until[0][0] <= now_s:
             until_s, page = heappop(self._until)
-            known = self._by_page.get(page)
-            if known is not None and known.until_s == until_s:
+            entry = self._by_page.get(page)
+            if entry is not None and entry.until_s == until_s:
                 self.retain(page, DEFAULT_PRIORITY)
         self.next_end_s = self._until[0][0] if self._until else math.inf
 
@@ -232,56 +232,56 @@ class PrefixIndex:
         """Forgets the free page that is to go first, and says what it was known by; None: it was not full."""
         while True:
             priority, left, page = heappop(self._ends)
-            known = self._by_page.get(page)
-            if known is not None and _counts(known, priority, left):
+            entry = self._by_page.get(page)
+            if entry is not None and _counts(entry, priority, left):
                 break
-        self._forget(known)
+        self._forget(entry)
         self.n_evicted += 1
-        return page, known.key if known.is_full else None
+        return page, entry.key if entry.is_full else None
 
     def worth_most(self) -> Iterator[tuple[Key, int]]:
         """Full pages, those that would be given up last first, each behind those that its chain begins with."""
-        told: set[int] = set()
-        for known in sorted(self._by_page.values(), key=lambda k: (k.priority, k.left), reverse=True):
+        reported: set[int] = set()
+        for entry in sorted(self._by_page.values(), key=lambda k: (k.priority, k.left), reverse=True):
             chain: list[_CachedPage] = []
-            at: _CachedPage | None = known
-            while at is not None and at.page not in told:
+            at: _CachedPage | None = entry
+            while at is not None and at.page not in reported:
                 chain.append(at)
-                told.add(at.page)
+                reported.add(at.page)
                 at = at.before
             yield from ((k.key, k.page) for k in reversed(chain) if k.is_full)
 
-    def _forget(self, known: _CachedPage) -> None:
+    def _forget(self, entry: _CachedPage) -> None:
         """A free end."""
-        del self._by_page[known.page], self._by_key[known.key]
-        if known.content is not None:
-            beginning = known.content.beginning
+        del self._by_page[entry.page], self._by_key[entry.key]
+        if entry.content is not None:
+            beginning = entry.content.beginning
             alike = self._alike[beginning]
-            del alike[known.page]
+            del alike[entry.page]
             if not alike:
                 del self._alike[beginning]
         self.n_free -= 1
-        if known.before is not None:
-            known.before.n_next -= 1
-            self._note_end(known.before)
+        if entry.before is not None:
+            entry.before.n_next -= 1
+            self._note_end(entry.before)
 
-    def _note_end(self, known: _CachedPage) -> None:
-        if not known.free or known.n_next:
+    def _note_end(self, entry: _CachedPage) -> None:
+        if not entry.free or entry.n_next:
             return
-        heappush(self._ends, (known.priority, known.left, known.page))
+        heappush(self._ends, (entry.priority, entry.left, entry.page))
         if len(self._ends) > 2 * self.n_free + 64:  # most entries count no more: in the mean, this costs nothing
             ends = (k for k in self._by_page.values() if k.free and not k.n_next)
             self._ends = [(k.priority, k.left, k.page) for k in ends]
             heapify(self._ends)
 
 
-def _counts(known: _CachedPage, priority: int, left: int) -> bool:
-    return known.free and not known.n_next and (known.priority, known.left) == (priority, left)
+def _counts(entry: _CachedPage, priority: int, left: int) -> bool:
+    return entry.free and not entry.n_next and (entry.priority, entry.left) == (priority, left)
 
 
-def _n_common(known: IntArray, tokens: IntArray) -> int:
-    n = min(len(known), len(tokens))
-    differs = np.flatnonzero(known[:n] != tokens[:n])
+def _n_common(entry: IntArray, tokens: IntArray) -> int:
+    n = min(len(entry), len(tokens))
+    differs = np.flatnonzero(entry[:n] != tokens[:n])
     return int(differs[0]) if len(differs) else n
 
 
@@ -306,7 +306,7 @@ class PagePool:
             raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", mend="raise the KV budget")
         self._empty, self._owners = list(range(self.n_pages))[::-1], [0] * self.n_pages
         if self.tier is not None:
-            self.tier.known = self.index.worth_most
+            self.tier.cached_pages = self.index.worth_most
 
     @property
     def n_free(self) -> int:
@@ -329,7 +329,7 @@ class PagePool:
         for p in shared:
             if not self._owners[p]:
                 assert p in self.index, f"sharing a free page of {shared}"
-                self.index.taken(p)
+                self.index.mark_in_use(p)
         return self._own(shared)
 
     def release(self, pages: Iterable[int]) -> None:
@@ -347,13 +347,13 @@ class PagePool:
         by its key, and in part by its content. One that is not full is never written again, as any other.
         """
         assert self._owners[page] and (before is None or self._owners[before]), f"page {page} or {before} is nobody's"
-        known = self.index.add(page, key, before)
-        self.index.tell(known, content)
-        if known != page:
-            self.share((known,))
+        entry = self.index.add(page, key, before)
+        self.index.tell(entry, content)
+        if entry != page:
+            self.share((entry,))
             self.release((page,))
         self._empty += self.index.forget_beginnings(content)
-        return known
+        return entry
 
     def promote(self, keys: Sequence[Key], owned: Pages, content: Callable[[int], PageKey]) -> Pages:
         """`owned`, which are the first pages of a chain, and behind them those of the second tier, for the same owner.

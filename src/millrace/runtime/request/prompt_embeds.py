@@ -47,15 +47,15 @@ def parse_prompt(
     prompt: Prompt, params: SamplingParams, limits: ExecutorLimits
 ) -> tuple[IntArray, EmbeddedPrompt | None]:
     """Return the tokens of a prompt (N,), and its embedding rows if it is given as rows. raises RequestError"""
-    given: Any = prompt
-    if isinstance(given, np.ndarray) and given.ndim == 2 and given.dtype == np.float32:
-        given = EmbeddedPrompt.of(given, limits)
-    if not isinstance(given, EmbeddedPrompt):
-        return check_prompt(given, limits), None
+    value: Any = prompt
+    if isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype == np.float32:
+        value = EmbeddedPrompt.of(value, limits)
+    if not isinstance(value, EmbeddedPrompt):
+        return check_prompt(value, limits), None
     _check_params(params)
-    numbers = -1 - np.arange(len(given), dtype=np.int32)
+    numbers = -1 - np.arange(len(value), dtype=np.int32)
     numbers.setflags(write=False)
-    return numbers, given
+    return numbers, value
 
 
 def _check_params(params: SamplingParams) -> None:
@@ -77,21 +77,21 @@ def check_shape(n: int, width: int, limits: ExecutorLimits) -> None:
     check_context(n, None, limits.context_tokens, FIELD)
 
 
-def to_rows(given: Any, limits: ExecutorLimits) -> Rows:
+def to_rows(matrix: Any, limits: ExecutorLimits) -> Rows:
     """Return an array, a tensor, or lists of numbers as rows (N, width) of float32.
 
     What does not fit `limits` is refused before it is converted. raises RequestError
     """
-    shape: Sequence[int] = getattr(given, "shape", ())
+    shape: Sequence[int] = getattr(matrix, "shape", ())
     if len(shape) == 2 and shape[0]:
         check_shape(int(shape[0]), int(shape[1]), limits)
-    if getattr(getattr(given, "dtype", None), "kind", "f") == "c":
+    if getattr(getattr(matrix, "dtype", None), "kind", "f") == "c":
         raise _wrong("has complex numbers", "real numbers", "send these")
-    if hasattr(given, "detach"):  # a tensor, of bfloat16 as well
-        given = given.detach().float().cpu().numpy()
+    if hasattr(matrix, "detach"):  # a tensor, of bfloat16 as well
+        matrix = matrix.detach().float().cpu().numpy()
     try:
         with np.errstate(over="ignore"):  # what becomes infinite is refused later
-            rows = np.ascontiguousarray(given, np.float32)
+            rows = np.ascontiguousarray(matrix, np.float32)
     except (TypeError, ValueError):
         rows = np.empty(0, np.float32)
     if rows.ndim != 2 or not rows.size:

@@ -65,13 +65,13 @@ class StopTables:
 class StopStrings:
     """Finds the first of some strings in a stream of text (Knuth, Morris and Pratt, one automaton each)."""
 
-    __slots__ = ("_borders", "_held", "_include", "_matched", "_stops")
+    __slots__ = ("_borders", "_buffered", "_include", "_matched", "_stops")
 
     def __init__(self, tables: StopTables, include_in_output: bool) -> None:
         self._stops, self._borders = tables.stops, tables.borders
         self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
         self._include = include_in_output
-        self._held = ""
+        self._buffered = ""
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
         """Add text; returns (text that is certain to be in the answer, the stop string found or None).
@@ -80,33 +80,33 @@ class StopStrings:
         """
         if not self._stops:
             return text, None
-        seen = self._held + text
-        for at in range(len(self._held), len(seen)):
-            stop = self._advance(seen[at])
+        pending = self._buffered + text
+        for at in range(len(self._buffered), len(pending)):
+            stop = self._advance(pending[at])
             if stop is not None and may_stop:
-                self._held = ""
-                return seen[: at + 1 if self._include else at + 1 - len(stop)], stop
+                self._buffered = ""
+                return pending[: at + 1 if self._include else at + 1 - len(stop)], stop
         n_held = max(self._matched)
-        self._held = seen[len(seen) - n_held :]
-        return seen[: len(seen) - n_held], None
+        self._buffered = pending[len(pending) - n_held :]
+        return pending[: len(pending) - n_held], None
 
     def flush(self) -> str:
         """The text still held back: no more is coming."""
-        held, self._held = self._held, ""
-        return held
+        buffered, self._buffered = self._buffered, ""
+        return buffered
 
     def _advance(self, char: str) -> str | None:
-        found = None
+        result = None
         for i, stop in enumerate(self._stops):
             n, borders = self._matched[i], self._borders[i]
             while n and stop[n] != char:
                 n = borders[n - 1]
             n += stop[n] == char
             if n == len(stop):
-                found = found or stop
+                result = result or stop
                 n = borders[n - 1]
             self._matched[i] = n
-        return found
+        return result
 
 
 class TextStream(Protocol):
@@ -363,8 +363,8 @@ class Sequence:
         if self.matcher is not None and finish is None:
             self.matcher.take(token)
         reason, why = (None, None) if finish is None else (finish.reason, finish.stop)
-        told = None if logprobs is None else (logprobs,)
-        return Delta(self.request.first + self.index, text, (token,), told, finish_reason=reason, stop_reason=why)
+        reported = None if logprobs is None else (logprobs,)
+        return Delta(self.request.first + self.index, text, (token,), reported, finish_reason=reason, stop_reason=why)
 
     def sampling_failure(self, token: int) -> tuple[str, RequestError | None]:
         """Why nothing was drawn, or scored: `token` is what came instead. And the request's own fault, where it is."""

@@ -43,13 +43,13 @@ def resume(request: Request, vocab_size: int, grammars: GrammarCompiler) -> None
     request.n_scored = len(request.prompt)  # its log probabilities came before the first of these tokens
 
 
-def parse_resume_token_ids(given: object) -> tuple[tuple[int, ...], ...]:
+def parse_resume_token_ids(value: object) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each choice. given: a list of ids, or one for each choice. raises RequestError"""
-    if given is None:
+    if value is None:
         return ()
-    if isinstance(given, np.ndarray):
-        given = given.tolist()
-    lists = given if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple) else [given]
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    lists = value if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple) else [value]
     for ids in lists:
         if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             what = "is not a list of token ids"

@@ -91,19 +91,19 @@ class SamplingParams:
     detokenize: bool = True  # False: RequestOutput has token_ids without their text
     structured_outputs: StructuredOutputsParams | None = None  # what each answer is held to; also as a dict
 
-    def __new__(cls, *unnamed: object, **given: object) -> "SamplingParams":
+    def __new__(cls, *unnamed: object, **values: object) -> "SamplingParams":
         """Looks at the names: the TypeError of a dataclass would not say what was meant."""
         if unnamed:
             raise RequestError(
                 f"SamplingParams has the value {_short(unnamed[0])} without its name", "names", "write temperature=0.7"
             )
-        known = {f.name for f in fields(cls)}
-        for name in given:
-            if name not in known:
-                meant = close_matches(name, known)
+        names = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in names:
+                meant = close_matches(name, names)
                 mend = f"write {meant}=" if meant else "leave it out; help(SamplingParams) says what there is"
                 mend = f"use {_OTHER_LIBRARIES[name]}" if name in _OTHER_LIBRARIES else mend
-                raise RequestError(f'SamplingParams has no parameter "{name}"', nearest(name, known), mend, param=name)
+                raise RequestError(f'SamplingParams has no parameter "{name}"', nearest(name, names), mend, param=name)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -112,10 +112,12 @@ class SamplingParams:
                 object.__setattr__(self, name, empty)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))  # OpenAI allows a bare string
-        for name, kind, wanted in _KINDS:
+        for name, kind, expected in _KINDS:
             value = getattr(self, name)
             if not isinstance(value, kind):
-                raise RequestError(f"{name} is {_short(value)}", wanted, f"change {name}, or leave it out", param=name)
+                raise RequestError(
+                    f"{name} is {_short(value)}", expected, f"change {name}, or leave it out", param=name
+                )
         _check_int("n", self.n, 1, MAX_CHOICES)
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
@@ -359,8 +361,8 @@ def resolve(
     bias = sorted(params.logit_bias.items())
     bias_ids = _vocabulary_ids("logit_bias", [i for i, _ in bias], limits.vocab_size)
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
-    asked = params.logprobs, params.prompt_logprobs
-    n_top, prompt_top = (None if n is None else min(n, limits.vocab_size) for n in asked)
+    counts = params.logprobs, params.prompt_logprobs
+    n_top, prompt_top = (None if n is None else min(n, limits.vocab_size) for n in counts)
     if prompt_top is not None and limits.max_rows <= limits.max_sequences:
         raise RequestError(
             "prompt_logprobs is set, but this engine has no room for the logits of a prompt",
@@ -406,18 +408,18 @@ def _row(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int) 
 
 def _vocabulary_ids(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
     try:
-        known = [operator.index(i) for i in ids]
+        token_ids = [operator.index(i) for i in ids]
     except TypeError:
-        known = [-1]
-    wrong = [i for i in known if not 0 <= i < vocab_size]
+        token_ids = [-1]
+    wrong = [i for i in token_ids if not 0 <= i < vocab_size]
     if wrong:
         raise RequestError(
             f"{name} holds {list(ids)[:8]!r}", f"token ids from 0 to {vocab_size - 1}", f"correct {name}", param=name
         )
-    return known
+    return token_ids
 
 
-def _first(asked: _T | None, model: _T | None, default: _T) -> _T:
-    if asked is not None:
-        return asked
+def _first(request: _T | None, model: _T | None, default: _T) -> _T:
+    if request is not None:
+        return request
     return default if model is None else model

@@ -44,11 +44,11 @@ class StructuredOutputsParams:
                 raise self.refused(f"its {name} is of type {type(value).__name__}", expected)
         if isinstance(self.choice, str):
             raise self.refused("its choice is one text", _KINDS["choice"][1])
-        said = [name for name in _KINDS if getattr(self, name) not in (None, False)]
-        if len(said) != 1:
-            what = f"it says {' and '.join(said)}" if said else "it says nothing"
+        kinds = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(kinds) != 1:
+            what = f"it says {' and '.join(kinds)}" if kinds else "it says nothing"
             raise self.refused(
-                what, f"one of {', '.join(_KINDS)}", f"leave {said[1]} out" if said else "say one of them"
+                what, f"one of {', '.join(_KINDS)}", f"leave {kinds[1]} out" if kinds else "say one of them"
             )
 
     @property
@@ -77,7 +77,7 @@ class StructuredOutputsParams:
         if kind == "choice":
             _check_choices(self, value)
         if not isinstance(value, str):
-            value = self._written(value if kind == "choice" else dict(value))
+            value = self._canonical(value if kind == "choice" else dict(value))
         n_bytes = len(value.encode("utf-8", "surrogatepass"))
         if not 0 < n_bytes <= MAX_BYTES:
             raise self.refused(f"its {kind} has {n_bytes} bytes", f"at least 1, and at most {MAX_BYTES}")
@@ -94,7 +94,7 @@ class StructuredOutputsParams:
     def refused(self, what: str, expected: str, mend: str = "") -> RequestError:
         return RequestError(f"{self.asked_as}: {what}", expected, mend or f"correct {self.asked_as}", self.asked_as)
 
-    def _written(self, value: object) -> str:
+    def _canonical(self, value: object) -> str:
         try:
             return json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError) as error:  # what JSON does not have; a dict that holds itself
@@ -133,22 +133,22 @@ _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
 }
 
 
-def _check_choices(asked: StructuredOutputsParams, choice: Sequence[object]) -> None:
+def _check_choices(params: StructuredOutputsParams, choice: Sequence[object]) -> None:
     expected = f"from 1 to {MAX_CHOICES} texts, each of at least a character"
     if not 1 <= len(choice) <= MAX_CHOICES:
-        raise asked.refused(f"its choice has {len(choice)} texts", expected)
+        raise params.refused(f"its choice has {len(choice)} texts", expected)
     for i, one in enumerate(choice):
         if not isinstance(one, str) or not one:
             what = "is empty" if one == "" else f"is of type {type(one).__name__}"
-            raise asked.refused(f"its choice[{i}] {what}", expected)
+            raise params.refused(f"its choice[{i}] {what}", expected)
 
 
-def structured(given: object, asked_as: str = ASKED_AS) -> StructuredOutputsParams:
+def structured(value: object, asked_as: str = ASKED_AS) -> StructuredOutputsParams:
     """What was said, as an object of its names or ready made. raises RequestError naming the field"""
-    if isinstance(given, StructuredOutputsParams):
-        return given
+    if isinstance(value, StructuredOutputsParams):
+        return value
     expected = f"an object with one of {', '.join(_KINDS)}"
-    if not isinstance(given, Mapping):
-        raise RequestError(f"{asked_as} is of type {type(given).__name__}", expected, f"correct {asked_as}", asked_as)
-    check_names(given, _KINDS, asked_as, asked_as)
-    return StructuredOutputsParams(**given, asked_as=asked_as)
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{asked_as} is of type {type(value).__name__}", expected, f"correct {asked_as}", asked_as)
+    check_names(value, _KINDS, asked_as, asked_as)
+    return StructuredOutputsParams(**value, asked_as=asked_as)

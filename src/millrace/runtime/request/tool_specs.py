@@ -72,9 +72,9 @@ def _function(i: int, tool: Mapping[str, object], shape: ToolShape) -> Mapping[s
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise _wrong(f"tools[{i}] has no function", shape.tool)
-    for key, wanted in _OF_FUNCTION.items():
+    for key, expected in _OF_FUNCTION.items():
         value = function.get(key)
-        if value is not None and not isinstance(value, wanted):
+        if value is not None and not isinstance(value, expected):
             path = f"{where}.{shape.parameters if key == 'parameters' else key}"
             raise _wrong(f"{path} is of type {type(value).__name__}", shape.tool)
     name = function.get("name")

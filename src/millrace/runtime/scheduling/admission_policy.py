@@ -28,25 +28,25 @@ from millrace.runtime.request.request import Request, Sequence
 
 AGEING_S = 10.0  # of waiting, which count as one priority
 MAX_TENANTS = 10_000  # that are remembered
-DRAWN = 2.0  # tokens of a prompt that one of an answer counts as: it takes a pass over all weights
+ANSWER_TOKEN_COST = 2.0  # tokens of a prompt that one of an answer counts as: it takes a pass over all weights
 
 
-Known = Callable[[Sequence], int]  # tokens of it whose pages are there already
-Policy = Callable[[Sequence, Known], float]  # of sequences that are alike else, the one of the lowest goes first
+CachedTokens = Callable[[Sequence], int]  # tokens of it whose pages are there already
+Policy = Callable[[Sequence, CachedTokens], float]  # of sequences that are alike else, the one of the lowest goes first
 
 
-def fcfs(seq: Sequence, known: Known) -> float:
+def fcfs(seq: Sequence, cached_tokens: CachedTokens) -> float:
     return 0.0
 
 
-def shortest_first(seq: Sequence, known: Known) -> float:
+def shortest_first(seq: Sequence, cached_tokens: CachedTokens) -> float:
     """The one that has its next token soonest."""
-    return seq.n_tokens - known(seq)
+    return seq.n_tokens - cached_tokens(seq)
 
 
-def longest_prefix(seq: Sequence, known: Known) -> float:
+def longest_prefix(seq: Sequence, cached_tokens: CachedTokens) -> float:
     """While what it begins with is still there."""
-    return -known(seq)
+    return -cached_tokens(seq)
 
 
 POLICIES: Mapping[str, Policy] = {"fcfs": fcfs, "shortest": shortest_first, "prefix": longest_prefix}
@@ -62,19 +62,19 @@ def policy_named(name: str) -> Policy:
 class AdmissionQueue:
     """Of one scheduler. is_plain: that of arrival, and nobody needs to ask."""
 
-    def __init__(self, policy: Policy, clock: Callable[[], float], known: Known) -> None:
+    def __init__(self, policy: Policy, clock: Callable[[], float], cached_tokens: CachedTokens) -> None:
         self.is_plain = policy is fcfs
-        self._policy, self._clock, self._known = policy, clock, known
+        self._policy, self._clock, self._cached_tokens = policy, clock, cached_tokens
         self._had: dict[str, float] = {}  # tenant -> tokens
         self._reached = 0.0  # what the tenant had whose turn it was last: nobody begins with less
 
     def arrives(self, request: Request, present: Iterable[Request]) -> None:
         """present: all that wait or run"""
         self.is_plain = False
-        tenant, others = request.claim.tenant, {other.claim.tenant for other in present}
-        if not others:  # whatever was computed before kept nobody waiting, so it is nobody's debt
+        tenant, tenants = request.claim.tenant, {other.claim.tenant for other in present}
+        if not tenants:  # whatever was computed before kept nobody waiting, so it is nobody's debt
             self._had, self._reached = {}, 0.0
-        least = min(map(self._had_by, others), default=0.0)
+        least = min(map(self._had_by, tenants), default=0.0)
         had = max(self._had_by(tenant), least, self._reached)
         self._had.pop(tenant, None)
         self._had[tenant] = had  # at the end: the one that came the longest ago goes first
@@ -102,7 +102,7 @@ class AdmissionQueue:
     def computed(self, seq: Sequence, n_prompt: int, n_drawn: int) -> None:
         """Tokens of it were."""
         tenant = seq.request.claim.tenant
-        self._had[tenant] = self._had_by(tenant) + n_prompt + DRAWN * n_drawn
+        self._had[tenant] = self._had_by(tenant) + n_prompt + ANSWER_TOKEN_COST * n_drawn
 
     def overdue(self, waiting: Iterable[Sequence]) -> list[Request]:
         """Those that have waited as long as they would."""
@@ -123,7 +123,7 @@ class AdmissionQueue:
     def _turn(self, seq: Sequence, now_s: float) -> tuple[int, float, tuple[int, int]]:
         """Among those of its tenant."""
         aged = math.ceil(_aged(seq.request, now_s))  # whole ones: else no two were alike, and the policy never asked
-        return aged, self._policy(seq, self._known), seq.order
+        return aged, self._policy(seq, self._cached_tokens), seq.order
 
 
 def _aged(request: Request, now_s: float) -> float:

@@ -235,7 +235,7 @@ class Scheduler:
 
     def _admit(self, step: Step, room: int) -> int:
         """Starts waiting sequences in their order, with at most `room` tokens; gives how many it took."""
-        given = room
+        granted = room
         if len(self.running) >= self.limits.max_sequences:
             return 0  # without asking who would be next
         for seq in list(self.waiting) if self._order.is_plain else self._order.of(self.waiting):
@@ -253,7 +253,7 @@ class Scheduler:
             if seq.request.timings.first_scheduled_s is None:
                 self._begin(seq.request, min(seq.n_computed, seq.n_prompt))
             room -= self._take_prefill(step, seq, room)
-        return given - room
+        return granted - room
 
     def _begin(self, request: Request, n_cached: int) -> None:
         request.timings.first_scheduled_s = self.clock()
@@ -268,19 +268,19 @@ class Scheduler:
         if self.groups and not self.groups.has_room(seq.n_most):
             return False
         spare = len(self.running)  # a page of growth for each running answer, or they would soon preempt this one
-        kept = self.pool.share(shared)  # first: they may be free, and then are no room for others
+        pages = self.pool.share(shared)  # first: they may be free, and then are no room for others
         if self.pool.n_free < n + spare and self.running:
-            self.pool.release(kept)
+            self.pool.release(pages)
             return False
-        kept = self.pool.promote(self._findable(seq), kept, lambda i: seq.content(i, self.limits.page_tokens))
-        n -= len(kept) - len(shared)
-        seq.n_known, seq.n_computed = len(kept), len(kept) * self.limits.page_tokens
+        pages = self.pool.promote(self._findable(seq), pages, lambda i: seq.content(i, self.limits.page_tokens))
+        n -= len(pages) - len(shared)
+        seq.n_known, seq.n_computed = len(pages), len(pages) * self.limits.page_tokens
         if self.groups:
-            seq.caches = self.groups.start(seq.page_keys(len(kept), self.limits.page_tokens), seq.n_most)
+            seq.caches = self.groups.start(seq.page_keys(len(pages), self.limits.page_tokens), seq.n_most)
         seq.n_computed += self._share_part(seq, n)
         own = self.pool.reserve(n)
         assert own is not None, f"{n} pages for the only sequence, {self.pool.n_free} of {self.pool.n_pages} free"
-        seq.pages.extend(kept + own)
+        seq.pages.extend(pages + own)
         return True
 
     def _share_part(self, seq: Sequence, n: int) -> int:
@@ -288,10 +288,10 @@ class Scheduler:
         if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
             return 0  # its next step may have no row of logits for it, and so no part in it
         n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)))  # the last token is computed
-        found = self.pool.index.find_part(seq.content(seq.n_known, self.limits.page_tokens, n_most))
-        if found is None:
+        result = self.pool.index.find_part(seq.content(seq.n_known, self.limits.page_tokens, n_most))
+        if result is None:
             return 0
-        page, n_shared = found
+        page, n_shared = result
         if self.groups and not self.groups.share_partial_page(seq.caches, self.pool.index.key_of(page)):
             return 0
         self.pool.share((page,))  # until the step that copies it: it must not become another's page meanwhile
@@ -386,19 +386,19 @@ class Scheduler:
         if seq.index and request.n_scored < seq.n_prompt:
             return None
         keys = self._findable(seq)
-        found = self._find(keys)
-        if len(found) < len(keys):
+        result = self._find(keys)
+        if len(result) < len(keys):
             # With states, a prefix will be known only where one was saved: waiting may be vain.
-            leader = self._leading.get(keys[len(found)]) if self.groups.slots is None else None
-            if leader is not None and seq.is_faster_after_leader(leader, len(keys), len(found), page_tokens):
+            leader = self._leading.get(keys[len(result)]) if self.groups.slots is None else None
+            if leader is not None and seq.is_faster_after_leader(leader, len(keys), len(result), page_tokens):
                 seq.leader = leader
                 return None
-        return found
+        return result
 
     def _find(self, keys: list[Key]) -> Pages:
         """Return the longest known prefix from which the sequence can continue in every cache group."""
-        found = self.pool.index.find(keys)
-        return found[: self.groups.n_known(keys[: len(found)])] if self.groups else found
+        result = self.pool.index.find(keys)
+        return result[: self.groups.n_known(keys[: len(result)])] if self.groups else result
 
     def _findable(self, seq: Sequence) -> list[Key]:
         """The last token is computed in any case, to draw the next one; a scored prompt from the first that is not."""

@@ -138,14 +138,14 @@ class BatchBuilder:
         S, n_tokens, n_pages = len(chunks), starts[-1], page_starts[-1]
         row_before = {c.sequence: row - 1 for c, _, row in before.rows() if c.draws} if before else {}
         tokens: list[IntArray] = []  # of each chunk: put together in one go, as its pages
-        drawn: list[tuple[int, int]] = []  # (token of the step, row of the step before)
+        pending: list[tuple[int, int]] = []  # (token of the step, row of the step before)
         for chunk, at in zip(chunks, starts, strict=False):
             seq, start, end = chunk.sequence, chunk.start, chunk.start + chunk.n
             if end <= len(seq.tokens):
                 tokens.append(seq.tokens.part(start, end))
             else:
                 tokens += [seq.tokens.part(start, end - 1), _UNKNOWN] if chunk.n > 1 else [_UNKNOWN]
-                drawn.append((at + chunk.n - 1, row_before[seq]))
+                pending.append((at + chunk.n - 1, row_before[seq]))
         np.concatenate(tokens, out=self._tokens[:n_tokens])
         embeddings = self._embeddings(chunks, starts)
         pages = [chunk.sequence.pages.part(0, n) for chunk, n in zip(chunks, n_own, strict=True)]
@@ -177,7 +177,7 @@ class BatchBuilder:
             tokens=self._tokens[:n_tokens], positions=self._positions[:n_tokens], starts=self._starts[: S + 1],
             pages=self._pages[:n_pages], page_starts=self._page_starts[: S + 1], sampling=sampling, history=history,
             bias_ids=bias_ids, bias_values=bias_values, masks=masks, masks_ready=masks_ready,
-            copies=self._copies(chunks), drawn=_pairs(drawn), drawn_history=_pairs(drawn_history),
+            copies=self._copies(chunks), pending_tokens=_pairs(pending), pending_history=_pairs(drawn_history),
             windows=step_windows(sequences, [chunk.start for chunk in chunks], size) if self._has_groups else (),
             states=step_states(sequences) if self._has_groups else None, embeddings=embeddings,
             adapters=step_adapters([chunk.sequence for chunk in chunks]) if self._has_adapters else None,
@@ -204,11 +204,11 @@ class BatchBuilder:
     ) -> tuple[NDArray[np.uint32] | None, IntArray | None]:
         """What may come next in the sequences that are held to something: while the step runs, or where that has all
         cores before it, with all cores."""
-        held = [(r, seq.matcher) for r, seq in zip(rows, drawing, strict=True) if seq.matcher is not None]
-        if not held:
+        constrained = [(r, seq.matcher) for r, seq in zip(rows, drawing, strict=True) if seq.matcher is not None]
+        if not constrained:
             return None, None
-        sampling["mask"][[r for r, _ in held]] = np.arange(len(held)) + 1
-        matchers = [matcher for _, matcher in held]
+        sampling["mask"][[r for r, _ in constrained]] = np.arange(len(constrained)) + 1
+        matchers = [matcher for _, matcher in constrained]
         return (self._grammars.masks(matchers), None) if self._all_cores else self._grammars.masks_beside(matchers)
 
 
@@ -256,7 +256,7 @@ def _fill_history(
     row_before: of sequences, the row of that step
     """
     parts: list[IntArray] = []
-    drawn: list[tuple[int, int]] = []
+    pending: list[tuple[int, int]] = []
     at = 0
     for r, seq in zip(rows, drawing, strict=True):
         if seq.request.resolved.needs_history:
@@ -271,9 +271,9 @@ def _fill_history(
             at += seq.n_tokens - cut
             if seq.n_ahead:
                 parts.append(_UNKNOWN)
-                drawn.append((at, row_before[seq]))
+                pending.append((at, row_before[seq]))
                 at += 1
-    return (np.concatenate(parts) if parts else _NO_IDS), drawn
+    return (np.concatenate(parts) if parts else _NO_IDS), pending
 
 
 def _fill_bias(

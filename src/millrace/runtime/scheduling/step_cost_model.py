@@ -23,8 +23,8 @@ from millrace.runtime.step_history import StepRecord
 from millrace.settings import read_given
 
 _SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_SPREAD, _MOST_S = 2, 1 << 20, 64, 1000, 1e4
-_BESIDE = 256  # steps that `beside` looks at
-_WANTED = "what `millrace size verify -o` wrote"
+_COMPARED_STEPS = 256  # steps that `beside` looks at
+_EXPECTED = "what `millrace size verify -o` wrote"
 
 # How long a step takes: tokens and starts of the prompts' chunks in it, running answers, and their contexts' mean.
 StepTime = Callable[[Sequence[float], Sequence[float], int, float], float]
@@ -156,9 +156,9 @@ class StepProfile:
 
     def check(self, engine: str, machine: str) -> None:
         """raises ConfigError where it is of another engine or machine"""
-        for what, own, asked in (("engine", self.engine, engine), ("machine", self.machine, machine)):
-            if own != asked:
-                raise ConfigError(f"the profile is of the {what} {own:.120}", f"{asked:.120}",
+        for what, own, expected in (("engine", self.engine, engine), ("machine", self.machine, machine)):
+            if own != expected:
+                raise ConfigError(f"the profile is of the {what} {own:.120}", f"{expected:.120}",
                                   "fit one here: millrace size verify MODEL -o FILE")  # fmt: skip
 
 
@@ -171,27 +171,27 @@ def read_profile(file: Path) -> StepProfile:
     """raises ConfigError"""
     try:
         data = read_given(file, _MOST_BYTES)
-        told: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
-        if not isinstance(told, dict) or "schema" not in told:
-            raise ConfigError(f"{file} holds no profile", _WANTED, "name another file")
-        if told["schema"] != _SCHEMA:
-            raise ConfigError(f"{file} is a profile of schema {sanitize(str(told['schema'])):.20}",
+        profile: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
+        if not isinstance(profile, dict) or "schema" not in profile:
+            raise ConfigError(f"{file} holds no profile", _EXPECTED, "name another file")
+        if profile["schema"] != _SCHEMA:
+            raise ConfigError(f"{file} is a profile of schema {sanitize(str(profile['schema'])):.20}",
                               f"schema {_SCHEMA}, which has the server's schedule", "fit again")  # fmt: skip
         names = {f.name for f in fields(StepProfile)} | {"schema"}
-        if told.keys() != names:
-            what = ", ".join(sorted(map(str, told.keys() ^ names)))
-            raise ConfigError(f"{file}: {what:.120} missing or unknown", _WANTED, "fit again")
-        found = msgspec.convert({name: told[name] for name in names - {"schema"}}, StepProfile)
+        if profile.keys() != names:
+            what = ", ".join(sorted(map(str, profile.keys() ^ names)))
+            raise ConfigError(f"{file}: {what:.120} missing or unknown", _EXPECTED, "fit again")
+        result = msgspec.convert({name: profile[name] for name in names - {"schema"}}, StepProfile)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}", _WANTED, "check the path") from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", _EXPECTED, "check the path") from None
     except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors, too
-        raise ConfigError(f"{file}: {sanitize(str(error))}", _WANTED, "fit again") from None
-    return found
+        raise ConfigError(f"{file}: {sanitize(str(error))}", _EXPECTED, "fit again") from None
+    return result
 
 
 def predicted_vs_measured(profile: StepProfile, steps: Sequence[StepRecord]) -> tuple[float, float] | None:
     """Mean seconds of the last 256 steps: measured, and by the profile; None before the first."""
-    last = steps[-_BESIDE:]
+    last = steps[-_COMPARED_STEPS:]
     if not last:
         return None
     predicted_s = profile.mean * sum(profile.cost.of(StepWork.of(step.parts)) for step in last)

@@ -34,9 +34,9 @@ def turns_s(steps: Sequence[StepRecord]) -> list[float | None]:
 
     None where the next one has nobody of this one: then the loop may have waited for somebody to ask.
     """
-    found: list[float | None] = [None] * len(steps)
+    result: list[float | None] = [None] * len(steps)
     for i, (step, after) in enumerate(pairwise(steps)):
-        own, others = (np.unique(one.parts[["request", "choice"]]) for one in (step, after))
-        if after.number == step.number + 1 and np.intersect1d(own, others).size:
-            found[i] = after.began_s - step.began_s
-    return found
+        own, next_requests = (np.unique(one.parts[["request", "choice"]]) for one in (step, after))
+        if after.number == step.number + 1 and np.intersect1d(own, next_requests).size:
+            result[i] = after.began_s - step.began_s
+    return result

@@ -79,7 +79,7 @@ class _Compiled:
 class _MatcherHandle:
     """The answers of one request. compiled: what they begin with; another one, where that has given up meanwhile"""
 
-    asked: StructuredOutputsParams
+    params: StructuredOutputsParams
     compiled: _Compiled
 
 
@@ -87,21 +87,21 @@ class Matcher:
     """Where one answer is in its grammar. It belongs to one thread at a time."""
 
     __slots__ = (
+        "_accepted",
         "_failed_because",
-        "_held",
+        "_handle",
         "_is_free",
         "_may_think",
         "_n_gap",
-        "_taken",
         "_thoughts",
         "compiled",
         "guide",
     )
 
-    def __init__(self, held: _MatcherHandle, thoughts: ReasoningSpan | None = None) -> None:
-        self._held, self._thoughts = held, thoughts
-        self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
-        self._taken: list[int] = []  # by `guide`
+    def __init__(self, handle: _MatcherHandle, thoughts: ReasoningSpan | None = None) -> None:
+        self._handle, self._thoughts = handle, thoughts
+        self.compiled, self.guide = handle.compiled, handle.compiled.matcher.deep_copy()
+        self._accepted: list[int] = []  # by `guide`
         self._is_free = thoughts is not None and thoughts.opened
         self._may_think = thoughts is not None and not thoughts.opened
         self._n_gap = 0  # characters of the gap that may come
@@ -119,7 +119,7 @@ class Matcher:
         elif thoughts is not None and may_think and token == thoughts.begin:
             self._is_free = True
         else:
-            self._taken.append(token)
+            self._accepted.append(token)
             self.guide.consume_token(token)  # what is refused is an error of the matcher, and told by `why`
 
     def _gap(self, n_most: int) -> list[int]:
@@ -128,12 +128,12 @@ class Matcher:
 
     def restart(self, compiled: Callable[[str], "LLMatcher"]) -> None:
         """Get to the same place with a lexer that is the request's own."""
-        held = self._held
-        if not held.compiled.is_own:  # none of its other answers has done so
-            source = held.compiled.source
-            held.compiled = _Compiled(held.compiled.key, source, compiled(source), is_own=True)
-        self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
-        self.guide.consume_tokens(self._taken)
+        handle = self._handle
+        if not handle.compiled.is_own:  # none of its other answers has done so
+            source = handle.compiled.source
+            handle.compiled = _Compiled(handle.compiled.key, source, compiled(source), is_own=True)
+        self.compiled, self.guide = handle.compiled, handle.compiled.matcher.deep_copy()
+        self.guide.consume_tokens(self._accepted)
 
     def fail(self, why: str) -> None:
         """End the answer for a reason that is the server's, not the request's."""
@@ -149,9 +149,9 @@ class Matcher:
         """The request's, where its answer cannot be gone on with."""
         if self._failed_because or not (why := self.why):
             return None
-        asked = self._held.asked
-        what = f"its {asked.kind} cannot be enforced any more in the middle of the answer: {why}"
-        return asked.refused(what, LIMITED, f"bound what {asked.asked_as} repeats, or simplify it")
+        params = self._handle.params
+        what = f"its {params.kind} cannot be enforced any more in the middle of the answer: {why}"
+        return params.refused(what, LIMITED, f"bound what {params.asked_as} repeats, or simplify it")
 
     def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
         """Make of what the grammar allows what may come. ends: tokens that end an answer, which thoughts do not"""
@@ -176,18 +176,18 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._ends = [i for i in eos_token_ids if i < vocab_size]
-        self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()  # guarded by _lock
+        self._cache: OrderedDict[bytes, _Compiled] = OrderedDict()  # guarded by _lock
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._process: GrammarProcess | None = None
         self._why_not = ""  # there is no vocabulary
-        self._beside = ThreadPoolExecutor(1, "millrace-masks")  # starts its thread with the first masks
+        self._mask_thread = ThreadPoolExecutor(1, "millrace-masks")  # starts its thread with the first masks
         self._filling = Future[None]()  # by it, the last time
         self._filling.set_result(None)
 
     def matchers(
-        self, asked: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
+        self, params: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
     ) -> list[Matcher]:
         """For n answers, at their beginning; none where nothing is asked. Compiles what is not known.
 
@@ -195,27 +195,27 @@ class GrammarCompiler:
 
         raises RequestError for what cannot be compiled, or is beyond the limits; MachineError without memory for it
         """
-        if asked is None:
+        if params is None:
             return []
-        text = asked.text()
-        key = hashlib.blake2b(f"{asked.kind} {text}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        text = params.text()
+        key = hashlib.blake2b(f"{params.kind} {text}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
         with self._lock:
-            known = self._kept.get(key)
-            if known is not None:
-                self._kept.move_to_end(key)
-        if known is None:
-            known = _Compiled(key, *self._checked(asked, text))
+            compiled = self._cache.get(key)
+            if compiled is not None:
+                self._cache.move_to_end(key)
+        if compiled is None:
+            compiled = _Compiled(key, *self._checked(params, text))
             with self._lock:
-                self._kept[key] = known
+                self._cache[key] = compiled
                 self._forget()
-        held = _MatcherHandle(asked, known)
-        return [Matcher(held, thoughts) for _ in range(n)]
+        handle = _MatcherHandle(params, compiled)
+        return [Matcher(handle, thoughts) for _ in range(n)]
 
     def _forget(self) -> None:
         """Forget the least recently used forms beyond the bounds of what is kept."""
-        n = sum(len(compiled.source) for compiled in self._kept.values())
-        while len(self._kept) > MAX_KEPT or (n > MAX_KEPT_CHARACTERS and len(self._kept) > 1):
-            _, compiled = self._kept.popitem(last=False)
+        n = sum(len(compiled.source) for compiled in self._cache.values())
+        while len(self._cache) > MAX_KEPT or (n > MAX_KEPT_CHARACTERS and len(self._cache) > 1):
+            _, compiled = self._cache.popitem(last=False)
             n -= len(compiled.source)
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
@@ -245,7 +245,7 @@ class GrammarCompiler:
             finally:
                 ready[0] = 1
 
-        self._filling = self._beside.submit(work)
+        self._filling = self._mask_thread.submit(work)
         return masks, ready
 
     def _fill(self, masks: NDArray[np.uint32], matchers: Sequence[Matcher]) -> None:
@@ -282,8 +282,8 @@ class GrammarCompiler:
         given_up = {compiled for compiled in failed if compiled.has_given_up}
         with self._lock:
             for compiled in given_up:
-                if self._kept.get(compiled.key) is compiled:
-                    del self._kept[compiled.key]
+                if self._cache.get(compiled.key) is compiled:
+                    del self._cache[compiled.key]
         return [row for row, matcher in enumerate(matchers) if matcher.compiled in given_up]
 
     def _compiled(self, source: str) -> "LLMatcher":
@@ -294,16 +294,16 @@ class GrammarCompiler:
         assert vocabulary is not None, "a grammar before its vocabulary"
         return in_deep_stack(lambda: LLMatcher(vocabulary, source, log_level=0, limits=parser_limits()))
 
-    def _checked(self, asked: StructuredOutputsParams, text: str) -> tuple[str, "LLMatcher"]:
+    def _checked(self, params: StructuredOutputsParams, text: str) -> tuple[str, "LLMatcher"]:
         """Return the Lark grammar of a request, and what it was compiled to. raises RequestError"""
-        process = self._opened(asked)
-        source = process.lark(asked, text)
+        process = self._opened(params)
+        source = process.lark(params, text)
         matcher = self._compiled(source)
         first = matcher.deep_copy()
         if not first.is_error():
             first.compute_bitmask()  # what cannot begin is refused before anything is computed for it
         if why := stopped_because(first):
-            raise asked.refused(f"its {asked.kind} cannot be enforced: {why}", LIMITED)
+            raise params.refused(f"its {params.kind} cannot be enforced: {why}", LIMITED)
         return source, matcher
 
     def prepare(self) -> None:
@@ -326,16 +326,16 @@ class GrammarCompiler:
             self._process.start()
             self._vocabulary = ready
 
-    def _opened(self, asked: StructuredOutputsParams) -> GrammarProcess:
+    def _opened(self, params: StructuredOutputsParams) -> GrammarProcess:
         """raises RequestError if the model cannot hold an answer to anything"""
         self.prepare()
         if self._process is not None:
             return self._process
         if not self._ends:
             what = "this model has no end-of-text token, so that such an answer could not end"
-            raise asked.refused(what, "a model with one", "choose another model")
+            raise params.refused(what, "a model with one", "choose another model")
         what = f"this model's vocabulary cannot be used for it: {self._why_not}"
-        raise asked.refused(what, "a vocabulary that llguidance reads", "choose another model")
+        raise params.refused(what, "a vocabulary that llguidance reads", "choose another model")
 
 
 class _Vocabulary:

@@ -112,7 +112,7 @@ def _visited(
     roots: Iterable[T], within: Callable[[T], Iterator[T]], key: Callable[[T], Any], refuse: Refuse
 ) -> Iterator[T]:
     """Yield each part once, in depth-first order. raises RequestError if one is too far from its root"""
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     for root in roots:
         path = [iter((root,))]
         while path:
@@ -120,9 +120,9 @@ def _visited(
             if part is None:
                 path.pop()
                 continue
-            if key(part) in seen:
+            if key(part) in visited:
                 continue
-            seen.add(key(part))
+            visited.add(key(part))
             yield part
             path.append(within(part))
             if len(path) > MAX_CHAIN + 2:

@@ -120,8 +120,8 @@ def _finite(params: StructuredOutputsParams, text: str) -> Schema:
 
 def in_one_layout(schema: Mapping[str, object]) -> dict[str, object]:
     """A schema whose JSON is written in one way. `lenient` would have keywords ignored."""
-    said = schema.get("x-guidance")
-    return {**schema, "x-guidance": {**LAYOUT, **(said if isinstance(said, dict) else {}), "lenient": False}}
+    options = schema.get("x-guidance")
+    return {**schema, "x-guidance": {**LAYOUT, **(options if isinstance(options, dict) else {}), "lenient": False}}
 
 
 def shortened(message: str) -> str:

@@ -31,15 +31,15 @@ _LARK = re.compile(
 )
 
 
-def check_terminates(asked: StructuredOutputsParams, text: str, lark: str) -> None:
+def check_terminates(params: StructuredOutputsParams, text: str, lark: str) -> None:
     """Of what llguidance has compiled; lark: as it was given it. raises RequestError"""
-    if asked.kind == "json":
-        ends = _schema_ends(asked, json.loads(text))
+    if params.kind == "json":
+        ends = _schema_ends(params, json.loads(text))
     else:
-        ends = asked.kind != "grammar" or _lark_ends(asked, lark)
+        ends = params.kind != "grammar" or _lark_ends(params, lark)
     if not ends:
-        raise asked.refused(
-            f"its {asked.kind} cannot be met by any text that ends", "a way out of what contains itself",
+        raise params.refused(
+            f"its {params.kind} cannot be met by any text that ends", "a way out of what contains itself",
             "make a part of it optional, or give it an alternative",
         )  # fmt: skip
 
@@ -57,35 +57,35 @@ def closed(clauses: Iterable[Clause]) -> set[Hashable]:
             waiting.setdefault(need, []).append(i)
         if not needs:
             ready.append(head)
-    found: set[Hashable] = set()
+    result: set[Hashable] = set()
     while ready:
         one = ready.pop()
-        if one in found:
+        if one in result:
             continue
-        found.add(one)
+        result.add(one)
         for i in waiting.get(one, ()):
             n_missing[i] -= 1
             if not n_missing[i]:
                 ready.append(heads[i])
-    return found
+    return result
 
 
-def _schema_ends(asked: StructuredOutputsParams, root: Mapping[str, Any]) -> bool:
+def _schema_ends(params: StructuredOutputsParams, root: Mapping[str, Any]) -> bool:
     """Some finite value meets it. Schemas are told apart by their id(). raises RequestError for `minProperties`"""
     clauses: list[Clause] = [(id(True), ())]
     todo: list[object] = [root]
-    seen: set[int] = {id(True)}
+    visited: set[int] = {id(True)}
     is_certain = True
     while todo:
         schema = todo.pop()
-        if id(schema) in seen or schema is False:
+        if id(schema) in visited or schema is False:
             continue
-        seen.add(id(schema))
+        visited.add(id(schema))
         if not isinstance(schema, dict):
             clauses.append((id(schema), ()))
             continue
         is_certain &= schema is root or "$id" not in schema  # below it, references are not the root's
-        _check_least(asked, schema)
+        _check_least(params, schema)
         todo += _inside(schema)
         # anything meets `true`, which stands for what is not a place of the root
         target = resolved(root, schema["$ref"], missing=True) if "$ref" in schema else True
@@ -94,12 +94,12 @@ def _schema_ends(asked: StructuredOutputsParams, root: Mapping[str, Any]) -> boo
     return not is_certain or id(root) in closed(clauses)
 
 
-def _check_least(asked: StructuredOutputsParams, schema: Mapping[str, Any]) -> None:
+def _check_least(params: StructuredOutputsParams, schema: Mapping[str, Any]) -> None:
     """Keys that are not required may come twice, and required ones again with an escape in them."""
     least, n_required = schema.get("minProperties"), len(_required(schema))
     if type(least) is int and least > max(1, n_required) and "object" in _types(schema):
-        raise asked.refused(
-            f'its {asked.kind} has "minProperties": {least} with {n_required} required, and a key may be written twice',
+        raise params.refused(
+            f'its {params.kind} has "minProperties": {least} with {n_required} required, and keys may repeat',
             "no more than `required` names", 'name them in "required", or leave "minProperties" out',
         )  # fmt: skip
 
@@ -153,9 +153,9 @@ def _must_have(schema: Mapping[str, Any], kind: str) -> Iterator[object]:
     """Schemas of what a value of this type has at least."""
     if kind == "object":
         properties = _named(schema, "properties")
-        others = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
-        others = others if isinstance(others, dict | bool) else True
-        yield from (properties.get(name, others) for name in _required(schema))
+        additional = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
+        additional = additional if isinstance(additional, dict | bool) else True
+        yield from (properties.get(name, additional) for name in _required(schema))
     elif kind == "array":
         items, least = schema.get("items"), schema.get("minItems")
         first = _several(schema, "prefixItems") or _several(schema, "items")
@@ -165,13 +165,13 @@ def _must_have(schema: Mapping[str, Any], kind: str) -> Iterator[object]:
             yield items
 
 
-def _lark_ends(asked: StructuredOutputsParams, lark: str) -> bool:
+def _lark_ends(params: StructuredOutputsParams, lark: str) -> bool:
     """Some finite text meets it. raises RequestError for `minProperties` in a schema of it
 
     Groups are rules without a name. Terminals end: llguidance has none that contain themselves.
     """
     clauses: list[Clause] = []
-    known: set[Hashable] = set()
+    finite: set[Hashable] = set()
     used: set[Hashable] = set()
     open_groups: list[tuple[Hashable, list[Hashable]]] = []  # each with what its alternative needs up to here
     place = 0
@@ -183,7 +183,7 @@ def _lark_ends(asked: StructuredOutputsParams, lark: str) -> bool:
         if token["head"]:
             clauses += open_groups[-1:]
             open_groups = [(token["rule"], [])]
-            known.add(token["rule"])
+            finite.add(token["rule"])
             if token["attributes"] or token["rule"].lstrip("_")[:1].isupper():
                 clauses.append((token["rule"], ()))
         elif token["skip"]:
@@ -195,7 +195,7 @@ def _lark_ends(asked: StructuredOutputsParams, lark: str) -> bool:
                 schema, place = json.JSONDecoder().raw_decode(lark, place)
             except (ValueError, RecursionError):
                 return True
-            open_groups[-1][1].append(() if not isinstance(schema, dict) or _schema_ends(asked, schema) else _NEVER)
+            open_groups[-1][1].append(() if not isinstance(schema, dict) or _schema_ends(params, schema) else _NEVER)
         elif token["mark"]:
             if not _marked(token["mark"], open_groups, clauses):
                 return True
@@ -203,7 +203,7 @@ def _lark_ends(asked: StructuredOutputsParams, lark: str) -> bool:
             used |= {token["name"]} if token["name"] else set()
             open_groups[-1][1].append(token["name"] or ())
     clauses += open_groups[-1:]
-    return "start" in closed([((), ()), *((name, ()) for name in used - known), *clauses])
+    return "start" in closed([((), ()), *((name, ()) for name in used - finite), *clauses])
 
 
 def _marked(mark: str, open_groups: list[tuple[Hashable, list[Hashable]]], clauses: list[Clause]) -> bool:

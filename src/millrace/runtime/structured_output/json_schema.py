@@ -73,12 +73,12 @@ def _combines(schema: Schema) -> bool:
 def reachable(root: Schema) -> Iterator[tuple[Schema, str]]:
     """Yield each schema once that the root leads to, with its JSON pointer; a schema before those within it."""
     todo: list[tuple[object, str]] = [(root, "#")]
-    seen: dict[int, object] = {}  # holds the objects, whose ids are not reused meanwhile
+    visited: dict[int, object] = {}  # holds the objects, whose ids are not reused meanwhile
     while todo:
         schema, path = todo.pop()
-        if not isinstance(schema, dict) or id(schema) in seen:
+        if not isinstance(schema, dict) or id(schema) in visited:
             continue
-        seen[id(schema)] = schema
+        visited[id(schema)] = schema
         yield schema, path
         todo += reversed(list(subschemas(root, schema, path)))
 

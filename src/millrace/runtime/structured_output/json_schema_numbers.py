@@ -83,9 +83,9 @@ class Bounds:
     def _narrow_exclusive(self) -> None:
         """Replace an exclusive bound n if the other one lies within the same unit: llguidance would allow n itself."""
         schema = self._schema
-        for key, inclusive, others in ((LOWER[1], LOWER[0], UPPER), (UPPER[1], UPPER[0], LOWER)):
+        for key, inclusive, opposite in ((LOWER[1], LOWER[0], UPPER), (UPPER[1], UPPER[0], LOWER)):
             bound = schema.get(key)
-            limits = [schema[other] for other in others if is_number(schema.get(other))]
+            limits = [schema[other] for other in opposite if is_number(schema.get(other))]
             if not isinstance(bound, int) or not (self._combines or any(abs(limit - bound) < 1 for limit in limits)):
                 continue
             nearest = bound + NARROWED if key in LOWER else bound - NARROWED
@@ -108,11 +108,11 @@ class Bounds:
             if is_number(schema.get(key)):
                 del schema[key]
         if low is not None:
-            written = LOWEST if low[1] == INT64_LOW else low[1]
-            too_open = high is None and written >= OPEN_ENDED
-            if too_open or not LOWEST <= written <= INT64_HIGH or not _is_int64_float(written):
+            bound = LOWEST if low[1] == INT64_LOW else low[1]
+            too_open = high is None and bound >= OPEN_ENDED
+            if too_open or not LOWEST <= bound <= INT64_HIGH or not _is_int64_float(bound):
                 raise self._inexact(low[0], low[2])
-            schema["minimum"] = written
+            schema["minimum"] = bound
         if high is not None:
             too_open = low is None and high[1] <= -OPEN_ENDED
             if too_open or not LOWEST <= high[1] <= INT64_HIGH or not _is_int64_float(high[1]):

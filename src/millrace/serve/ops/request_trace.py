@@ -64,7 +64,7 @@ def request_trace(models: Models, scope: Scope) -> Response:
     loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
     found: list[TraceReply] = []
     for loop in loops:
-        if own := [trace for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant]:
+        if own := [trace for trace in loop.traces(request_id) if trace.record.tenant == call.tenant]:
             token_s = _prompt_token_s(tuple(loop.history.steps))
             found += [_trace(trace, token_s, n_steps) for trace in own]
     if not found:
@@ -85,7 +85,7 @@ def _steps_asked(scope: Scope) -> int:
 
 
 def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS) -> TraceReply:
-    seen, timings = trace.seen, trace.seen.timings
+    seen, timings = trace.record, trace.record.timings
     queued_s = timings.queued_s
     steps = [
         StepReply(
