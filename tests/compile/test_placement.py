@@ -20,7 +20,7 @@ def test_pages_of_one_run_live_as_long_as_calls_are_given_their_cache() -> None:
     node = Node(operators()["elementwise"], (x,), (Value((T, 16)),), {"tree": 0})
     graph = Graph((Port("x", x), Port("lengths", lengths)), (Port("y", node.output),), (node,))
     placement = ProgramBuilder(graph, {T: Bounds(1, 8, 128), S: Bounds(1, 2, 4)}, KvFormat.BF16, "bf16")
-    cache, kept = (placement.cache(2, 16, 24, kept=kept) for kept in (False, True))
+    cache, kept = (placement.cache(2, 16, 24, persistent=kept) for kept in (False, True))
     assert (cache.number, cache.layer, cache.format, kept.number, kept.buffer) == (0, 0, "bf16", 1, None)
     for given in (cache, None, cache, kept, None):
         params = {"cache": 0, "layer": 5} if given is None else {}
@@ -36,7 +36,7 @@ def test_layers_of_one_shape_share_a_cache() -> None:
     x, lengths = Value((T, 16)), Value((S,), DType.I32)
     graph = Graph((Port("x", x), Port("lengths", lengths)), (Port("x", x),), ())
     placement = ProgramBuilder(graph, {T: Bounds(1, 8, 128), S: Bounds(1, 2, 4)}, KvFormat.F32, "f32")
-    found = [placement.cache(heads, 16, 16, kept=True) for heads in (1, 2, 1, 1)]
+    found = [placement.cache(heads, 16, 16, persistent=True) for heads in (1, 2, 1, 1)]
     assert [(c.number, c.layer) for c in found] == [(0, 0), (1, 0), (0, 1), (0, 2)]
 
 
