@@ -48,7 +48,7 @@ from millrace.compress.recipe import PRESETS, Recipe
 from millrace.compress.search.candidates import RoundedMatrixStore, recipe_of, survey
 from millrace.compress.search.loss_bound import candidates
 from millrace.compress.search.mixed_precision import mixed
-from millrace.evaluate.divergence import Score
+from millrace.evaluate.divergence import DivergenceScore
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.text_windows import Windows, windows_of
 from millrace.kernels.precision import Precision
@@ -104,7 +104,7 @@ class Cost:
     kl_by_window: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, name: str, about: str, precision: str, bits: float, score: Score, seconds: float) -> "Cost":
+    def of(cls, name: str, about: str, precision: str, bits: float, score: DivergenceScore, seconds: float) -> "Cost":
         def over_windows(values: Sequence[float]) -> tuple[float, float]:
             return float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
 

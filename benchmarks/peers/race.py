@@ -14,7 +14,7 @@ from benchmarks.peers.engine import CATALOGUE, Floats, IntArray
 from benchmarks.peers.samples import Peaks, Sample
 from benchmarks.peers.workloads import Workload
 from millrace.engine.roofline_probe import peak_rates
-from millrace.evaluate.divergence import Score
+from millrace.evaluate.divergence import DivergenceScore
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import load
 
@@ -163,7 +163,7 @@ def _read(course: Course, text: Text, children: dict[str, Child], found: Race, s
             found.engines[name]["answers"] = {"failed": str(error)}
             continue
         if answers is not None:
-            score = Score()
+            score = DivergenceScore()
             for one, of_exact, ids in zip(answers, exact, text.sequences, strict=True):
                 score.add(one, of_exact, ids[text.first + 1 :])
             found.engines[name]["answers"] = {

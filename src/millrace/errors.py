@@ -109,11 +109,13 @@ def engine_stopped_error(why: str) -> BusyError:
     return BusyError(what, "a running engine", "restart it; its log says more" if why else "ask again when it runs")
 
 
-def check_names(given: Iterable[object], known: Collection[str], where: str, param: str) -> None:
+def check_names(names: Iterable[object], valid_names: Collection[str], where: str, param: str) -> None:
     """What a client may name in `where`, of its field `param`. raises RequestError for the first that is not known"""
-    for name in given:
-        if name not in known:
-            raise RequestError(f"{where} has no {name!r:.60}", nearest(str(name), known), f"correct {param}", param)
+    for name in names:
+        if name not in valid_names:
+            raise RequestError(
+                f"{where} has no {name!r:.60}", nearest(str(name), valid_names), f"correct {param}", param
+            )
 
 
 # Characters of a name, and names: comparing takes long with many of either.
@@ -121,19 +123,19 @@ _COMPARED, _MOST_COMPARED = 200, 4000
 _ALIKE = 0.75  # of 1, as difflib measures it: a letter or two; with less, advice points at what was not meant
 
 
-def close_matches(name: str, known: Iterable[str]) -> str | None:
+def close_matches(name: str, valid_names: Iterable[str]) -> str | None:
     """Return the known name that was probably meant, to suggest it in an error.
 
     Whether a field of a request is refused at all is a stricter question: `serve/http/unknown_fields.py`.
     """
-    folded = {n.casefold(): n for n in sorted(known)[:_MOST_COMPARED]}
+    folded = {n.casefold(): n for n in sorted(valid_names)[:_MOST_COMPARED]}
     close = difflib.get_close_matches(name[:_COMPARED].casefold(), folded, n=1, cutoff=_ALIKE)
     return folded[close[0]] if close else None
 
 
-def nearest(name: str, known: Iterable[str], listed: Iterable[str] | None = None) -> str:
+def nearest(name: str, valid_names: Iterable[str], listed: Iterable[str] | None = None) -> str:
     """`did you mean "top_p"?`, or a short list of what is known. listed: the list, where not all need a mention"""
-    names = sorted(known)
+    names = sorted(valid_names)
     meant = close_matches(name, names)
     if meant is not None:
         return f'did you mean "{meant}"?'

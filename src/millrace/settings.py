@@ -43,31 +43,31 @@ _PIPE_S = 10.0  # a pipe is waited for, since `<(...)` of a shell is one
 def read_given(path: Path, most_bytes: int) -> bytes:
     """What a setting names; one byte more than `most_bytes` where there is more. raises OSError, also for a pipe that
     nobody writes into: a file that somebody named cannot hold up the program."""
-    found, until = bytearray(), time.monotonic() + _PIPE_S
+    result, until = bytearray(), time.monotonic() + _PIPE_S
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        while len(found) <= most_bytes:
+        while len(result) <= most_bytes:
             try:
-                part = os.read(file, min(most_bytes + 1 - len(found), 1 << 20))
+                part = os.read(file, min(most_bytes + 1 - len(result), 1 << 20))
             except BlockingIOError:
                 if not select.select([file], [], [], max(0.0, until - time.monotonic()))[0]:
                     raise TimeoutError(errno.ETIMEDOUT, f"nothing came out of the pipe for {_PIPE_S:g} s") from None
                 continue
             if not part:
                 break
-            found += part
+            result += part
     finally:
         os.close(file)
-    return bytes(found)
+    return bytes(result)
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; raises ValueError for a key that is there twice, of which one would be ignored."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f'"{next(n for n in names if names.count(n) > 1):.80}" is there twice')
-    return found
+    return result
 
 
 def flag_of(name: str) -> str:
@@ -102,16 +102,16 @@ class Settings:
                 _check(f, value)
 
     @property
-    def asked(self) -> list[str]:
+    def changed_fields(self) -> list[str]:
         """Names of the fields that are not as nobody says otherwise."""
         usual = type(self)()
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
 
 
 def declared(f: "Field[Any]") -> Setting:
-    found = f.metadata.get("setting")
-    assert isinstance(found, Setting), f"{f.name} has no setting()"
-    return found
+    result = f.metadata.get("setting")
+    assert isinstance(result, Setting), f"{f.name} has no setting()"
+    return result
 
 
 def plain_type(settings: type, name: str) -> type:

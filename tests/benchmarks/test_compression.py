@@ -29,7 +29,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.calibration.calibrated_methods import statistics_of
 from millrace.compress.compression_plan import plan
 from millrace.compress.search.candidates import RoundedMatrixStore
-from millrace.evaluate.divergence import Score, Tokens
+from millrace.evaluate.divergence import DivergenceScore, Tokens
 from millrace.evaluate.text_windows import Windows, windows_of
 from tests.compress.conftest import first_layers
 
@@ -39,7 +39,7 @@ def test_errors_are_those_of_windows() -> None:
     kl = np.array([[0.1, 0.3], [0.2, 0.2], [0.5, 0.7]])
     loss, reference = np.log(np.array([[20, 20], [22, 22], [18, 18]])), np.log(np.full((3, 2), 20))
     same = np.array([[True, False], [True, True], [False, False]])
-    score = Score([Tokens(*rows) for rows in zip(loss, reference, kl, same, strict=True)])
+    score = DivergenceScore([Tokens(*rows) for rows in zip(loss, reference, kl, same, strict=True)])
     cost = Cost.of("x", "", "w4a16", 4.2187, score, 1.26)
     means = [0.2, 0.2, 0.6]
     assert cost.kl == pytest.approx((np.mean(means), np.std(means, ddof=1) / 3**0.5))

@@ -17,7 +17,7 @@ import pytest
 
 from millrace.checkpoint.chat import chat_template
 from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate, normalised
-from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError
+from millrace.checkpoint.worker_process import FrameProcess, WorkerDiedError, WorkerProcess
 from millrace.errors import CheckpointError, RequestError
 from tests.support.vocabularies import CHATML, INSTRUCT, save_byte_fallback
 
@@ -266,7 +266,7 @@ def test_what_ends_a_new_process_is_not_tried_again(monkeypatch: pytest.MonkeyPa
         process.process.kill()
         raise WorkerDiedError(-9)
 
-    worker = Worker(WORKER, started.append)
+    worker = WorkerProcess(WORKER, started.append)
     monkeypatch.setattr(FrameProcess, "exchange", exchange)
     for n in (1, 2):
         with pytest.raises(WorkerDiedError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint.gguf.sentencepiece_model import Piece, encode_model
+from millrace.checkpoint.gguf.sentencepiece_model import VocabularyPiece, encode_model
 from millrace.checkpoint.protobuf import bytes_field
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError
@@ -109,7 +109,7 @@ def test_a_file_that_needs_more_than_the_limit_is_refused(tmp_path: Path, name: 
         table = {"version": "1.0", "added_tokens": [], "decoder": {"type": "Fuse"}, "model": model}
         (tmp_path / name).write_text(json.dumps(table))
     else:
-        listed = [Piece("<unk>", 0.0, 2), *(Piece(piece, -1.0, 1) for piece in pieces)]
+        listed = [VocabularyPiece("<unk>", 0.0, 2), *(VocabularyPiece(piece, -1.0, 1) for piece in pieces)]
         (tmp_path / name).write_bytes(encode_model(listed, byte_fallback=False, prefix=True))
     size = (tmp_path / name).stat().st_size
     assert opened(tmp_path / name, 12 << 20, size) == Counter(
@@ -119,7 +119,12 @@ def test_a_file_that_needs_more_than_the_limit_is_refused(tmp_path: Path, name: 
 
 
 def lengths(field: bytes) -> bytes:
-    return encode_model([Piece("<unk>", 0.0, 2), Piece("a", -1.0, 1)], byte_fallback=False, prefix=True) + field
+    return (
+        encode_model(
+            [VocabularyPiece("<unk>", 0.0, 2), VocabularyPiece("a", -1.0, 1)], byte_fallback=False, prefix=True
+        )
+        + field
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint.gguf.sentencepiece_model import Piece, encode_model
+from millrace.checkpoint.gguf.sentencepiece_model import VocabularyPiece, encode_model
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError, RequestError
 from tests.support.vocabularies import KINDS, save_byte_level
@@ -144,7 +144,12 @@ def test_a_normalizer_that_panics_when_it_is_used(tmp_path: Path) -> None:
 
 
 def test_a_sentencepiece_model_with_a_token_that_is_no_text(tmp_path: Path) -> None:
-    pieces = [Piece("<unk>", 0, 2), Piece("<s>", 0, 3), Piece("</s>", 0, 3), Piece("mill", 0, 1)]
+    pieces = [
+        VocabularyPiece("<unk>", 0, 2),
+        VocabularyPiece("<s>", 0, 3),
+        VocabularyPiece("</s>", 0, 3),
+        VocabularyPiece("mill", 0, 1),
+    ]
     data = encode_model(pieces, byte_fallback=False, prefix=True)
     (tmp_path / "tokenizer.model").write_bytes(data)
     assert open_tokenizer(tmp_path).token_bytes(3) == b"mill"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint import worker_process
-from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError
+from millrace.checkpoint.worker_process import FrameProcess, WorkerDiedError, WorkerProcess
 from millrace.errors import MachineError
 
 _SCRIPT = """
@@ -60,7 +60,7 @@ def test_an_interrupted_exchange_ends_the_process(script: Path) -> None:
 
 
 def test_a_worker_starts_another_after_it(script: Path) -> None:
-    worker = Worker(script, lambda process: None)
+    worker = WorkerProcess(script, lambda process: None)
     assert worker.exchange(b"1", 60) == b"answer to 1"
     assert worker.process is not None
     interrupt(worker.process)
@@ -77,7 +77,7 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_message(
 
     broken = tmp_path / "broken_worker.py"
     broken.write_text("raise SystemExit(7)")
-    worker = Worker(broken, greeted)
+    worker = WorkerProcess(broken, greeted)
     for retry in (True, False):
         with pytest.raises(MachineError, match=r"broken_worker cannot start: it ended with exit status 7"):
             worker.exchange(b"1", 60, retry=retry)
@@ -107,7 +107,7 @@ def test_a_process_that_something_else_killed_is_replaced(script: Path) -> None:
         killed.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_process, "FrameProcess", Killed)
-            worker = Worker(script, lambda process: None)
+            worker = WorkerProcess(script, lambda process: None)
             assert worker.exchange(b"0", 60) == b"answer to 0"
             if n_kills == 1:
                 assert worker.exchange(b"1", 60, retry=retry) == b"answer to 1"
@@ -130,7 +130,7 @@ def test_a_message_that_may_end_its_process_is_sent_once(tmp_path: Path) -> None
         nonlocal n
         n += 1
 
-    worker = Worker(script, greet)
+    worker = WorkerProcess(script, greet)
     assert worker.exchange(b"1", 60) == b"answer to 1"
     with pytest.raises(WorkerDiedError) as error:
         worker.exchange(b"fatal", 60, retry=False)

@@ -16,7 +16,7 @@ from millrace.env import read_env
 from millrace.evaluate import kl_agreement
 from millrace.evaluate.divergence import log_probabilities
 from millrace.evaluate.mmlu import Mmlu, read_subjects
-from millrace.evaluate.resumable_results import Chosen, ResumableResults, read
+from millrace.evaluate.resumable_results import ChosenAnswer, ResumableResults, read
 from millrace.evaluate.safe_regex import Pattern
 from millrace.evaluate.text_windows import windows
 from tests.cli.conftest import Millrace
@@ -41,7 +41,7 @@ def test_each_choice_is_the_likeliest_answer(millrace: Millrace, data: Path, tmp
     out = tmp_path / "results.jsonl"
     done = millrace("eval", "tiny", "--data", data, "--out", out, "--json", *SHORT)
     assert done.code == 0
-    told, results = json.loads(done.out), read(out, Chosen)
+    told, results = json.loads(done.out), read(out, ChosenAnswer)
     _, engine = find_engine("tiny", BuildSettings(max_context=512, tune=0), read_env())
     executor = engine.executor(n_pages=8, threads=1)
     tokenizer, n_right = Checkpoint.open(BUNDLED / "tiny").tokenizer, 0
@@ -70,7 +70,7 @@ def test_models_with_windows_and_states(
     with closing(engine.executor(n_pages=8, threads=1)) as executor:
         for group in Mmlu(read_subjects(data), shots=1).groups(Checkpoint.open(path).tokenizer, 512):
             for posed in group.posed():
-                one, got = posed.question, read(out, Chosen).records[group.name, posed.number]
+                one, got = posed.question, read(out, ChosenAnswer).records[group.name, posed.number]
                 for ending, logprob in zip(one.endings, got.logprobs, strict=True):
                     rows = log_probabilities(
                         executor, np.array([*one.context, *ending], np.int32), len(one.context) - 1
@@ -101,7 +101,7 @@ def test_a_run_goes_on_where_it_was(millrace: Millrace, data: Path, tmp_path: Pa
     out.write_bytes(b"".join(kept) + lines[5][:9])
     again = millrace(*command)
     assert again.code == 0 and again.out == whole.out
-    assert out.read_bytes().startswith(b"".join(kept)) and len(read(out, Chosen).records) == 8
+    assert out.read_bytes().startswith(b"".join(kept)) and len(read(out, ChosenAnswer).records) == 8
     assert len(out.read_bytes().splitlines()) == 9
 
 
@@ -119,9 +119,9 @@ def test_two_models_side_by_side(millrace: Millrace, data: Path, tmp_path: Path)
     same = millrace("eval", "tiny", "--data", data, "--against", first, *SHORT)
     assert same.code == 0 and "+0.00%" in same.out and "0 became right, 0 wrong; 0 chose otherwise" in same.out
     flipped = first.read_bytes().splitlines(keepends=True)
-    one = read(first, Chosen).records["sums", 0]
+    one = read(first, ChosenAnswer).records["sums", 0]
     wrong = (one.answer + 1) % 4
-    with closing(ResumableResults(first, read(first, Chosen).about, Chosen)) as more:
+    with closing(ResumableResults(first, read(first, ChosenAnswer).about, ChosenAnswer)) as more:
         more.add(replace(one, chosen=wrong))  # the last word counts
     told = json.loads(millrace("eval", "tiny", "--data", data, "--against", first, "--json", *SHORT).out)["against"]
     assert (told["gained"], told["lost"], told["changed"]) == (int(one.right), 0, int(one.chosen != wrong))

@@ -13,7 +13,7 @@ from millrace.compile.cache.rooflines import keep_roofline
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
-from millrace.machine.roofline import Compute, Level, Rate, Roofline
+from millrace.machine.roofline import Compute, MemoryLevel, Rate, Roofline
 from millrace.size.question.settings import GROUPS
 from millrace.size.simulation import capacity
 from tests.cli.conftest import Millrace
@@ -127,7 +127,7 @@ def test_this_machine_as_it_was_measured(millrace: Millrace, cache: Path, monkey
         return Rate(value, value, value)
 
     threads, isa = usable_cores(), usable_isas()[0]
-    found = Roofline(threads, (Level("DRAM", None, rate(9e9), rate(1e10)),),
+    found = Roofline(threads, (MemoryLevel("DRAM", None, rate(9e9), rate(1e10)),),
                      (Compute("bf16", rate(1e11), rate(2e11), None),))  # fmt: skip
     asked = ("size", "--model", "smollm2-135m", "--isl", "64", "--osl", "16", "--rate", "0.1", "--ttft-ms", "9000",
              "--hardware", "this", "--json", "--no-simulate")  # fmt: skip

@@ -49,10 +49,12 @@ FP8_MATRIX, INT8_MATRIX = StoredMatrix("fp8", 100, FP8), StoredMatrix("int8", 10
 def test_fp8_is_kept_in_its_own_bytes_and_no_others_in_them() -> None:
     chosen = nearest_precisions({"q": FP8_MATRIX, "k": INT8_MATRIX, "lm_head": StoredMatrix("float32", 1)})
     assert (chosen.of("q"), chosen.of("k"), chosen.of("lm_head", is_head=True)) == ("fp8a16", "w8a8", "fp32")
-    assert chosen.kept(FP8, Precision.FP8A16) == FP8 and chosen.kept(INT8_MATRIX.held, Precision.W8A8)
+    assert chosen.stored_format(FP8, Precision.FP8A16) == FP8 and chosen.stored_format(
+        INT8_MATRIX.codes, Precision.W8A8
+    )
     for precision in Precision:
-        assert not (precision != Precision.FP8A16 and chosen.kept(FP8, precision)), precision
-    assert not chosen.kept(INT8_MATRIX.held, Precision.FP8A16)
+        assert not (precision != Precision.FP8A16 and chosen.stored_format(FP8, precision)), precision
+    assert not chosen.stored_format(INT8_MATRIX.codes, Precision.FP8A16)
     alone = nearest_precisions({"q": FP8_MATRIX})
     assert alone.meaning == precision_map("fp8a16").meaning, "of other matrices nothing is known"
 

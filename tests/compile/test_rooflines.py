@@ -8,10 +8,10 @@ import pytest
 
 from millrace.compile.cache import rooflines
 from millrace.compile.cache.rooflines import keep_roofline, kept_roofline
-from millrace.machine.roofline import Compute, Level, Rate, Roofline
+from millrace.machine.roofline import Compute, MemoryLevel, Rate, Roofline
 
 RATE = Rate(3.0, 4.0, 2.0)
-ROOFLINE = Roofline(2, (Level("DRAM", None, RATE, RATE),), (Compute("w8a8", RATE, RATE, None),))
+ROOFLINE = Roofline(2, (MemoryLevel("DRAM", None, RATE, RATE),), (Compute("w8a8", RATE, RATE, None),))
 
 
 def test_it_comes_back_as_it_was_for_the_same_run_only(tmp_path: Path) -> None:

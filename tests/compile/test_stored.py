@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.peers.gguf_file import gguf_name
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat
-from millrace.compile.build import BuildOptions, Plan, plan_engine
+from millrace.compile.build import BuildOptions, BuildPlan, plan_engine
 from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
 from millrace.compile.source import Source
 from millrace.kernels.matmul.pack import hadamard
@@ -31,14 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("llama"), "llama", seed=4, **BLOCKY)
 
 
-def plan(path: Path, precision: str | None = None, group: int | None = None, head: str | None = None) -> Plan:
+def plan(path: Path, precision: str | None = None, group: int | None = None, head: str | None = None) -> BuildPlan:
     """group: asked for; None: nobody asks, so what the file holds keeps its own"""
     asked = precision_map(precision, group or 32, head, stored_groups=group is None) if precision else None
     options = BuildOptions(precision=asked)
     return plan_engine(Source.from_checkpoint(Checkpoint.open(path)), options)
 
 
-def rounded(made: Plan) -> list[str]:
+def rounded(made: BuildPlan) -> list[str]:
     return [note for note in made.notes if "rounded again" in note]
 
 

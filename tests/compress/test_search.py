@@ -249,7 +249,7 @@ def test_what_is_timed_is_what_runs(model: Model, tmp_path: Path) -> None:
     made = Source.from_checkpoint(Checkpoint.open(tmp_path / "out"))
     for layer, name in chosen.items():
         product = product_of(model.job, layer, name, "avx2")
-        precision, held = made.own_precision.of(layer), made.stored[layer].held
+        precision, held = made.own_precision.of(layer), made.stored[layer].codes
         assert product.weights == precision.weights, (layer, name)
         assert product.format == precision.storage(product.group).format
         assert product.group == (held.group if held else 0)

@@ -8,11 +8,11 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.decode_roofline import DecodeWork
-from millrace.machine.roofline import Compute, Level, Rate, Roofline
+from millrace.machine.roofline import Compute, MemoryLevel, Rate, Roofline
 from tests.support.engines import build
 
 RATE = Rate(1e9, 1e9, 1e9)
-SLOW_MEMORY = Roofline(1, (Level("DRAM", None, RATE, RATE),), (Compute("fp32", RATE, Rate(1e15, 0, 0), None),))
+SLOW_MEMORY = Roofline(1, (MemoryLevel("DRAM", None, RATE, RATE),), (Compute("fp32", RATE, Rate(1e15, 0, 0), None),))
 
 
 def test_products_and_keys_are_counted_once_for_each_token(tmp_path: Path) -> None:
@@ -36,6 +36,6 @@ def test_arithmetic_grows_with_the_sequences() -> None:
     work = DecodeWork(10, 0, {"bf16": 100, "w8a8": 50})
     slow = Rate(1.0, 1.0, 1.0)
     roofline = Roofline(
-        1, (Level("L1", None, RATE, RATE),), tuple(Compute(p, slow, slow, None) for p in ("bf16", "w8a8"))
+        1, (MemoryLevel("L1", None, RATE, RATE),), tuple(Compute(p, slow, slow, None) for p in ("bf16", "w8a8"))
     )
     assert work.bound(roofline, 3, 0).seconds == pytest.approx(450) and "arithmetic" in work.bound(roofline, 3, 0).by

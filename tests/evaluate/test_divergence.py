@@ -10,7 +10,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import RequestError
-from millrace.evaluate.divergence import Score, compared, log_probabilities, log_softmax
+from millrace.evaluate.divergence import DivergenceScore, compared, log_probabilities, log_softmax
 from millrace.evaluate.text_windows import Windows, windows
 from tests.support.engines import build
 
@@ -93,7 +93,7 @@ def test_a_block_at_a_time_is_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> N
     rng = np.random.default_rng(3)
     p, q = (log_softmax(rng.standard_normal((50, 300)).astype(np.float32)) for _ in range(2))
     targets = rng.integers(0, 300, 50).astype(np.int32)
-    whole, parts = Score(), Score()
+    whole, parts = DivergenceScore(), DivergenceScore()
     whole.add(q, p, targets)
     monkeypatch.setattr("millrace.evaluate.divergence.BLOCK", 700)
     parts.add(q, p, targets)

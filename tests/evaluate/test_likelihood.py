@@ -11,7 +11,7 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, log_probabilities
-from millrace.evaluate.likelihood import Question, likelihoods
+from millrace.evaluate.likelihood import LikelihoodQuestion, likelihoods
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build
 
@@ -44,7 +44,9 @@ def test_equal_those_of_each_alone(executor: NativeExecutor, shared: int) -> Non
     for _ in range(40):
         context = begin + draw.integers(3, executor.limits.vocab_size, draw.integers(1, 90)).tolist()
         lengths = draw.choice([1, 1, 1, 2, 5], 4)
-        asked.append(Question(context, [draw.integers(3, executor.limits.vocab_size, n).tolist() for n in lengths]))
+        asked.append(
+            LikelihoodQuestion(context, [draw.integers(3, executor.limits.vocab_size, n).tolist() for n in lengths])
+        )
     found = dict(likelihoods(executor, asked))
     assert sorted(found) == list(range(40))
     known: Known = {}
@@ -63,7 +65,7 @@ def test_windows_and_states(family: str, tmp_path: Path) -> None:
     with closing(engine.executor(n_pages=24, threads=1)) as executor:
         begin = draw.integers(3, 1003, 140).tolist()
         asked = [
-            Question(begin + draw.integers(3, 1003, 20).tolist(), draw.integers(3, 1003, (4, 3)).tolist())
+            LikelihoodQuestion(begin + draw.integers(3, 1003, 20).tolist(), draw.integers(3, 1003, (4, 3)).tolist())
             for _ in range(4)
         ]
         found = dict(likelihoods(executor, asked))
@@ -77,7 +79,7 @@ def test_windows_and_states(family: str, tmp_path: Path) -> None:
 def test_the_likeliest_ending_is_greedy(executor: NativeExecutor) -> None:
     context = [5, 6, 7]
     best = int(log_probabilities(executor, np.array([*context, 3], np.int32), 2)[0].argmax())
-    ((_, (one, other)),) = likelihoods(executor, [Question(context, [[best], [(best + 1) % 512]])])
+    ((_, (one, other)),) = likelihoods(executor, [LikelihoodQuestion(context, [[best], [(best + 1) % 512]])])
     assert one.greedy and not other.greedy and one.logprob > other.logprob
 
 
@@ -85,11 +87,11 @@ def test_a_text_longer_than_a_step_and_one_as_long_as_the_context(executor: Nati
     limits = executor.limits
     room = min(limits.max_context, limits.n_pages * limits.page_tokens)
     context = (np.arange(room) % 300 + 3).tolist()
-    ((_, (got,)),) = likelihoods(executor, [Question(context, [[9]])])
+    ((_, (got,)),) = likelihoods(executor, [LikelihoodQuestion(context, [[9]])])
     rows = log_probabilities(executor, np.array([*context[-1:]] * 2, np.int32), 0)  # another one: they must differ
     assert np.isfinite(got.logprob) and got.logprob != pytest.approx(float(rows[0, 9]))
     with pytest.raises(RequestError, match=f"a text of {room + 1} tokens"):
-        list(likelihoods(executor, [Question([*context, 4], [[9]])]))
+        list(likelihoods(executor, [LikelihoodQuestion([*context, 4], [[9]])]))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_a_text_longer_than_a_step_and_one_as_long_as_the_context(executor: Nati
 )
 def test_what_cannot_be_read(executor: NativeExecutor, context: list[int], ending: list[int], said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        list(likelihoods(executor, [Question(context, [ending])]))
+        list(likelihoods(executor, [LikelihoodQuestion(context, [ending])]))
 
 
 def test_nothing_asked(executor: NativeExecutor) -> None:

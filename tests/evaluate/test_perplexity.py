@@ -24,8 +24,8 @@ from millrace.evaluate.perplexity import (
     GPTQ,
     LLAMA_PERPLEXITY,
     LM_EVAL,
-    Cut,
     Sums,
+    WindowedText,
     cut,
     detokenised,
     measure,
@@ -72,7 +72,7 @@ def exact() -> Any:
     return lambda ids: of(tuple(ids))
 
 
-def found(executor: NativeExecutor, text: Cut, folder: Path, limit: int | None = None) -> list[Sums]:
+def found(executor: NativeExecutor, text: WindowedText, folder: Path, limit: int | None = None) -> list[Sums]:
     with closing(ResumableResults(folder / "kept", ABOUT, Sums)) as kept:
         return measure(executor, text, limit, kept, lambda *_: None)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, plan_pieces, write_engine
-from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.compile.lower_cpu.program import Program, SymbolBounds
 from millrace.compile.precision import precision_map
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
@@ -18,7 +18,7 @@ from millrace.engine.artifact.engine import Engine
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.native.executor import NativeExecutor, NativeProgram
 from millrace.evaluate import piecewise_forward
-from millrace.evaluate.divergence import Score, log_probabilities
+from millrace.evaluate.divergence import DivergenceScore, log_probabilities
 from millrace.evaluate.piecewise_forward import answers, read, score
 from millrace.evaluate.text_windows import Windows
 from tests.support.checkpoints import random_checkpoint
@@ -33,7 +33,7 @@ def text(vocab: int, n_windows: int = 2) -> Windows:
 
 def planned(source: Source, options: BuildOptions) -> tuple[Program, ...]:
     return tuple(
-        plan_pieces(source, replace(options, max_batch=1, max_step_tokens=N, profile={"R": Bounds(1, 13, 13)}))
+        plan_pieces(source, replace(options, max_batch=1, max_step_tokens=N, profile={"R": SymbolBounds(1, 13, 13)}))
     )
 
 
@@ -52,7 +52,7 @@ def piecewise(
     """As `score` sees them, beside themselves."""
     seen: list[NDArray[np.float32]] = []
 
-    class Spy(Score):
+    class Spy(DivergenceScore):
         def add(self, found: NDArray[np.float32], reference: NDArray[np.float32], targets: NDArray[np.int32]) -> None:
             assert (found == reference).all()
             seen.append(found)

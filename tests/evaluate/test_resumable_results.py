@@ -13,7 +13,7 @@ from millrace.errors import ConfigError, MachineError
 from millrace.evaluate import resumable_results as module
 from millrace.evaluate.resumable_results import (
     About,
-    Chosen,
+    ChosenAnswer,
     Results,
     ResumableResults,
     check_same,
@@ -23,11 +23,11 @@ from millrace.evaluate.resumable_results import (
 )
 
 ABOUT = About("m", "engine-1", "default w8a8", "mmlu, lm-eval, 5 shots", "data-1")
-SOME = [Chosen("law", i, i % 4, 0, [-0.5, -1.0, -2.0, -3.25], cut=i == 2) for i in range(3)]
+SOME = [ChosenAnswer("law", i, i % 4, 0, [-0.5, -1.0, -2.0, -3.25], cut=i == 2) for i in range(3)]
 
 
 def written(path: Path) -> Path:
-    with closing(ResumableResults(path, ABOUT, Chosen)) as kept:
+    with closing(ResumableResults(path, ABOUT, ChosenAnswer)) as kept:
         for one in SOME:
             kept.add(one)
     return path
@@ -35,7 +35,7 @@ def written(path: Path) -> Path:
 
 def test_what_was_added_is_found_again(tmp_path: Path) -> None:
     path = written(tmp_path / "deeper" / "results.jsonl")
-    with closing(ResumableResults(path, replace(ABOUT, model="another name"), Chosen)) as kept:
+    with closing(ResumableResults(path, replace(ABOUT, model="another name"), ChosenAnswer)) as kept:
         assert kept.records == {one.key: one for one in SOME}
     assert [one.right for one in SOME] == [True, False, False]
 
@@ -46,10 +46,10 @@ def test_wherever_a_line_was_cut_the_others_are_there(tmp_path: Path) -> None:
     for size in range(head, len(whole)):
         path.write_bytes(whole[:size])
         n = whole[:size].count(b"\n") - 1
-        with closing(ResumableResults(path, ABOUT, Chosen)) as kept:
+        with closing(ResumableResults(path, ABOUT, ChosenAnswer)) as kept:
             assert list(kept.records) == [one.key for one in SOME[:n]]
             kept.add(SOME[n])
-        assert list(read(path, Chosen).records.values()) == SOME[: n + 1]
+        assert list(read(path, ChosenAnswer).records.values()) == SOME[: n + 1]
 
 
 @pytest.mark.parametrize("field", ["engine", "precision", "task", "data"])
@@ -57,7 +57,7 @@ def test_results_of_something_else(tmp_path: Path, field: str) -> None:
     path = written(tmp_path / "results")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=rf"has results of the {field} .*\n.*'other'"):
-        ResumableResults(path, replace(ABOUT, **{field: "other"}), Chosen)
+        ResumableResults(path, replace(ABOUT, **{field: "other"}), ChosenAnswer)
     assert path.read_bytes() == before
 
 
@@ -68,7 +68,7 @@ def test_files_that_are_something_else(tmp_path: Path, content: bytes, line: int
     path = tmp_path / "notes"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"notes:{line} is no line of results"):
-        ResumableResults(path, ABOUT, Chosen)
+        ResumableResults(path, ABOUT, ChosenAnswer)
     assert path.read_bytes() == content, "a file of somebody else's is left as it is"
 
 
@@ -77,7 +77,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b'{"group": 3}\n', *lines[2:]]))
     with pytest.raises(ConfigError, match="results:3 is no line of results"):
-        read(path, Chosen)
+        read(path, ChosenAnswer)
 
 
 def test_an_answer_that_is_not_what_was_written_is_not_believed(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_an_answer_that_is_not_what_was_written_is_not_believed(tmp_path: Path) 
     for at in range(begin, len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(ConfigError, match=r"results:[2-4] is no line of results"):
-            ResumableResults(path, ABOUT, Chosen)
+            ResumableResults(path, ABOUT, ChosenAnswer)
     path.write_bytes(whole.replace(b'"chosen":0', b'"chosen":1', 1))
     with pytest.raises(ConfigError, match=r"results:2 .*its checksum is another"):
-        read(path, Chosen)
+        read(path, ChosenAnswer)
 
 
 def test_a_file_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_file_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":1', 1))
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=r"results of version 1\n.*version 2\n.*evaluate again"):
-        ResumableResults(path, ABOUT, Chosen)
+        ResumableResults(path, ABOUT, ChosenAnswer)
     assert path.read_bytes() == before
 
 
@@ -111,22 +111,22 @@ def test_a_first_line_that_was_cut_begins_the_file_anew(tmp_path: Path) -> None:
         assert written(path).read_bytes() == whole, size
     path.write_bytes(whole[: head - 2] + b"?")
     with pytest.raises(ConfigError, match="cut:1 is no line of results"):
-        ResumableResults(path, ABOUT, Chosen)
+        ResumableResults(path, ABOUT, ChosenAnswer)
     assert path.read_bytes() == whole[: head - 2] + b"?", "nothing that only begins as ours"
 
 
 def test_a_file_of_two_runs(tmp_path: Path) -> None:
     path = tmp_path / "results"
-    with closing(ResumableResults(path, ABOUT, Chosen)) as first:
+    with closing(ResumableResults(path, ABOUT, ChosenAnswer)) as first:
         first.add(SOME[0])
         with pytest.raises(ConfigError, match="results are in use by another run"):
-            ResumableResults(path, ABOUT, Chosen)
+            ResumableResults(path, ABOUT, ChosenAnswer)
         first.add(SOME[1])
-        assert len(read(path, Chosen).records) == 2, "who only reads is let in"
-    with closing(ResumableResults(path, ABOUT, Chosen)) as second:
+        assert len(read(path, ChosenAnswer).records) == 2, "who only reads is let in"
+    with closing(ResumableResults(path, ABOUT, ChosenAnswer)) as second:
         assert list(second.records) == [one.key for one in SOME[:2]]
         second.add(SOME[2])
-    assert list(read(path, Chosen).records.values()) == SOME
+    assert list(read(path, ChosenAnswer).records.values()) == SOME
 
 
 def test_a_file_that_is_too_large_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +134,10 @@ def test_a_file_that_is_too_large_is_left_as_it_is(tmp_path: Path, monkeypatch: 
     before = path.read_bytes()
     monkeypatch.setattr(module, "_MOST_BYTES", len(before) - 1)
     with pytest.raises(ConfigError, match=rf"results is too large.*\n.*at most {len(before) - 1:,} bytes\n.*another"):
-        ResumableResults(path, ABOUT, Chosen)
+        ResumableResults(path, ABOUT, ChosenAnswer)
     assert path.read_bytes() == before
     monkeypatch.setattr(module, "_MOST_BYTES", len(before))
-    with closing(ResumableResults(path, ABOUT, Chosen)) as kept:
+    with closing(ResumableResults(path, ABOUT, ChosenAnswer)) as kept:
         with pytest.raises(ConfigError, match="too large"):
             kept.add(replace(SOME[0], number=9))
         assert list(kept.records.values()) == SOME
@@ -158,7 +158,7 @@ def no_file_beyond(n_bytes: int) -> Iterator[None]:
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     whole = written(tmp_path / "whole").read_bytes()
     lines, path = whole.splitlines(keepends=True), tmp_path / "results"
-    with closing(ResumableResults(path, ABOUT, Chosen)) as kept:
+    with closing(ResumableResults(path, ABOUT, ChosenAnswer)) as kept:
         kept.add(SOME[0])
         size = path.stat().st_size
         for room in (0, 1, len(lines[2]) - 1):
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
             kept.add(one)
     assert path.read_bytes() == whole
     with no_file_beyond(9), pytest.raises(MachineError, match="cannot write"):
-        ResumableResults(tmp_path / "other", ABOUT, Chosen)
+        ResumableResults(tmp_path / "other", ABOUT, ChosenAnswer)
     assert written(tmp_path / "other").read_bytes() == whole, "and nobody holds it"
 
 
@@ -190,7 +190,7 @@ def test_answers_to_other_questions(task: str, data: str, n: int) -> None:
 
 
 def test_answers_to_what_nobody_asked_are_not_counted(tmp_path: Path) -> None:
-    found = read(written(tmp_path / "results"), Chosen)
+    found = read(written(tmp_path / "results"), ChosenAnswer)
     check_whole(found, 3)
     for n in (2, 4):
         with pytest.raises(ConfigError, match=f"has 3 answers\n.*{n} questions"):
@@ -199,7 +199,7 @@ def test_answers_to_what_nobody_asked_are_not_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("odd", [0, 2])
 def test_answers_that_are_not_judged_alike(tmp_path: Path, odd: int) -> None:
-    found = read(written(tmp_path / "results"), Chosen)
+    found = read(written(tmp_path / "results"), ChosenAnswer)
     records = {key: replace(one, per_byte=0) if i == odd else one for i, (key, one) in enumerate(found.records.items())}
     mixed = found._replace(records=records)
     for now, before in ((found, mixed), (mixed, found)):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.copies import copied
-from millrace.evaluate.resumable_results import Chosen, Key, read
+from millrace.evaluate.resumable_results import ChosenAnswer, Key, read
 from tests.support.shared import NOT_BESIDE, SHARED
 from tools.nightly.packages import smollm2
 
@@ -70,7 +70,7 @@ def test_every_question_is_answered_as_lm_eval_does(tmp_path: Path) -> None:
     asked = ["--data", str(MMLU), "--limit", str(LIMIT), "--out", str(out), "--precision", "fp32", "--tune", "0"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     subprocess.run([sys.executable, "-m", "millrace", "eval", str(model), *asked], check=True, env=environment)
-    expected, chosen = theirs(lm_eval, model, tmp_path / "tasks"), read(out, Chosen).records
+    expected, chosen = theirs(lm_eval, model, tmp_path / "tasks"), read(out, ChosenAnswer).records
     assert len(expected) == 57 * LIMIT and expected.keys() == chosen.keys()
     for name, logprobs in expected.items():
         assert chosen[name].logprobs == pytest.approx(logprobs, abs=2e-3), name

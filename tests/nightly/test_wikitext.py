@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.copies import copied
 from millrace.evaluate.perplexity import pages
-from millrace.evaluate.resumable_results import Chosen, read
+from millrace.evaluate.resumable_results import ChosenAnswer, read
 from tests.support.shared import NOT_BESIDE, SHARED
 from tools.nightly.packages import smollm2
 
@@ -86,7 +86,7 @@ def test_multiple_choice(model: Path, tmp_path: Path) -> None:
     expected = theirs(model, tmp_path, "choices_here", lines, yaml)
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "ours.jsonl"
-    told, kept = ours(model, tmp_path, "--task", tmp_path / "mine.jsonl", "--out", out), read(out, Chosen).records
+    told, kept = ours(model, tmp_path, "--task", tmp_path / "mine.jsonl", "--out", out), read(out, ChosenAnswer).records
     for sample in expected["samples"]:
         logprobs = [float(logprob) for ((logprob, _),) in sample["resps"]]
         assert kept["mine", int(sample["doc_id"])].logprobs == pytest.approx(logprobs, abs=2e-3), sample["doc"]

@@ -9,7 +9,7 @@ import pytest
 from markupsafe import escape
 
 from millrace.errors import ConfigError
-from millrace.machine.roofline import Compute, Level, Rate, Roofline
+from millrace.machine.roofline import Compute, MemoryLevel, Rate, Roofline
 from millrace.size import plan
 from millrace.size.answer.answer import Answer, answered
 from millrace.size.answer.multi_model import shared
@@ -321,7 +321,7 @@ def test_this_machine_by_its_roofline() -> None:
         return Rate(value, value, value)
 
     roofline = Roofline(
-        2, (Level("DRAM", None, rate(15e9), rate(20e9)),),
+        2, (MemoryLevel("DRAM", None, rate(15e9), rate(20e9)),),
         (Compute("bf16", rate(1e11), rate(2e11), rate(4e11)), Compute("w8a8", rate(2e11), rate(4e11), None)),
     )  # fmt: skip
     asked = {"model": "smollm2-135m", "isl": 100, "osl": 50, "ttft_ms": 5000, "rate": 0.1, "hardware": "this",

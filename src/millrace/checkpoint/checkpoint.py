@@ -73,8 +73,8 @@ class Checkpoint:
             )  # fmt: skip
         raw = _read_raw(folder)
         notes = () if raw.pop(COMPRESSION, None) is None else (NOT_FOLLOWED,)
-        said = _config_fields(folder, raw)
-        return Checkpoint(folder, said.config, Tensors({}, {}), said.generation, (*said.notes, *notes))
+        fields = _config_fields(folder, raw)
+        return Checkpoint(folder, fields.config, Tensors({}, {}), fields.generation, (*fields.notes, *notes))
 
     @property
     def decoder(self) -> ModelConfig:
@@ -120,11 +120,11 @@ class Checkpoint:
         model may end its turns with a token that only tokenizer_config.json names. An encoder has none."""
         if isinstance(self.config, EncoderConfig):
             return ()
-        found = self.generation.eos_token_ids or self.config.eos_token_ids
+        result = self.generation.eos_token_ids or self.config.eos_token_ids
         if not self.has_tokenizer:
-            return found
+            return result
         eos = self.tokenizer.eos_token_id
-        return found if eos is None or eos in found else (*found, eos)
+        return result if eos is None or eos in result else (*result, eos)
 
     def identity(self, digest_of: DigestOf = file_digest, report: Report | None = None) -> str:
         """32 hexadecimal digits: equal for checkpoints of equal content, wherever they lie and whenever they were made.
@@ -152,14 +152,14 @@ class CompressedCheckpoint(Checkpoint):
 class GgufCheckpoint(Checkpoint):
     """One file that holds configuration, tokenizer, chat template and weights."""
 
-    said: "GgufModel"
+    gguf: "GgufModel"
 
     own_precisions = True
     has_tokenizer = True  # which opening the file has seen to
 
     @cached_property
     def files(self) -> Files:
-        return self.said.files()
+        return self.gguf.files()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -180,25 +180,25 @@ class GgufCheckpoint(Checkpoint):
 def _open_gguf(path: Path) -> GgufCheckpoint:
     from millrace.checkpoint.gguf.model import read_gguf  # ten milliseconds, which a built engine need not wait for
 
-    said = read_gguf(path)
-    return GgufCheckpoint(path, said.config, said.tensors, said.generation, said.notes, said)
+    fields = read_gguf(path)
+    return GgufCheckpoint(path, fields.config, fields.tensors, fields.generation, fields.notes, fields)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    said = _config_fields(folder, _read_raw(folder))
-    config, notes = said.config, said.notes
-    tensors = CompressedTensors.of(folder, said.compression) if said.compression else Tensors.open(folder)
+    fields = _config_fields(folder, _read_raw(folder))
+    config, notes = fields.config, fields.notes
+    tensors = CompressedTensors.of(folder, fields.compression) if fields.compression else Tensors.open(folder)
     if isinstance(config, ModelConfig):
         config, tensors, tied_notes = resolve_tied_head(config, tensors)
         notes += tied_notes
     stored = _stored_dtype(tensors)
     notes += tuple(tensors.notes)
-    if not said.has_dtype:
+    if not fields.has_dtype:
         config = replace(config, dtype=stored)
     elif stored != config.dtype:
         notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
-    kind = CompressedCheckpoint if said.compression else Checkpoint
-    return kind(folder, config, tensors, said.generation, notes)
+    kind = CompressedCheckpoint if fields.compression else Checkpoint
+    return kind(folder, config, tensors, fields.generation, notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +234,8 @@ def _read_raw(folder: Path) -> dict[str, object]:
 
 def _config_fields(folder: Path, raw: dict[str, object]) -> _ConfigFiles:
     """raw: config.json, whose part about compression is taken out. raises CheckpointError"""
-    said = None if family_of(raw).is_encoder else raw.get(COMPRESSION)
-    compression = read_compression(said) if is_compressed(said) else None
+    fields = None if family_of(raw).is_encoder else raw.get(COMPRESSION)
+    compression = read_compression(fields) if is_compressed(fields) else None
     if compression:
         del raw[COMPRESSION]
     config = with_sentences(read_encoder(raw), folder) if family_of(raw).is_encoder else read_config(raw)

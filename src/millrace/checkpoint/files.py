@@ -48,7 +48,7 @@ def read_small(path: Path) -> bytes:
     return data
 
 
-def read_span(path: Path, seen: FileState, offset: int, nbytes: int) -> NDArray[np.uint8]:
+def read_span(path: Path, state: FileState, offset: int, nbytes: int) -> NDArray[np.uint8]:
     """(nbytes,) from `offset` on. raises CheckpointError where the file is not what it was when it was `seen`"""
     data = np.empty(nbytes, np.uint8)
     try:
@@ -57,8 +57,8 @@ def read_span(path: Path, seen: FileState, offset: int, nbytes: int) -> NDArray[
             now = FileState.of(file)
     except OSError as error:
         raise unreadable(path, error) from error
-    if done < nbytes or now != seen:
-        raise _changed(path, seen, now)
+    if done < nbytes or now != state:
+        raise _changed(path, state, now)
     return data
 
 
@@ -73,32 +73,32 @@ def _read_into(file: int, view: memoryview, offset: int) -> int:
     return done
 
 
-def file_digest(path: Path, seen: FileState, report: Report | None = None) -> str:
+def file_digest(path: Path, state: FileState, report: Report | None = None) -> str:
     """blake2b (16 bytes, hex) over the blake2b of every 16 MiB, which are read on all cores. raises CheckpointError"""
 
     def block(offset: int) -> tuple[int, bytes]:
-        data = read_span(path, seen, offset, min(_DIGEST_BLOCK, seen.nbytes - offset))
+        data = read_span(path, state, offset, min(_DIGEST_BLOCK, state.nbytes - offset))
         return len(data), hashlib.blake2b(data.data, digest_size=16).digest()
 
-    whole = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     pool = ThreadPoolExecutor(usable_cores())  # reading and hashing both let go of the interpreter
     try:
-        for nbytes, digest in pool.map(block, range(0, seen.nbytes, _DIGEST_BLOCK)):
-            whole.update(digest)
+        for nbytes, digest in pool.map(block, range(0, state.nbytes, _DIGEST_BLOCK)):
+            hasher.update(digest)
             if report:
                 report(nbytes)
     finally:
         pool.shutdown(cancel_futures=True)
-    return whole.hexdigest()
+    return hasher.hexdigest()
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read: {error.strerror}", "a file that can be read", "check the file")
 
 
-def _changed(path: Path, seen: FileState, now: FileState) -> CheckpointError:
-    sizes = f"{seen.nbytes} bytes then, {now.nbytes} now"
-    how = sizes if seen.nbytes != now.nbytes else "it was written, or replaced"
+def _changed(path: Path, state: FileState, now: FileState) -> CheckpointError:
+    sizes = f"{state.nbytes} bytes then, {now.nbytes} now"
+    how = sizes if state.nbytes != now.nbytes else "it was written, or replaced"
     return CheckpointError(
         f"{path} has changed since it was opened: {how}",
         "a file that stays as it is while it is read",

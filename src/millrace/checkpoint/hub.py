@@ -11,7 +11,7 @@ Progress = Callable[[int, int], None]  # bytes here, bytes in all; the second gr
 
 _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 # What a checkpoint is read from. Mistral's repositories hold the weights a second time as consolidated*.safetensors.
-_WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 
 
@@ -75,7 +75,7 @@ def _download(
             cache_dir=cache,
             token=token,
             local_files_only=offline,
-            allow_patterns=_WANTED,
+            allow_patterns=_PATTERNS,
             ignore_patterns=_UNWANTED,
             tqdm_class=_quiet_bar(progress),
         )

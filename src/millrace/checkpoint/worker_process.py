@@ -119,7 +119,7 @@ def unavailable(what: str) -> MachineError:
     return MachineError(what, "memory and time for one more process", "free memory, then try again")
 
 
-class Worker:
+class WorkerProcess:
     """A FrameProcess that is started when it is needed, and again after it ended. Threads take turns with it."""
 
     def __init__(self, script: Path, greet: Callable[[FrameProcess], None]) -> None:
@@ -128,7 +128,7 @@ class Worker:
         self._turn = threading.Lock()
         self.process: FrameProcess | None = None
         self._settling = threading.Lock()  # guards what is below
-        self._held, self._began_s, self._lasted_s = False, 0.0, 0.0
+        self._paused, self._began_s, self._lasted_s = False, 0.0, 0.0
         self._at_work: FrameProcess | None = None
         self._halted: FrameProcess | None = None
 
@@ -152,7 +152,7 @@ class Worker:
             with self._work_of(again):
                 return again.exchange(payload, timeout_s)
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """From one thread, which computes on all cores from `hold(True)` to `hold(False)`: messages rest then.
 
         A low priority is not enough: who waits is owed a little, and a core once given is given until the kernel's next
@@ -162,11 +162,11 @@ class Worker:
             return
         now_s = time.perf_counter()
         with self._settling:
-            if held:
+            if paused:
                 self._began_s = now_s
             else:
                 self._lasted_s = now_s - self._began_s
-            self._held = held and self._lasted_s < _LONG_S
+            self._paused = paused and self._lasted_s < _LONG_S
             self._settle()
 
     def stop(self) -> None:
@@ -191,7 +191,7 @@ class Worker:
                 self._settle()
 
     def _settle(self) -> None:
-        halted = self._at_work if self._held else None
+        halted = self._at_work if self._paused else None
         if halted is self._halted:
             return
         if self._halted is not None:

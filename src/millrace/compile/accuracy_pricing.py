@@ -75,14 +75,14 @@ class PricingTask:
 
 def _without_price(source: Source, options: BuildOptions) -> str:
     """Why such an engine has no price: it computes what the checkpoint stores, or what all are measured against."""
-    own, asked = (
+    own, requested = (
         resolve_options(source, replace(options, precision=None, kv_format=None)),
         resolve_options(source, options),
     )
-    if (asked.precision.meaning, asked.kv_format) == (own.precision.meaning, own.kv_format):
+    if (requested.precision.meaning, requested.kv_format) == (own.precision.meaning, own.kv_format):
         return "it runs in what the checkpoint stores"
     exact = PrecisionMap(Precision.FP32).meaning
-    if (asked.precision.meaning, asked.kv_format) == (exact, KvFormat.F32):
+    if (requested.precision.meaning, requested.kv_format) == (exact, KvFormat.F32):
         return "fp32 is what other precisions are measured against"
     return ""
 
@@ -111,11 +111,11 @@ def to_measure(
     without = (not auto and _without_price(source, options)) or without
     if without or pricing is None:
         return PricingTask(without=without)
-    pricer, asked, tiles = pricing(build), resolve_options(source, options).precision, build.bf16_sums == "tiles"
+    pricer, requested, tiles = pricing(build), resolve_options(source, options).precision, build.bf16_sums == "tiles"
     if not auto:
-        return PricingTask(candidates=(asked,), pricer=pricer, tiles=tiles)
+        return PricingTask(candidates=(requested,), pricer=pricer, tiles=tiles)
     bound = AUTO_MAX_KL if build.max_kl is None else build.max_kl
-    return PricingTask(candidates=pricer.candidates(asked), max_kl=bound, pricer=pricer, tiles=tiles)
+    return PricingTask(candidates=pricer.candidates(requested), max_kl=bound, pricer=pricer, tiles=tiles)
 
 
 def check_measured(build: BuildSettings, what: PricingTask) -> None:

@@ -25,7 +25,7 @@ def check_sequences(tokens: int, sequences: int, rows: int) -> None:
         )  # fmt: skip
 
 
-def unbounded(graph: Graph, name: str, asked: list[str]) -> ConfigError:
+def unbounded(graph: Graph, name: str, symbols: list[str]) -> ConfigError:
     """Return the error for a dimension without bounds, or bounds without a dimension.
 
     asked: dimensions that a profile has to name
@@ -37,8 +37,8 @@ def unbounded(graph: Graph, name: str, asked: list[str]) -> ConfigError:
         else "is none of this network's"
     )
     inputs = ", ".join(f"{p.name} {list(p.value.shape)}" for p in graph.inputs)
-    profile = ", ".join(f'"{n}": Bounds(1, 8, 64)' for n in asked or having)
+    profile = ", ".join(f'"{n}": Bounds(1, 8, 64)' for n in symbols or having)
     return ConfigError(
-        f"the dimension {name!r:.60} {what}", f"bounds for {', '.join(asked or having)}; the inputs are {inputs}",
+        f"the dimension {name!r:.60} {what}", f"bounds for {', '.join(symbols or having)}; the inputs are {inputs}",
         f"say how small, how large usually and how large at most: BuildOptions(profile={{{profile}}})",
     )  # fmt: skip

@@ -13,7 +13,7 @@ import millrace
 from millrace.compile.bounds import check_openable, check_sequences, unbounded
 from millrace.compile.disk_space_check import cannot_write, check_new
 from millrace.compile.lower_cpu.lower import lower
-from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.compile.lower_cpu.program import Program, SymbolBounds
 from millrace.compile.lower_cpu.program_report import program_table
 from millrace.compile.lower_cpu.sizes import check_dims
 from millrace.compile.passes.expressions import fold_constants, fuse_elementwise
@@ -78,7 +78,7 @@ class BuildOptions:
     max_step_tokens: int = STEP_TOKENS
     kv_format: KvFormat | None = None  # None: float32 for such an engine, else the checkpoint's own, or bfloat16
     fuse: bool = True
-    profile: Mapping[str, Bounds] = field(default_factory=dict)
+    profile: Mapping[str, SymbolBounds] = field(default_factory=dict)
     tiles: bool = False  # products of bfloat16 are summed as the tiles of AMX do it, and not in pairs
     keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names; values by their numbers
 
@@ -98,7 +98,7 @@ class ResolvedOptions:
     max_batch: int
     max_step_tokens: int
     fuse: bool
-    profile: Mapping[str, Bounds]
+    profile: Mapping[str, SymbolBounds]
     keep: tuple[str, ...]
 
     @property
@@ -130,7 +130,7 @@ def resolve_options(source: Source, options: BuildOptions) -> ResolvedOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BuildPlan:
     """All that is known of an engine before a weight is read."""
 
     precision: PrecisionMap
@@ -140,7 +140,7 @@ class Plan:
     gpu: GpuSection = SAME_ON_A_GPU
 
 
-def plan_engine(source: Source, options: BuildOptions) -> Plan:
+def plan_engine(source: Source, options: BuildOptions) -> BuildPlan:
     """Trace, passes and lowering; nothing is packed yet.
 
     raises ConfigError for options out of range, CheckpointError where the weights do not fit the model, GraphError
@@ -150,7 +150,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
     _check_context(traced, chosen.max_context)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
-    return Plan(precision, traced, _program(traced, chosen), notes_of(source, chosen))
+    return BuildPlan(precision, traced, _program(traced, chosen), notes_of(source, chosen))
 
 
 def notes_of(source: Source, chosen: ResolvedOptions) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def notes_of(source: Source, chosen: ResolvedOptions) -> tuple[str, ...]:
 
 
 def plan_pieces(
-    source: Source, options: BuildOptions, wanted: Callable[[Graph], tuple[Port, ...]] | None = None
+    source: Source, options: BuildOptions, extra_outputs: Callable[[Graph], tuple[Port, ...]] | None = None
 ) -> Iterator[Program]:
     """The same engine as plan_engine's in pieces that compute its bits one after the other, with CARRIED between them.
 
@@ -168,8 +168,8 @@ def plan_pieces(
     raises as plan_engine
     """
     chosen, pieces = resolve_options(source, options), _cut(source)
-    if wanted is not None:
-        pieces = tuple(prune(replace(piece, outputs=ports)) for piece in pieces if (ports := wanted(piece)))
+    if extra_outputs is not None:
+        pieces = tuple(prune(replace(piece, outputs=ports)) for piece in pieces if (ports := extra_outputs(piece)))
     return (_program(piece, chosen) for piece in pieces)
 
 
@@ -206,26 +206,30 @@ def _check_context(graph: Graph, max_context: int) -> None:
         )  # fmt: skip
 
 
-def _bounds(graph: Graph, chosen: ResolvedOptions) -> dict[Symbol, Bounds]:
+def _bounds(graph: Graph, chosen: ResolvedOptions) -> dict[Symbol, SymbolBounds]:
     """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
     tokens, batch = max(chosen.max_step_tokens, chosen.max_batch), chosen.max_batch
     if any(runnable(node).whole_sequences for node in graph.nodes):  # a sequence is in one step, or not at all
         tokens = max(tokens, chosen.max_context)
-    known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch + SCORED_ROWS)}
-    known |= chosen.profile
+    symbol_bounds = {
+        "T": SymbolBounds(1, tokens, tokens),
+        "S": SymbolBounds(1, batch, batch),
+        "R": SymbolBounds(1, batch, batch + SCORED_ROWS),
+    }
+    symbol_bounds |= chosen.profile
     names = [s.name for s in graph.symbols]
-    for name in [n for n in names if n not in known] + [n for n in chosen.profile if n not in names]:
-        raise unbounded(graph, name, [n for n in names if n not in known or n in chosen.profile])
+    for name in [n for n in names if n not in symbol_bounds] + [n for n in chosen.profile if n not in names]:
+        raise unbounded(graph, name, [n for n in names if n not in symbol_bounds or n in chosen.profile])
     for name in names:
-        b = known[name]
+        b = symbol_bounds[name]
         if not 1 <= b.low <= b.usual <= b.high <= LONGEST:
             raise ConfigError(
                 f"{name} from {b.low} to {b.high}, usually {b.usual}", f"1 <= low <= usual <= high <= {LONGEST}",
                 "correct the profile",
             )  # fmt: skip
     if find(graph.outputs, LOGITS) and {"T", "S", "R"} <= set(names):
-        check_sequences(known["T"].high, known["S"].high, known["R"].high)
-    bounds = {s: known[s.name] for s in graph.symbols}
+        check_sequences(symbol_bounds["T"].high, symbol_bounds["S"].high, symbol_bounds["R"].high)
+    bounds = {s: symbol_bounds[s.name] for s in graph.symbols}
     check_dims(graph, bounds)
     return bounds
 
@@ -240,7 +244,7 @@ def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
 
 def _check(options: BuildOptions) -> None:
     for name, bounds in options.profile.items():
-        if not isinstance(bounds, Bounds):
+        if not isinstance(bounds, SymbolBounds):
             raise ConfigError(
                 f"the bounds of {name} are a {type(bounds).__qualname__}", "Bounds of three numbers",
                 f'write profile={{"{name}": Bounds(smallest, usual, largest)}}',
@@ -254,7 +258,7 @@ def _check(options: BuildOptions) -> None:
 
 
 def write_engine(
-    source: Source, plan: Plan, folder: Path, *, name: str, progress: Progress | None = None,
+    source: Source, plan: BuildPlan, folder: Path, *, name: str, progress: Progress | None = None,
     tuning: Tuning | None = None, evaluation: Evaluation | None = None,
 ) -> Manifest:  # fmt: skip
     """Packs the weights and writes the engine folder, which must not exist: whole, or not at all.
@@ -269,8 +273,8 @@ def write_engine(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with building(folder) as unfinished:
-            found = evaluation or Evaluation()
-            manifest = _write(source, plan, unfinished, name, found, progress or (lambda *_: None))
+            result = evaluation or Evaluation()
+            manifest = _write(source, plan, unfinished, name, result, progress or (lambda *_: None))
             if tuning is not None:
                 tune_folder(unfinished, tuning, progress)
             check_new(folder)  # somebody else may have been faster
@@ -279,7 +283,9 @@ def write_engine(
     return manifest
 
 
-def _write(source: Source, plan: Plan, folder: Path, name: str, evaluation: Evaluation, progress: Progress) -> Manifest:
+def _write(
+    source: Source, plan: BuildPlan, folder: Path, name: str, evaluation: Evaluation, progress: Progress
+) -> Manifest:
     program = plan.program
     weights, of_each = _write_weights(program, folder / WEIGHTS, progress)
     (folder / PROGRAM).write_bytes(program.encoded())
@@ -347,7 +353,9 @@ def pack_weights(program: Program, put: Callable[[memoryview, int], None], progr
         slabs.shutdown()
 
 
-def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str, evaluation: Evaluation) -> Manifest:
+def _manifest(
+    source: Source, plan: BuildPlan, files: dict[str, FileEntry], name: str, evaluation: Evaluation
+) -> Manifest:
     program = plan.program
     logits = slot(program.outputs, LOGITS)
     width = logits.shape[1] if logits else 0
@@ -376,6 +384,6 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
     )  # fmt: skip
 
 
-def slot_entry(found: Slot) -> SlotEntry:
-    shape = [d if isinstance(d, int) else repr(d) for d in found.shape]
-    return SlotEntry(found.name, shape, found.dtype, found.offset)
+def slot_entry(slot: Slot) -> SlotEntry:
+    shape = [d if isinstance(d, int) else repr(d) for d in slot.shape]
+    return SlotEntry(slot.name, shape, slot.dtype, slot.offset)

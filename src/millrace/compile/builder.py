@@ -64,13 +64,13 @@ class Builder:
         raises ConfigError for what cannot be
         """
         source = Source.from_checkpoint(checkpoint, build.max_context)
-        kept = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
+        kv_format = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
         if for_gpu:
             alone, build = gpu_precision(build, source, precisions)
             if alone.built:
                 build = replace(build, precision=alone.built.value)
-            if alone.name == "fp16" and kept is None:  # float32 on a CPU, which keeps them so unless it is asked
-                kept = source.kv_format
+            if alone.name == "fp16" and kv_format is None:  # float32 on a CPU, which keeps them so unless it is asked
+                kv_format = source.kv_format
         precision = asked_precision(build, source.own_precision, precisions)
         if for_gpu:
             alone.check_built((precision or source.own_precision).described(HEAD))
@@ -82,7 +82,7 @@ class Builder:
         options = BuildOptions(
             precision=precision,
             max_batch=build.max_batch or (ENCODER_BATCH if encoder else DEFAULT_BATCH),
-            kv_format=kept,
+            kv_format=kv_format,
             tiles=build.bf16_sums == "tiles" if build.bf16_sums else "amx" in usable_isas(),
         )
         measure = to_measure(build, checkpoint, source, options, pricing)
@@ -106,8 +106,8 @@ class Builder:
 
         How long the kernels are timed is no part of it: that changes no answer, and `millrace tune` does it again.
         """
-        asked = [replace(self.options, precision=p) for p in self.measure.candidates] or [self.options]
-        keys = " ".join(resolve_options(self.source, options).key for options in asked)
+        requested = [replace(self.options, precision=p) for p in self.measure.candidates] or [self.options]
+        keys = " ".join(resolve_options(self.source, options).key for options in requested)
         return f"{FORMAT} {kernels_digest()} {self.identity} {keys} {self.measure.key} {self.alone.name}"
 
     def write(self, folder: Path) -> None:
@@ -188,11 +188,11 @@ def asked_precision(
 
     Where it is to be found out, what it starts from: the model's own.
     """
-    asked = precisions if precisions is not None else None if build.precision == AUTO else build.precision
-    if asked is None and (build.group is not None or build.head is not None):
-        kept = [(pattern, p) for pattern, p in own.patterns if not build.head or pattern != HEAD]
-        asked = {"default": own.default.value, **{pattern: p.value for pattern, p in kept}}
-    if asked is None:
+    requested = precisions if precisions is not None else None if build.precision == AUTO else build.precision
+    if requested is None and (build.group is not None or build.head is not None):
+        kv_format = [(pattern, p) for pattern, p in own.patterns if not build.head or pattern != HEAD]
+        requested = {"default": own.default.value, **{pattern: p.value for pattern, p in kv_format}}
+    if requested is None:
         return None
     as_stored = own.stored_groups and build.group is None
-    return precision_map(asked, build.group or own.group, build.head, stored_groups=as_stored)
+    return precision_map(requested, build.group or own.group, build.head, stored_groups=as_stored)

@@ -50,20 +50,20 @@ class PrecisionMap:
         decides = next((pattern for pattern, _ in self.patterns if _matches(name, pattern)), "")
         return dict(self.x_groups).get(decides, 0) if self.of(name, is_head=is_head).takes_bytes else 0
 
-    def kept(self, held: QuantisedFormat | None, precision: Precision) -> QuantisedFormat | None:
+    def stored_format(self, stored: QuantisedFormat | None, precision: Precision) -> QuantisedFormat | None:
         """The codes that a product in this precision takes over as a checkpoint holds them; None: it rounds weights."""
-        if held is None or not precision.coded or held.bits > precision.bits:
+        if stored is None or not precision.coded or stored.bits > precision.bits:
             return None
-        if held.e4m3 or not precision.quantised:
-            return held if held.e4m3 and not precision.quantised else None
-        return held if self.stored_groups or held.group == self.group else None
+        if stored.e4m3 or not precision.quantised:
+            return stored if stored.e4m3 and not precision.quantised else None
+        return stored if self.stored_groups or stored.group == self.group else None
 
     @property
     def meaning(self) -> "PrecisionSpec":
         """Of a model whose head has the usual name: equal where equal engines follow, however they were asked for."""
         rows = dict(self.x_groups)
-        others = [("", self.default), *(p for p in self.patterns if p[0] != HEAD)]
-        layers = tuple((pattern, precision, rows.get(pattern, 0)) for pattern, precision in others)
+        other_patterns = [("", self.default), *(p for p in self.patterns if p[0] != HEAD)]
+        layers = tuple((pattern, precision, rows.get(pattern, 0)) for pattern, precision in other_patterns)
         head = (self.of(HEAD, is_head=True), self.x_group_of(HEAD, is_head=True))
         meant = PrecisionSpec(layers, head, self.group, self.stored_groups)
         quantised = any(p.quantised for p in Precision if meant.uses(p))
@@ -72,12 +72,12 @@ class PrecisionMap:
     def described(self, head: str | None) -> dict[str, str]:
         """As manifests say it: `default`, the head where it differs, patterns. head: its name; None: there is none"""
         rows = dict(self.x_groups)
-        default = _written(self.default, rows.get("", 0))
+        default = _layer_text(self.default, rows.get("", 0))
         own = default
         if head is not None:
-            own = _written(self.of(head, is_head=True), self.x_group_of(head, is_head=True))
+            own = _layer_text(self.of(head, is_head=True), self.x_group_of(head, is_head=True))
         different = {} if own == default else {HEAD: own}
-        named = {p: _written(v, rows.get(p, 0)) for p, v in self.patterns if p not in different}
+        named = {p: _layer_text(v, rows.get(p, 0)) for p, v in self.patterns if p not in different}
         return {"default": default, **different, **named}
 
     def check_head(self, head: str) -> None:
@@ -137,18 +137,20 @@ class StoredMatrix:
 
     dtype: str
     n_weights: int
-    held: QuantisedFormat | None = None
+    codes: QuantisedFormat | None = None
     byte_rows: bool = True
     fp8_rows: bool = False
 
     @property
     def nearest(self) -> Precision:
         """The class that keeps it, at the fewest bits per weight."""
-        if self.held is None:
+        if self.codes is None:
             return _FLOATS.get(self.dtype, Precision.BF16)
-        if self.held.e4m3:
+        if self.codes.e4m3:
             return Precision.FP8A16
-        eight, sixteen = (Precision.W4A8, Precision.W4A16) if self.held.bits <= 4 else (Precision.W8A8, Precision.W8A16)
+        eight, sixteen = (
+            (Precision.W4A8, Precision.W4A16) if self.codes.bits <= 4 else (Precision.W8A8, Precision.W8A16)
+        )
         return eight if self.byte_rows else sixteen
 
 
@@ -160,23 +162,23 @@ def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
         sizes[nearest[name]] += matrix.n_weights
     groups: Counter[int] = Counter()
     for matrix in stored.values():
-        groups[_like(matrix.held)] += matrix.n_weights
-    integers = any(matrix.held and not matrix.held.e4m3 for matrix in stored.values())
+        groups[_like(matrix.codes)] += matrix.n_weights
+    integers = any(matrix.codes and not matrix.codes.e4m3 for matrix in stored.values())
     group = groups.most_common(1)[0][0] if integers else DEFAULT_GROUP
     plain = PrecisionMap(sizes.most_common(1)[0][0], group=group, stored_groups=integers)
-    kept = [(n, p) for n, p in nearest.items() if p != plain.of(n, is_head=n == HEAD)]
-    return replace(plain, patterns=tuple(kept))
+    stored_format = [(n, p) for n, p in nearest.items() if p != plain.of(n, is_head=n == HEAD)]
+    return replace(plain, patterns=tuple(stored_format))
 
 
-def _like(held: QuantisedFormat | None) -> int:
+def _like(stored: QuantisedFormat | None) -> int:
     """The groups of what is rounded beside such codes: as blocks of files have them; of whole rows our own."""
-    return max(held.group, 32) if held and not held.e4m3 and held.group <= DEFAULT_GROUP else DEFAULT_GROUP
+    return max(stored.group, 32) if stored and not stored.e4m3 and stored.group <= DEFAULT_GROUP else DEFAULT_GROUP
 
 
 def with_head_precision(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     """A head of which nothing was asked has the layers' precision where that keeps the checkpoint's own codes."""
-    asked = chosen.head or chosen.names(HEAD) or chosen.of(HEAD, is_head=True) == chosen.default
-    if asked or HEAD not in stored or not chosen.kept(stored[HEAD].held, chosen.default):
+    requested = chosen.head or chosen.names(HEAD) or chosen.of(HEAD, is_head=True) == chosen.default
+    if requested or HEAD not in stored or not chosen.stored_format(stored[HEAD].codes, chosen.default):
         return chosen
     return replace(chosen, head=chosen.default)
 
@@ -187,14 +189,14 @@ def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> 
     widened: Counter[str] = Counter()
     floats: Counter[str] = Counter()
     for name, matrix in stored.items():
-        precision, held = chosen.of(name, is_head=name == HEAD), matrix.held
-        if held is None and precision == Precision.BF16 and matrix.dtype not in _FLOATS:
+        precision, codes = chosen.of(name, is_head=name == HEAD), matrix.codes
+        if codes is None and precision == Precision.BF16 and matrix.dtype not in _FLOATS:
             floats[matrix.dtype] += 1
-        if held is None or precision == Precision.FP32:
+        if codes is None or precision == Precision.FP32:
             continue
-        if not chosen.kept(held, precision):
-            rounded[matrix.dtype, precision, _why(held, precision, chosen.stored_groups)] += 1
-        elif held.bits not in (4, precision.bits):
+        if not chosen.stored_format(codes, precision):
+            rounded[matrix.dtype, precision, _why(codes, precision, chosen.stored_groups)] += 1
+        elif codes.bits not in (4, precision.bits):
             widened[matrix.dtype] += 1
     again = (
         f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and rounded again, from their exact values, "
@@ -222,13 +224,13 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _why(held: QuantisedFormat, precision: Precision, stored_groups: bool) -> str:
+def _why(stored: QuantisedFormat, precision: Precision, stored_groups: bool) -> str:
     """What a user who wonders about the choice needs to know, at the end of a note."""
-    if held.e4m3:
+    if stored.e4m3:
         return f"; {Precision.FP8A16} would keep them exactly"
     if not precision.coded:
         return ""
-    exact = "w4a8" if held.bits <= 4 else "w8a8"
+    exact = "w4a8" if stored.bits <= 4 else "w8a8"
     return f"; {exact}{'' if stored_groups else ' without --group'} would keep them exactly"
 
 
@@ -260,7 +262,7 @@ def parse_precision(name: str) -> Precision:
 MOST_PATTERNS, _LONGEST = 4096, 200  # of a map; characters of a pattern
 
 
-def _written(precision: Precision, x_group: int) -> str:
+def _layer_text(precision: Precision, x_group: int) -> str:
     """As `_parse_layer` reads it."""
     return f"{precision}:{x_group}" if x_group else precision.value
 
@@ -303,7 +305,11 @@ def check_x_group(name: str, x_group: int, group: int) -> None:
 
 
 def precision_map(
-    asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, head: str | None = None, *, stored_groups: bool = False
+    requested: str | Mapping[str, str],
+    group: int = DEFAULT_GROUP,
+    head: str | None = None,
+    *,
+    stored_groups: bool = False,
 ) -> PrecisionMap:
     """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8:32"}.
 
@@ -312,17 +318,17 @@ def precision_map(
     if group < 4 or group % 4 or group > 4096:
         raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
     of_head = parse_precision(head) if head else None
-    asked = {"default": asked} if isinstance(asked, str) else asked
-    if len(asked) > MOST_PATTERNS or any(len(text) > _LONGEST for pair in asked.items() for text in pair):
+    requested = {"default": requested} if isinstance(requested, str) else requested
+    if len(requested) > MOST_PATTERNS or any(len(text) > _LONGEST for pair in requested.items() for text in pair):
         raise ConfigError(
-            f"a map of {len(asked):,} precisions, or with patterns of more than {_LONGEST} characters",
+            f"a map of {len(requested):,} precisions, or with patterns of more than {_LONGEST} characters",
             f"at most {MOST_PATTERNS:,}, for whole groups of layers",
             'name layers by patterns such as "layers.*.mlp.*"',
         )  # fmt: skip
-    if "default" not in asked:
+    if "default" not in requested:
         raise ConfigError("the map of precisions has no default", 'an entry "default"', 'add "default": "bf16"')
-    default, rows = _parse_layer(asked["default"])
-    layers = {pattern: _parse_layer(value) for pattern, value in asked.items() if pattern != "default"}
+    default, rows = _parse_layer(requested["default"])
+    layers = {pattern: _parse_layer(value) for pattern, value in requested.items() if pattern != "default"}
     patterns = tuple((pattern, precision) for pattern, (precision, _) in layers.items())
     asked_rows = {"": rows, **{pattern: own for pattern, (_, own) in layers.items()}}
     usual = 0 if stored_groups else group  # which need not be said

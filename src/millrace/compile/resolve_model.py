@@ -93,8 +93,8 @@ def find_engine(
     from millrace.compile.builder import Builder  # with all of the compiler, which a built engine does not need
 
     builder = Builder.of(name, checkpoint, build, env.cache, precisions, progress, pricing)
-    with EngineCache(env.cache).get_or_build(name, builder.key, builder.write) as (found, fresh):
-        engine = Engine.open(found)
+    with EngineCache(env.cache).get_or_build(name, builder.key, builder.write) as (result, fresh):
+        engine = Engine.open(result)
     if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
         for note in engine.manifest.notes:
             say(note)
@@ -126,8 +126,8 @@ def _say_price(engine: Engine, say: Say | None) -> None:
 
 def _refuse_build_settings(build: BuildSettings, folder: Path, open_: Collection[str] = ()) -> None:
     """A built engine cannot be changed by flags; saying nothing would be worse. open_: what may still be asked for"""
-    if asked := [name for name in build.asked if name not in open_]:
-        name = asked[0]
+    if unusable := [name for name in build.changed_fields if name not in open_]:
+        name = unusable[0]
         flag = flag_of(f"no_{name}" if getattr(build, name) is False else name)
         raise ConfigError(
             f"{flag} is given, but {folder} is already built", "a checkpoint, where this is still open",
@@ -146,11 +146,11 @@ def find_built(name: str, env: Env, progress: Progress | None = None) -> Path:
     is_checkpoint = (path / CONFIG).is_file() or is_gguf(path)
     if is_checkpoint:
         content = checkpoint_identity(Checkpoint.open(path), env.cache, progress)
-        found = [e.folder for e in entries if _source(e) == content]
+        result = [e.folder for e in entries if _source(e) == content]
     else:
-        found = [e.folder for e in entries if name in (e.name, e.model)]
-    if found:
-        return found[0]
+        result = [e.folder for e in entries if name in (e.name, e.model)]
+    if result:
+        return result[0]
     if is_checkpoint:
         raise EngineError(
             f"the cache has no engine of {path}", "a model that was built",
@@ -158,10 +158,10 @@ def find_built(name: str, env: Env, progress: Progress | None = None) -> Path:
         )  # fmt: skip
     if path.is_dir():
         raise EngineError(f"{path} has no {MANIFEST}", "an engine folder", f"build it: millrace build {name} -o ENGINE")
-    known = {known for e in entries for known in (e.name, e.model)}
+    valid_names = {names for e in entries for names in (e.name, e.model)}
     raise EngineError(
         f'there is no engine folder and no cached engine "{name}"',
-        nearest(name, known) if known else "an engine folder; the cache is empty",
+        nearest(name, valid_names) if valid_names else "an engine folder; the cache is empty",
         "check the spelling, or build it: millrace build MODEL -o ENGINE",
     )
 

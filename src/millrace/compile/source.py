@@ -55,7 +55,7 @@ class Source:
         weights = Weights(
             {name: tensors[tensor].shape for name, tensor in names.items()}, lambda name: tensors.load(names[name]),
             lambda name, bits, group: tensors.stored(names[name], bits, group),
-            formats={name: held for name, tensor in names.items() if (held := tensors.format(tensor))},
+            formats={name: stored for name, tensor in names.items() if (stored := tensors.format(tensor))},
         )  # fmt: skip
         return cls(
             module=build_model(config), weights=weights, max_context=config.max_context, vocab_size=config.vocab_size,
@@ -77,8 +77,8 @@ class Source:
         for name, array in arrays.items():
             refused = "cmMOSU" if name in bools else "bcmMOSU"
             if not isinstance(array, np.ndarray) or array.dtype.kind in refused:
-                found = f"of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__qualname__}"
-                raise ConfigError(f'the weight "{name}" is {found}', "NumPy arrays of numbers", _AS_ARRAY)
+                result = f"of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__qualname__}"
+                raise ConfigError(f'the weight "{name}" is {result}', "NumPy arrays of numbers", _AS_ARRAY)
         weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name], given=True)
         return cls(module=module, weights=weights, max_context=max_context, architecture=type(module).__name__)
 
@@ -120,16 +120,16 @@ def contexts(config: ModelConfig | EncoderConfig) -> tuple[int, int]:
 
 def _parameters(tensors: Iterable[str], config: ModelConfig | EncoderConfig) -> dict[str, str]:
     """By name, the tensor that each is."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for tensor in tensors:
         name = parameter_of(tensor, config)
-        if name in found:
+        if name in result:
             raise CheckpointError(
-                f"the checkpoint has {found[name]} and {tensor}", "one tensor for each parameter", "remove one of them"
+                f"the checkpoint has {result[name]} and {tensor}", "one tensor for each parameter", "remove one of them"
             )
         if name is not None:
-            found[name] = tensor
-    return found
+            result[name] = tensor
+    return result
 
 
 def _unused_note(tensors: Iterable[str], config: ModelConfig | EncoderConfig) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def _unused_note(tensors: Iterable[str], config: ModelConfig | EncoderConfig) ->
 
 def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
     """By the name of the linear layer. A tied head is the embedding; as a table alone, that is no product's."""
-    found, tensors = {}, checkpoint.tensors
+    result, tensors = {}, checkpoint.tensors
     for name, info in tensors.items():
         layer = name.removesuffix(".weight")
         if name == EMBEDDING_WEIGHT:
@@ -153,5 +153,7 @@ def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
         if len(info.shape) == 2:
             size, bits = math.prod(info.shape), tensors.activation_bits(name)
             meets_fp8 = tensors.meets_fp8(name)
-            found[layer] = StoredMatrix(info.dtype, size, tensors.format(name), byte_rows=bits == 8, fp8_rows=meets_fp8)
-    return found
+            result[layer] = StoredMatrix(
+                info.dtype, size, tensors.format(name), byte_rows=bits == 8, fp8_rows=meets_fp8
+            )
+    return result

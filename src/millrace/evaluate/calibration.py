@@ -53,8 +53,8 @@ class Calibration:
     def held_out(self, tokenizer: Tokenizer, max_context: int) -> Windows | None:
         """As many others of the same text, none of which has the words of those; None where there are no more."""
         every = self.every(tokenizer, max_context)
-        taken = {ids.tobytes() for ids in _some(every).ids}
-        left = [ids for ids in every.ids if ids.tobytes() not in taken]
+        used = {ids.tobytes() for ids in _some(every).ids}
+        left = [ids for ids in every.ids if ids.tobytes() not in used]
         return _some(replace(every, ids=np.stack(left))) if left else None
 
     def every(self, tokenizer: Tokenizer, max_context: int) -> Windows:
@@ -72,13 +72,13 @@ class Calibration:
             raise ConfigError(
                 f"{text} has {len(ids)} tokens of this model", f"at least {length}, one window", "give a longer text"
             )
-        found = replace(windows_of(tokenizer, ids, length), first=length // _UNSCORED)
-        if (different := len(np.unique(found.ids[:, 1:]))) < VARIED:  # the first may be the tokenizer's own
+        result = replace(windows_of(tokenizer, ids, length), first=length // _UNSCORED)
+        if (different := len(np.unique(result.ids[:, 1:]))) < VARIED:  # the first may be the tokenizer's own
             raise ConfigError(
                 f"{text} has {different} different tokens of this model: any precision predicts them",
                 f"at least {VARIED}, as running text has", "give a text like those that the model will read",
             )  # fmt: skip
-        return found
+        return result
 
 
 def _some(every: Windows) -> Windows:

@@ -63,13 +63,13 @@ class Mean(NamedTuple):
 
 
 @dataclass(slots=True)
-class Score:
+class DivergenceScore:
     """Predicted tokens beside the reference's; `add` takes more of them. Some 25 bytes a token."""
 
     parts: list[Tokens] = field(default_factory=list)
 
-    def add(self, found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> None:
-        self.parts.append(log_probs_vs_reference(found, reference, targets))
+    def add(self, log_probs: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> None:
+        self.parts.append(log_probs_vs_reference(log_probs, reference, targets))
 
     @property
     def tokens(self) -> Tokens:
@@ -100,30 +100,30 @@ class Score:
         return float(self.tokens.same.mean())
 
 
-def log_probs_vs_reference(found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> Tokens:
+def log_probs_vs_reference(log_probs: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> Tokens:
     """found, reference: (n, vocabulary); targets: the tokens that came"""
     at, divergence = np.arange(len(targets)), np.empty(len(targets))
-    rows = max(1, BLOCK // found.shape[1])
+    rows = max(1, BLOCK // log_probs.shape[1])
     for begin in range(0, len(targets), rows):
-        p, q = (x[begin : begin + rows].astype(np.float64) for x in (reference, found))
+        p, q = (x[begin : begin + rows].astype(np.float64) for x in (reference, log_probs))
         divergence[begin : begin + rows] = (np.exp(p) * (p - q)).sum(axis=1)
-    same = found.argmax(axis=1) == reference.argmax(axis=1)
-    loss, reference_loss = (-x[at, targets].astype(np.float64) for x in (found, reference))
+    same = log_probs.argmax(axis=1) == reference.argmax(axis=1)
+    loss, reference_loss = (-x[at, targets].astype(np.float64) for x in (log_probs, reference))
     return Tokens(loss, reference_loss, divergence, same)
 
 
 def compared(
-    reference: Reader, others: Mapping[str, Reader], sequences: Sequence[NDArray[np.int32]], first: int,
+    reference: Reader, candidates: Mapping[str, Reader], sequences: Sequence[NDArray[np.int32]], first: int,
     progress: Progress | None = None,
-) -> dict[str, Score]:  # fmt: skip
+) -> dict[str, DivergenceScore]:  # fmt: skip
     """Each of the others beside the reference, which may be one of them: memory holds what is read of one sequence.
 
     first: tokens behind this position are predicted. raises what the readers raise
     """
-    scores = {name: Score() for name in others}
+    scores = {name: DivergenceScore() for name in candidates}
     for done, ids in enumerate(sequences):
         exact = reference(ids, first)
-        for name, read in others.items():
+        for name, read in candidates.items():
             scores[name].add(exact if read is reference else read(ids, first), exact, ids[first + 1 :])
         if progress is not None:
             progress(done + 1, len(sequences))
@@ -135,10 +135,10 @@ def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> Log
 
     raises RequestError where the executor's context, pages or vocabulary are too small
     """
-    found = np.empty((len(ids) - 1 - first, executor.limits.vocab_size), np.float32)
+    log_probs = np.empty((len(ids) - 1 - first, executor.limits.vocab_size), np.float32)
     for at, rows in _steps(executor, ids, first):
-        found[at : at + len(rows)] = rows
-    return found
+        log_probs[at : at + len(rows)] = rows
+    return log_probs
 
 
 def losses(executor: Runs, ids: NDArray[np.int32], first: int) -> Values:
@@ -146,12 +146,12 @@ def losses(executor: Runs, ids: NDArray[np.int32], first: int) -> Values:
 
     raises as `log_probabilities`, and MachineError where one is not finite
     """
-    found, targets = np.empty(len(ids) - 1 - first), ids[first + 1 :]
+    log_probs, targets = np.empty(len(ids) - 1 - first), ids[first + 1 :]
     for at, rows in _steps(executor, ids, first):
-        found[at : at + len(rows)] = -rows[np.arange(len(rows)), targets[at : at + len(rows)]]
-    if not np.isfinite(found).all():
+        log_probs[at : at + len(rows)] = -rows[np.arange(len(rows)), targets[at : at + len(rows)]]
+    if not np.isfinite(log_probs).all():
         raise not_finite()
-    return found
+    return log_probs
 
 
 def not_finite() -> MachineError:

@@ -46,7 +46,7 @@ def _through(
     interpreter = Interpreter(
         piece, kv=chosen.kv_format, bf16_table=chosen.table == "bf16", n_pages=len(pages), fp8_rows=fp8_rows(source)
     )
-    found = []
+    result = []
     for window, ids in enumerate(text.ids):
         step = step_of(ids, 0, length, ())
         inputs: dict[str, NDArray[np.generic]] = {
@@ -55,6 +55,6 @@ def _through(
         }  # fmt: skip
         if carried is not None:
             inputs[CARRIED] = carried[window]
-        found.append(interpreter.run(inputs, (pages,))[CARRIED].astype(np.float32))
+        result.append(interpreter.run(inputs, (pages,))[CARRIED].astype(np.float32))
         interpreter.forget()
-    return np.stack(found)
+    return np.stack(result)

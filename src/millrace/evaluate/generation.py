@@ -89,20 +89,20 @@ def asks(
 
 def answer(
     generates: Generates,
-    asked: Iterable[GenerationTask],
+    tasks: Iterable[GenerationTask],
     n: int,
-    kept: ResumableResults[GeneratedAnswer],
+    results: ResumableResults[GeneratedAnswer],
     progress: Progress,
 ) -> None:
     """Those that `kept` has not, each kept as soon as it is there. n: how many there are in all"""
-    left = (ask for ask in asked if ask.key not in kept.records)
-    progress("answering", len(kept.records), n)
+    left = (ask for ask in tasks if ask.key not in results.records)
+    progress("answering", len(results.records), n)
     while some := list(islice(left, _AT_ONCE)):
         with closing(generates(some)) as arrived:
             for i, text in arrived:
                 ask, right = some[i], some[i].judge(text)
-                kept.add(GeneratedAnswer(*ask.key, text, bool(right), ask.cut, ask.id, right is None))
-                progress("answering", len(kept.records), n)
+                results.add(GeneratedAnswer(*ask.key, text, bool(right), ask.cut, ask.id, right is None))
+                progress("answering", len(results.records), n)
 
 
 def _judge(one: Numbered) -> Judge:
@@ -130,21 +130,21 @@ def _contains(answers: Sequence[str], text: str) -> bool:
 
 
 def _matches(patterns: Sequence[Pattern], text: str) -> bool | None:
-    found = [pattern.matches(text.strip()) for pattern in patterns]
-    return None if None in found and True not in found else True in found
+    result = [pattern.matches(text.strip()) for pattern in patterns]
+    return None if None in result and True not in result else True in result
 
 
 def _ends_with_number(answers: Sequence[Decimal], text: str) -> bool:
     """The last number of the text, whatever stands behind it: $1,234.50 is 1234.5."""
-    found = _NUMBER.findall(text)
-    return bool(found) and _value(found[-1]) in answers
+    result = _NUMBER.findall(text)
+    return bool(result) and _value(result[-1]) in answers
 
 
 def _as_number(one: Numbered, answer: str) -> Decimal:
-    found = _NUMBER.fullmatch(answer.strip())
-    if found is None:
+    result = _NUMBER.fullmatch(answer.strip())
+    if result is None:
         raise _cannot(one, f"is {answer!r:.60}", "a number, like -1,234.5")
-    return _value(found[0])
+    return _value(result[0])
 
 
 def _value(number: str) -> Decimal:

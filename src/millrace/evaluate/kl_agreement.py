@@ -8,9 +8,9 @@ import numpy as np
 from millrace.compile.settings import Progress
 from millrace.errors import ConfigError
 from millrace.evaluate.divergence import (
+    DivergenceScore,
     Mean,
     Runs,
-    Score,
     Tokens,
     log_probabilities,
     log_probs_vs_reference,
@@ -78,10 +78,10 @@ def agreement(tokens: Tokens) -> Agreement:
 def check_window(length: int, vocab_size: int) -> None:
     """raises ConfigError for a window whose scored half takes too much memory"""
     row = 2 * 4 * vocab_size  # bytes, of a token in float32
-    taken, fitting = (length - 1 - length // 2) * row, 2 * (_MOST_BYTES // row) + 2
-    if taken > _MOST_BYTES:
+    row_bytes, fitting = (length - 1 - length // 2) * row, 2 * (_MOST_BYTES // row) + 2
+    if row_bytes > _MOST_BYTES:
         raise ConfigError(
-            f"a window of {length:,} tokens takes {taken:,} bytes of log probabilities, of both models",
+            f"a window of {length:,} tokens takes {row_bytes:,} bytes of log probabilities, of both models",
             f"at most {_MOST_BYTES:,} bytes: {fitting:,} tokens", f"choose a shorter one: --window {fitting}",
         )  # fmt: skip
 
@@ -91,7 +91,7 @@ def compare(
     reference: Runs,
     text: Windows,
     limit: int | None,
-    kept: ResumableResults[AgreementReport],
+    results: ResumableResults[AgreementReport],
     progress: Progress,
 ) -> Tokens:
     """All tokens of the first `limit` windows: those windows that `kept` has not are read now, by both.
@@ -101,15 +101,15 @@ def compare(
     windows = text.ids[:limit]
     for number, ids in enumerate(windows):
         progress("reading windows, twice", number, len(windows))
-        if ("", number) not in kept.records:
-            exact, found = (log_probabilities(one, ids, text.first) for one in (reference, executor))
-            if not (np.isfinite(exact).all() and np.isfinite(found).all()):
+        if ("", number) not in results.records:
+            exact, result = (log_probabilities(one, ids, text.first) for one in (reference, executor))
+            if not (np.isfinite(exact).all() and np.isfinite(result).all()):
                 raise not_finite()
-            kept.add(_told(number, log_probs_vs_reference(found, exact, ids[text.first + 1 :])))
+            results.add(_report(number, log_probs_vs_reference(result, exact, ids[text.first + 1 :])))
     progress("reading windows, twice", len(windows), len(windows))
-    return Score([kept.records["", number].tokens for number in range(len(windows))]).tokens
+    return DivergenceScore([results.records["", number].tokens for number in range(len(windows))]).tokens
 
 
-def _told(number: int, tokens: Tokens) -> AgreementReport:
+def _report(number: int, tokens: Tokens) -> AgreementReport:
     loss, reference, divergence = (np.round(v, _DIGITS).tolist() for v in tokens[:3])
     return AgreementReport(number, loss, reference, divergence, tokens.same.tolist())

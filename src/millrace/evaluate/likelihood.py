@@ -18,7 +18,7 @@ _BEGIN_SLOT = 0  # of the state after what all begin with
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class LikelihoodQuestion:
     """A context of at least one token, and the ways in which it may go on, of at least one token each."""
 
     context: Sequence[int]
@@ -40,38 +40,38 @@ class _Sequence:
     ids: IntArray
     first: int
     targets: list[tuple[int, int, int]]  # (number of the ending, row, token)
-    asked: int
+    questions: int
     at: int = 0  # tokens that are done, the shared ones among them
     pages: list[int] = field(default_factory=list)  # its own, behind the shared ones
     slot: int = -1  # of its states, while it is computed; -1: it has none
 
 
-def likelihoods(executor: Runs, asked: Sequence[Question]) -> Iterator[tuple[int, list[Likelihood]]]:
+def likelihoods(executor: Runs, questions: Sequence[LikelihoodQuestion]) -> Iterator[tuple[int, list[Likelihood]]]:
     """(number of a context, its endings' in their order), as soon as each is known, in any order.
 
     raises RequestError, before anything runs, where one is longer than the executor's context or pages, or has a token
     that is none
     """
-    sequences = list(_sequences(asked))
+    sequences = list(_sequences(questions))
     _check(executor.limits, sequences)
-    found = [[Likelihood(0.0, True) for _ in one.endings] for one in asked]
-    n_open = Counter(s.asked for s in sequences)
-    for ended, told in _Run(executor, sequences).steps() if sequences else ():
-        for s, first, logprobs in told:
+    result = [[Likelihood(0.0, True) for _ in one.endings] for one in questions]
+    n_open = Counter(s.questions for s in sequences)
+    for ended, scored in _Run(executor, sequences).steps() if sequences else ():
+        for s, first, logprobs in scored:
             for ending, row, token in s.targets:
                 if first <= row < first + len(logprobs):
-                    line, old = logprobs[row - first], found[s.asked][ending]
+                    line, old = logprobs[row - first], result[s.questions][ending]
                     best = old.greedy and bool(line.argmax() == token)
-                    found[s.asked][ending] = Likelihood(old.logprob + float(line[token]), best)
+                    result[s.questions][ending] = Likelihood(old.logprob + float(line[token]), best)
         for s in ended:
-            n_open[s.asked] -= 1
-            if not n_open[s.asked]:
-                yield s.asked, found[s.asked]
+            n_open[s.questions] -= 1
+            if not n_open[s.questions]:
+                yield s.questions, result[s.questions]
 
 
-def _sequences(asked: Sequence[Question]) -> Iterator[_Sequence]:
+def _sequences(questions: Sequence[LikelihoodQuestion]) -> Iterator[_Sequence]:
     """Endings of one token are read off one row; of longer ones each is a sequence of its own."""
-    for i, one in enumerate(asked):
+    for i, one in enumerate(questions):
         if not len(one.context) or not all(map(len, one.endings)):
             raise RequestError("a context or an ending is empty", "at least one token of each", "leave it out")
         first, short = len(one.context) - 1, [k for k, e in enumerate(one.endings) if len(e) == 1]
@@ -118,11 +118,11 @@ class _Run:
             s.at = self._n_shared
         while self._waiting:
             parts = self._next()
-            tokens, rows, wanted = 0, list[int](), list[tuple[_Sequence, int, int]]()
+            tokens, rows, targets = 0, list[int](), list[tuple[_Sequence, int, int]]()
             for s, end in parts:
                 first = max(s.at, s.first)
                 rows += range(tokens + first - s.at, tokens + end - s.at)
-                wanted.append((s, first - s.first, max(0, end - first)))
+                targets.append((s, first - s.first, max(0, end - first)))
                 tokens += end - s.at
             pages = self._shared_pages
             read = [_BEGIN_SLOT if s.at == self._n_shared else s.slot for s, _ in parts]
@@ -130,17 +130,17 @@ class _Run:
             packed = [(s.ids[s.at : end], s.at, [*pages, *s.pages]) for s, end in parts]
             self._executor.run(packed_step(packed, rows, states))
             logits = log_softmax(self._executor.output("logits")) if rows else np.zeros((0, 0), np.float32)
-            at, told, done = 0, list[tuple[_Sequence, int, LogProbs]](), list[_Sequence]()
-            for (s, row, n), (_, end) in zip(wanted, parts, strict=True):
+            at, scored, done = 0, list[tuple[_Sequence, int, LogProbs]](), list[_Sequence]()
+            for (s, row, n), (_, end) in zip(targets, parts, strict=True):
                 if n:
-                    told.append((s, row, logits[at : at + n]))
+                    scored.append((s, row, logits[at : at + n]))
                 at, s.at = at + n, end
                 if end == len(s.ids):
                     done.append(s)
                     self._free += s.pages
                     self._slots += [s.slot] if s.slot >= 0 else []
                     self._waiting.popleft()
-            yield done, told
+            yield done, scored
 
     def _states(self, read: list[int], write: list[int]) -> StateSlots | None:
         return StateSlots(np.array(read, np.int32), np.array(write, np.int32)) if self._limits.n_slots else None
@@ -167,9 +167,9 @@ class _Run:
 
 def _shared(sequences: Sequence[_Sequence]) -> int:
     """Tokens that all begin with, but for those whose rows are asked for."""
-    first, *others = sequences
+    first, *rest = sequences
     n = min(s.first for s in sequences)
-    for s in others:
+    for s in rest:
         differs = np.flatnonzero(s.ids[:n] != first.ids[:n])
         n = int(differs[0]) if len(differs) else n
-    return n if others else 0
+    return n if rest else 0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import ConfigError, nearest
-from millrace.evaluate.likelihood import Question
+from millrace.evaluate.likelihood import LikelihoodQuestion
 from millrace.evaluate.multiple_choice import Group, PreparedQuestion, cut_at_the_left, digest
 from millrace.evaluate.sizes import MAX_SHOTS
 from millrace.settings import read_given
@@ -110,15 +110,15 @@ def read_subjects(folder: Path, names: Sequence[str] = (), limit: int | None = N
 
     raises ConfigError for what is no such folder
     """
-    found, examples = _files(folder, "test"), _files(folder, "dev")
+    result, examples = _files(folder, "test"), _files(folder, "dev")
     for name in names:
-        if name not in found:
-            raise ConfigError(f"{folder} has no subject {name!r:.60}", nearest(name, found), "correct --subject")
-    chosen = sorted(set(names) or found)
+        if name not in result:
+            raise ConfigError(f"{folder} has no subject {name!r:.60}", nearest(name, result), "correct --subject")
+    chosen = sorted(set(names) or result)
     for name in chosen:
         if name not in examples:
             raise ConfigError(f"{folder}/dev has no examples of {name}", f"{name}_dev.csv", "complete the folder")
-    return tuple(Subject(n, tuple(_items(examples[n])), tuple(islice(_items(found[n]), limit))) for n in chosen)
+    return tuple(Subject(n, tuple(_items(examples[n])), tuple(islice(_items(result[n]), limit))) for n in chosen)
 
 
 def _text(item: Item, definition: str) -> str:
@@ -126,25 +126,25 @@ def _text(item: Item, definition: str) -> str:
     return question + "".join(f"\n{a}. {c}" for a, c in zip(LETTERS, item.choices, strict=True)) + "\nAnswer:"
 
 
-def _joint(tokenizer: Tokenizer, before: str, posed: str) -> Question:
+def _joint(tokenizer: Tokenizer, before: str, posed: str) -> LikelihoodQuestion:
     """Context and answer are encoded together, and the answer is what stands behind the context's tokens: that is the
     same with the question alone, whose end is that of the whole context."""
     ids, n = (
         tokenizer.encode(before + posed, add_special_tokens=False),
         len(tokenizer.encode(posed, add_special_tokens=False)),
     )
-    return Question(ids, [tokenizer.encode(f"{posed} {a}", add_special_tokens=False)[n:] for a in LETTERS])
+    return LikelihoodQuestion(ids, [tokenizer.encode(f"{posed} {a}", add_special_tokens=False)[n:] for a in LETTERS])
 
 
 def _with_fewer_examples(
     tokenizer: Tokenizer, head: str, examples: Sequence[str], posed: str, room: int
-) -> tuple[Question, bool]:
+) -> tuple[LikelihoodQuestion, bool]:
     endings = _answers(tokenizer)
     for n in range(len(examples), -1, -1):
         ids = tokenizer.encode(head + "".join(examples[:n]) + posed)
         if len(ids) < room:
-            return Question(ids, endings), n < len(examples)
-    return Question(ids[-(room - 1) :], endings), True
+            return LikelihoodQuestion(ids, endings), n < len(examples)
+    return LikelihoodQuestion(ids[-(room - 1) :], endings), True
 
 
 def _answers(tokenizer: Tokenizer) -> list[list[int]]:
@@ -161,14 +161,14 @@ def _files(folder: Path, split: str) -> Mapping[str, Path]:
             "name the folder that holds both",
         )
     ending = f"_{split}.csv"
-    found = {path.name.removesuffix(ending): path for path in sorted(inside.iterdir()) if path.name.endswith(ending)}
-    if not 0 < len(found) <= _MOST_SUBJECTS:
+    result = {path.name.removesuffix(ending): path for path in sorted(inside.iterdir()) if path.name.endswith(ending)}
+    if not 0 < len(result) <= _MOST_SUBJECTS:
         raise ConfigError(
-            f"{inside} has {len(found)} files SUBJECT{ending}",
+            f"{inside} has {len(result)} files SUBJECT{ending}",
             f"1 to {_MOST_SUBJECTS:,} of them",
             "complete the folder",
         )
-    return found
+    return result
 
 
 def _items(path: Path) -> Iterator[Item]:

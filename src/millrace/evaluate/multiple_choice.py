@@ -8,8 +8,8 @@ from itertools import islice
 
 from millrace.compile.settings import Progress
 from millrace.evaluate.divergence import Runs, not_finite
-from millrace.evaluate.likelihood import Question, likelihoods
-from millrace.evaluate.resumable_results import Chosen, ResumableResults
+from millrace.evaluate.likelihood import LikelihoodQuestion, likelihoods
+from millrace.evaluate.resumable_results import ChosenAnswer, ResumableResults
 
 _AT_ONCE = 2048  # questions that are tokens in memory: no subject of MMLU has more, and each begins once
 
@@ -22,7 +22,7 @@ class PreparedQuestion:
     """
 
     number: int
-    question: Question
+    question: LikelihoodQuestion
     answer: int
     cut: bool = False
     n_bytes: Sequence[int] = ()
@@ -43,13 +43,15 @@ def digest(what: object) -> str:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
 
-def cut_at_the_left(one: Question, room: int) -> tuple[Question, bool]:
+def cut_at_the_left(one: LikelihoodQuestion, room: int) -> tuple[LikelihoodQuestion, bool]:
     """As lm-eval has it: of a prompt that does not fit with its longest ending, only the end is read."""
     most = room - max(map(len, one.endings)) + 1
-    return (one, False) if len(one.context) <= most else (Question(one.context[-most:], one.endings), True)
+    return (one, False) if len(one.context) <= most else (LikelihoodQuestion(one.context[-most:], one.endings), True)
 
 
-def answer(executor: Runs, groups: Sequence[Group], kept: ResumableResults[Chosen], progress: Progress) -> None:
+def answer(
+    executor: Runs, groups: Sequence[Group], results: ResumableResults[ChosenAnswer], progress: Progress
+) -> None:
     """Those that `kept` has not.
 
     raises RequestError for a question that the engine cannot read, MachineError for what is not finite
@@ -57,21 +59,21 @@ def answer(executor: Runs, groups: Sequence[Group], kept: ResumableResults[Chose
     done, total = 0, sum(group.n for group in groups)
     for group in groups:
         progress(group.name, done, total)
-        known = {number for number in range(group.n) if (group.name, number) in kept.records}
-        done += len(known)
-        left = (one for one in group.posed() if one.number not in known) if len(known) < group.n else iter(())
+        answered = {number for number in range(group.n) if (group.name, number) in results.records}
+        done += len(answered)
+        left = (one for one in group.posed() if one.number not in answered) if len(answered) < group.n else iter(())
         while posed := list(islice(left, _AT_ONCE)):
             for i, each in likelihoods(executor, [one.question for one in posed]):
-                kept.add(_chosen(group.name, posed[i], [round(found.logprob, 6) for found in each]))
+                results.add(_chosen(group.name, posed[i], [round(result.logprob, 6) for result in each]))
                 done += 1
                 progress(group.name, done, total)
 
 
-def _chosen(group: str, one: PreparedQuestion, logprobs: list[float]) -> Chosen:
+def _chosen(group: str, one: PreparedQuestion, logprobs: list[float]) -> ChosenAnswer:
     if not all(map(math.isfinite, logprobs)):  # nothing is likeliest, and JSON cannot say it
         raise not_finite()
     per_byte = _best([p / n for p, n in zip(logprobs, one.n_bytes, strict=True)]) if one.n_bytes else None
-    return Chosen(group, one.number, one.answer, _best(logprobs), logprobs, one.cut, per_byte, one.id)
+    return ChosenAnswer(group, one.number, one.answer, _best(logprobs), logprobs, one.cut, per_byte, one.id)
 
 
 def _best(logprobs: Sequence[float]) -> int:

@@ -34,7 +34,7 @@ _WORDS = re.compile(r"\s+")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WindowPart:
     """What is read at once: the tokens behind position `first` are predicted, each from all before it."""
 
     ids: IntArray
@@ -45,13 +45,13 @@ class Part:
 class Unit:
     """A window, or a document in parts; n_words, n_bytes: of a document as it was written."""
 
-    parts: Sequence[Part]
+    parts: Sequence[WindowPart]
     n_words: int = 0
     n_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WindowedText:
     """A text as a definition reads it. window: tokens that are read at once; bos: how texts begin, in words"""
 
     definition: str
@@ -83,7 +83,7 @@ class Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         return "", self.number
 
 
-def cut(definition: str, text: str, tokenizer: Tokenizer, window: int | None, context: int) -> Cut:
+def cut(definition: str, text: str, tokenizer: Tokenizer, window: int | None, context: int) -> WindowedText:
     """window: None for the definition's own, or the context where that is shorter
 
     raises ConfigError for a window that does not fit, and a text that fills none
@@ -93,23 +93,23 @@ def cut(definition: str, text: str, tokenizer: Tokenizer, window: int | None, co
     return _CUTS[definition](text, tokenizer, length)
 
 
-def window_of(asked: int | None, usual: int, context: int) -> int:
+def window_of(requested: int | None, usual: int, context: int) -> int:
     """raises ConfigError for one that is longer than the context"""
     if context < SHORTEST:
         raise ConfigError(
             f"a context of {context} tokens is too short for perplexities", f"at least {SHORTEST}",
             "build for a longer --max-context",
         )  # fmt: skip
-    if asked is not None and asked > context:
+    if requested is not None and requested > context:
         raise ConfigError(
-            f"--window {asked} is longer than the engine's context", f"at most {context} tokens",
+            f"--window {requested} is longer than the engine's context", f"at most {context} tokens",
             "choose a shorter one, or build for a longer --max-context",
         )  # fmt: skip
-    return asked or min(usual, context)
+    return requested or min(usual, context)
 
 
 def measure(
-    executor: Runs, text: Cut, limit: int | None, kept: ResumableResults[Sums], progress: Progress
+    executor: Runs, text: WindowedText, limit: int | None, results: ResumableResults[Sums], progress: Progress
 ) -> list[Sums]:
     """Of the first `limit` units: those that `kept` has not are read now.
 
@@ -118,56 +118,56 @@ def measure(
     units = text.units[:limit]
     for number, unit in enumerate(units):
         progress(f"reading {text.unit}", number, len(units))
-        if ("", number) not in kept.records:
-            found = np.concatenate([np.zeros(0), *(losses(executor, part.ids, part.first) for part in unit.parts)])
-            squares = float(np.square(found).sum())
-            kept.add(Sums(number, len(found), float(found.sum()), squares, unit.n_words, unit.n_bytes))
+        if ("", number) not in results.records:
+            sums = np.concatenate([np.zeros(0), *(losses(executor, part.ids, part.first) for part in unit.parts)])
+            squares = float(np.square(sums).sum())
+            results.add(Sums(number, len(sums), float(sums.sum()), squares, unit.n_words, unit.n_bytes))
     progress(f"reading {text.unit}", len(units), len(units))
-    return [kept.records["", number] for number in range(len(units))]
+    return [results.records["", number] for number in range(len(units))]
 
 
-def perplexities(definition: str, found: Sequence[Sums]) -> Mapping[str, Mean]:
+def perplexities(definition: str, sums: Sequence[Sums]) -> Mapping[str, Mean]:
     """By their names. The error is over tokens, as llama-perplexity prints it; over documents where it is per word."""
     if definition == LM_EVAL:
-        per_word, per_byte = (_ratio(found, size) for size in (lambda s: s.n_words, lambda s: s.n_bytes))
+        per_word, per_byte = (_ratio(sums, size) for size in (lambda s: s.n_words, lambda s: s.n_bytes))
         bits = per_byte.through(per_byte.value / np.log(2), 1 / np.log(2))
         return {"word perplexity": per_word.exp(), "byte perplexity": per_byte.exp(), "bits per byte": bits}
-    n, loss, squares = (sum(getattr(s, name) for s in found) for name in ("n", "loss", "squares"))
+    n, loss, squares = (sum(getattr(s, name) for s in sums) for name in ("n", "loss", "squares"))
     mean = loss / n
     error = float(np.sqrt(max(squares / n - mean * mean, 0) / (n - 1))) if n > 1 else None
     return {"perplexity": Mean(mean, error).exp()}
 
 
-def _ratio(found: Sequence[Sums], size: Callable[[Sums], int]) -> Mean:
+def _ratio(sums: Sequence[Sums], size: Callable[[Sums], int]) -> Mean:
     """Of all losses to all sizes; its error is that of a ratio of sums over documents, which differ in both."""
-    sizes, loss = np.array([size(s) for s in found], np.float64), np.array([s.loss for s in found])
-    n, ratio = len(found), float(loss.sum() / sizes.sum())
+    sizes, loss = np.array([size(s) for s in sums], np.float64), np.array([s.loss for s in sums])
+    n, ratio = len(sums), float(loss.sum() / sizes.sum())
     if n < 2:
         return Mean(ratio, None)
     left = np.square(loss - ratio * sizes).sum()
     return Mean(ratio, float(np.sqrt(left * n / (n - 1)) / sizes.sum()))
 
 
-def _as_gptq(text: str, tokenizer: Tokenizer, length: int) -> Cut:
+def _as_gptq(text: str, tokenizer: Tokenizer, length: int) -> WindowedText:
     rows = [line if line.strip() else "" for line in io.StringIO(text, newline="\n")]
     ids = np.asarray(tokenizer.encode("\n\n".join(rows)), np.int32)
-    found = len(ids) // length
-    if not found:
+    sums = len(ids) // length
+    if not sums:
         raise _too_short(len(ids), length)
-    units = [Unit([Part(window, 0)]) for window in ids[: found * length].reshape(-1, length)]
-    return Cut(GPTQ, length, "once, before the text" if tokenizer.special_around[0] else "none", units)
+    units = [Unit([WindowPart(window, 0)]) for window in ids[: sums * length].reshape(-1, length)]
+    return WindowedText(GPTQ, length, "once, before the text" if tokenizer.special_around[0] else "none", units)
 
 
-def _as_llama_perplexity(text: str, tokenizer: Tokenizer, length: int) -> Cut:
+def _as_llama_perplexity(text: str, tokenizer: Tokenizer, length: int) -> WindowedText:
     ids = tokenizer.encode(text)
     if len(ids) < length:
         raise _too_short(len(ids), length)
-    found = windows_of(tokenizer, ids, length)
+    sums = windows_of(tokenizer, ids, length)
     bos = "at each window" if tokenizer.special_around[0] else "none"
-    return Cut(LLAMA_PERPLEXITY, length, bos, [Unit([Part(window, found.first)]) for window in found.ids])
+    return WindowedText(LLAMA_PERPLEXITY, length, bos, [Unit([WindowPart(window, sums.first)]) for window in sums.ids])
 
 
-def _as_lm_eval(text: str, tokenizer: Tokenizer, length: int) -> Cut:
+def _as_lm_eval(text: str, tokenizer: Tokenizer, length: int) -> WindowedText:
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise ConfigError(
@@ -181,10 +181,12 @@ def _as_lm_eval(text: str, tokenizer: Tokenizer, length: int) -> Cut:
         )
         for page in pages(text)
     ]  # fmt: skip
-    return Cut(LM_EVAL, length, "before each document" if tokenizer.bos_token_id is not None else "none: EOS", units)
+    return WindowedText(
+        LM_EVAL, length, "before each document" if tokenizer.bos_token_id is not None else "none: EOS", units
+    )
 
 
-_CUTS: Mapping[str, Callable[[str, Tokenizer, int], Cut]] = {
+_CUTS: Mapping[str, Callable[[str, Tokenizer, int], WindowedText]] = {
     GPTQ: _as_gptq, LLAMA_PERPLEXITY: _as_llama_perplexity, LM_EVAL: _as_lm_eval,
 }  # fmt: skip
 
@@ -196,31 +198,31 @@ def _too_short(n: int, length: int) -> ConfigError:
     )  # fmt: skip
 
 
-def rolling(ids: Sequence[int], begin: int, length: int) -> list[Part]:
+def rolling(ids: Sequence[int], begin: int, length: int) -> list[WindowPart]:
     """Every token is predicted once, in windows of `length` that overlap by the one token that the next begins with;
     the last one reaches as far back as it is long, for context."""
-    whole = np.asarray([begin, *ids], np.int32)
+    sequence = np.asarray([begin, *ids], np.int32)
     ends = [*range(min(length, len(ids)), len(ids), length), len(ids)] if len(ids) else []
     done, parts = 0, []
     for end in ends:
         start = max(0, end - length)
-        parts.append(Part(whole[start : end + 1], done - start))
+        parts.append(WindowPart(sequence[start : end + 1], done - start))
         done = end
     return parts
 
 
 def pages(text: str) -> Iterator[str]:
     """The dataset's: each begins at a line that is a title (= Name =), of the first level."""
-    held: list[str] = []
+    paragraph: list[str] = []
     for line in text.split("\n"):
         title = line.replace("= = =", "===").replace("= =", "==").strip()
         if title.startswith("= ") and title.endswith(" ="):
-            page = "\n".join(held)
+            page = "\n".join(paragraph)
             if page.strip():
                 yield page
-            held = []
-        held.append(line)
-    yield "\n".join(held)
+            paragraph = []
+        paragraph.append(line)
+    yield "\n".join(paragraph)
 
 
 _SPACED = (*((f" @{c}@ ", c) for c in "-,."), *((f" {c} ", f"{c} ") for c in ":;.!?,"))

@@ -13,7 +13,7 @@ from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.io_slots import slot, write_slot
 from millrace.engine.native.executor import NativeExecutor, NativeProgram
-from millrace.evaluate.divergence import LogProbs, Score, log_probabilities, step_of
+from millrace.evaluate.divergence import DivergenceScore, LogProbs, log_probabilities, step_of
 from millrace.evaluate.text_windows import Windows
 from millrace.graph.partition import CARRIED
 
@@ -62,24 +62,24 @@ def read(pieces: Sequence[Program], text: Windows, vocab_size: int, advance: Adv
 
 
 @contextmanager
-def answers(found: ReadText, vocab_size: int) -> Iterator[Answers]:
+def answers(read_text: ReadText, vocab_size: int) -> Iterator[Answers]:
     """What the text's windows are answered with: the last piece runs, and is in memory as long as the block."""
-    text = found.text
-    with closing(loaded(found.last, text, vocab_size)) as executor:
+    text = read_text.text
+    with closing(loaded(read_text.last, text, vocab_size)) as executor:
 
         def of(window: int) -> LogProbs:
-            piece = Piece(found.last, executor, _of(found.carried, window))
+            piece = Piece(read_text.last, executor, _of(read_text.carried, window))
             return log_probabilities(piece, text.ids[window], text.first)
 
         yield of
 
 
-def score(reference: Answers, other: Answers, text: Windows) -> Score:
+def score(reference: Answers, other: Answers, text: Windows) -> DivergenceScore:
     """The other beside the reference: memory holds the log probabilities of one window."""
-    found = Score()
+    read_text = DivergenceScore()
     for window, ids in enumerate(text.ids):
-        found.add(other(window), reference(window), ids[text.first + 1 :])
-    return found
+        read_text.add(other(window), reference(window), ids[text.first + 1 :])
+    return read_text
 
 
 def _through(

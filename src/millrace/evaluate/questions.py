@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import ConfigError
-from millrace.evaluate.likelihood import Question
+from millrace.evaluate.likelihood import LikelihoodQuestion
 from millrace.evaluate.multiple_choice import Group, PreparedQuestion, cut_at_the_left, digest
 from millrace.settings import read_given
 
@@ -26,10 +26,10 @@ MAX_ANSWER_TOKENS = 4096
 Text = Annotated[str, Meta(min_length=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 _CHOICE = '{"prompt" or "question": "...", "choices": ["...", "..."], "answer": 0}'
-_ASKED = '{"prompt" or "question": "..." or "messages": [...], "answer": "..."}'
+_PROMPT_FORMAT = '{"prompt" or "question": "..." or "messages": [...], "answer": "..."}'
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class QuestionLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """prompt: as it is; question: put as "Question: ...\\nAnswer:"; group: it is counted under this name, too"""
 
     prompt: Text | None = None
@@ -42,12 +42,12 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.prompt if self.question is None else f"Question: {self.question}\nAnswer:"
 
     @property
-    def given(self) -> Sequence[object]:
+    def alternatives(self) -> Sequence[object]:
         """Ways to ask; one of them is used."""
         return self.prompt, self.question
 
 
-class ChoiceLine(Line, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChoiceLine(QuestionLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """answer: the number of the right choice, from 0; delimiter: between prompt and choice"""
 
     choices: Annotated[list[Text], Meta(min_length=2, max_length=64)]
@@ -60,22 +60,22 @@ class ChoiceLine(Line, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ValueError(f"the answer is {self.answer}, and there are {len(self.choices)} choices, from 0")
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class QuestionMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Name
     content: str
 
 
-class AskedLine(Line, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AskedLine(QuestionLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """answer: the right one, or several; match: how a generated one is compared with it; stop: texts that end it"""
 
     answer: Annotated[str, Meta(max_length=10_000)] | Annotated[list[str], Meta(min_length=1, max_length=64)]
     match: Literal["exact", "contains", "regex", "number"] = "exact"
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=1000)] | None = None
+    messages: Annotated[list[QuestionMessage], Meta(min_length=1, max_length=1000)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)] = 256
     stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1000)]], Meta(max_length=16)] = []
 
     @property
-    def given(self) -> Sequence[object]:
+    def alternatives(self) -> Sequence[object]:
         return self.prompt, self.question, self.messages
 
     @property
@@ -90,7 +90,7 @@ class Numbered:
     where: str
     group: str
     number: int  # in its group
-    line: Line
+    line: QuestionLine
 
     @property
     def id(self) -> str:
@@ -114,15 +114,15 @@ class Questions:
 
     def groups(self, tokenizer: Tokenizer, room: int) -> Sequence[Group]:
         """Of multiple choice. room: tokens of the context"""
-        found: dict[str, list[Numbered]] = {}
+        result: dict[str, list[Numbered]] = {}
         for one in self.lines:
-            found.setdefault(one.group, []).append(one)
-        return [Group(name, len(some), partial(_posed, some, tokenizer, room)) for name, some in found.items()]
+            result.setdefault(one.group, []).append(one)
+        return [Group(name, len(some), partial(_posed, some, tokenizer, room)) for name, some in result.items()]
 
 
 def read_questions(path: Path, limit: int | None = None) -> Questions:
     """limit: the first so many of each group. raises ConfigError, with the number of the line that is wrong"""
-    found, kind, counts = list[Numbered](), None, dict[str, int]()
+    result, kind, counts = list[Numbered](), None, dict[str, int]()
     for number, data in _lines(path):
         where = f"{path}:{number}"
         line = _read(where, data)
@@ -134,10 +134,10 @@ def read_questions(path: Path, limit: int | None = None) -> Questions:
         group = line.group or path.stem
         counts[group] = counts.get(group, 0) + 1
         if limit is None or counts[group] <= limit:
-            found.append(Numbered(where, group, counts[group] - 1, line))
-    if not found:
-        raise ConfigError(f"{path} has no questions", f"lines like {_CHOICE} or {_ASKED}", "write some")
-    return Questions(path.stem, found)
+            result.append(Numbered(where, group, counts[group] - 1, line))
+    if not result:
+        raise ConfigError(f"{path} has no questions", f"lines like {_CHOICE} or {_PROMPT_FORMAT}", "write some")
+    return Questions(path.stem, result)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -158,13 +158,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _read(where: str, data: bytes) -> ChoiceLine | AskedLine:
-    expected = f"{_CHOICE} or {_ASKED}"
+    expected = f"{_CHOICE} or {_PROMPT_FORMAT}"
     try:
         keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         kind: type[ChoiceLine] | type[AskedLine] = ChoiceLine if "choices" in keys else AskedLine
-        expected = _CHOICE if kind is ChoiceLine else _ASKED
+        expected = _CHOICE if kind is ChoiceLine else _PROMPT_FORMAT
         line = msgspec.json.decode(data, type=kind)
-        if sum(given is not None for given in line.given) != 1:
+        if sum(alternatives is not None for alternatives in line.alternatives) != 1:
             raise ValueError("it asks nothing, or in more than one way")
         if isinstance(line, ChoiceLine):
             line.check()
@@ -196,10 +196,10 @@ def _posed(lines: Sequence[Numbered], tokenizer: Tokenizer, room: int) -> Iterat
         yield PreparedQuestion(one.number, question, line.answer, was_cut, n_bytes, one.id)
 
 
-def merge(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> Question:
+def merge(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> LikelihoodQuestion:
     """White space at the prompt's end belongs to the endings, where tokenizers put it."""
     context = prompt.rstrip()
     space = prompt[len(context) :]
     ids = tokenizer.encode(context, add_special_tokens=False)
-    whole = [tokenizer.encode(f"{context}{space}{ending}", add_special_tokens=False) for ending in endings]
-    return Question(ids, [each[len(ids) :] for each in whole])
+    encoded = [tokenizer.encode(f"{context}{space}{ending}", add_special_tokens=False) for ending in endings]
+    return LikelihoodQuestion(ids, [each[len(ids) :] for each in encoded])

@@ -64,7 +64,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, model="") == msgspec.structs.replace(other, model="")
 
 
-class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ChosenAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """logprobs: of each choice; cut: the prompt was longer than the context; per_byte: the likeliest by byte, where
     choices are texts whose lengths differ; id: the user's own"""
 
@@ -88,10 +88,10 @@ class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]:
-        found = {RIGHT: Verdict(self.chosen, self.right)}
+        stored = {RIGHT: Verdict(self.chosen, self.right)}
         if self.per_byte is not None:
-            found[PER_BYTE] = Verdict(self.per_byte, self.per_byte == self.answer)
-        return found
+            stored[PER_BYTE] = Verdict(self.per_byte, self.per_byte == self.answer)
+        return stored
 
 
 class Results(NamedTuple, Generic[R]):
@@ -112,25 +112,25 @@ def results_path(now: Results[J], before: Results[J]) -> dict[str, Paired]:
     return {name: paired([mine[name] for mine, _ in pairs], [theirs[name] for _, theirs in pairs]) for name in measures}
 
 
-def measures_of(found: Results[J]) -> list[str]:
+def measures_of(stored: Results[J]) -> list[str]:
     """By which all answers are judged. raises ConfigError where one lacks what another has: a file that was changed"""
-    some = [list(one.verdicts) for one in found.records.values()]
+    some = [list(one.verdicts) for one in stored.records.values()]
     if any(one != some[0] for one in some):
         raise ConfigError(
-            f"the results of {found.about.model} are not all judged alike", "answers to one file of questions",
+            f"the results of {stored.about.model} are not all judged alike", "answers to one file of questions",
             "they are damaged: evaluate again, into another file: --out",
         )  # fmt: skip
     return some[0] if some else []
 
 
-def check_whole(found: Results[J], n: int) -> None:
+def check_whole(stored: Results[J], n: int) -> None:
     """raises ConfigError where a file has answers to what nobody asked, or is otherwise damaged"""
-    if len(found.records) != n:
+    if len(stored.records) != n:
         raise ConfigError(
-            f"the file of results has {len(found.records):,} answers", f"one to each of {n:,} questions",
+            f"the file of results has {len(stored.records):,} answers", f"one to each of {n:,} questions",
             "it is damaged: name another, and evaluate again: --out",
         )  # fmt: skip
-    measures_of(found)
+    measures_of(stored)
 
 
 def check_same(before: Results[J], task: str, data: str, n: int) -> None:
@@ -165,10 +165,10 @@ class ResumableResults(Generic[R]):
             self.close()
             raise
 
-    def add(self, found: R) -> None:
+    def add(self, stored: R) -> None:
         """Written at once: what was found is not lost. raises MachineError, and ConfigError for too much in a file"""
-        self._write(_sealed(msgspec.json.encode(found)))
-        self.records[found.key] = found
+        self._write(_sealed(msgspec.json.encode(stored)))
+        self.records[stored.key] = stored
 
     def close(self) -> None:
         os.close(self._file)
@@ -186,9 +186,9 @@ class ResumableResults(Generic[R]):
             self._n_bytes = size  # of a first line that was cut
             self._write(head[size:])
             return
-        found, self.records, self._n_bytes = read(self.path, kind)
-        if not found.same(about):
-            raise _of_another(self.path, found, about)
+        stored, self.records, self._n_bytes = read(self.path, kind)
+        if not stored.same(about):
+            raise _of_another(self.path, stored, about)
         os.ftruncate(self._file, self._n_bytes)  # a line that was not written whole is asked again
 
     def _write(self, line: bytes) -> None:
@@ -217,7 +217,7 @@ def read(path: Path, kind: type[R]) -> Results[R]:
     if len(data) > _MOST_BYTES:
         raise _too_large(path, "name another file")
     head, *lines = data[: data.rfind(b"\n") + 1].splitlines() or [b""]
-    found, number = dict[Key, R](), 1
+    stored, number = dict[Key, R](), 1
     decoder = msgspec.json.Decoder(kind)
     try:
         about = msgspec.json.decode(head, type=About)
@@ -227,12 +227,12 @@ def read(path: Path, kind: type[R]) -> Results[R]:
         for line in lines:
             number += 1
             one = decoder.decode(_unsealed(line))
-            found[one.key] = one
+            stored[one.key] = one
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
             f"{path}:{number} is no line of results: {error}", "a file that `millrace eval` wrote", "name another one"
         ) from None
-    return Results(about, found, data.rfind(b"\n") + 1)
+    return Results(about, stored, data.rfind(b"\n") + 1)
 
 
 def _sealed(line: bytes) -> bytes:
@@ -242,8 +242,8 @@ def _sealed(line: bytes) -> bytes:
 
 def _unsealed(line: bytes) -> bytes:
     """raises ValueError for a line that is not what was written"""
-    record, found, checksum = line.rpartition(_CHECKSUM)
-    if not found:
+    record, stored, checksum = line.rpartition(_CHECKSUM)
+    if not stored:
         raise ValueError("it has no checksum")
     record += b"}"
     if checksum != _digest(record) + _END:
@@ -259,7 +259,7 @@ def _too_large(path: Path, mend: str) -> ConfigError:
     return ConfigError(f"{path} is too large for results", f"at most {_MOST_BYTES:,} bytes", mend)
 
 
-def _of_another(path: Path, found: About, wanted: About) -> ConfigError:
-    name = next(n for n in ("task", "data", "precision", "engine") if getattr(found, n) != getattr(wanted, n))
-    theirs, ours = (f"{getattr(one, name)!r:.80}" for one in (found, wanted))
+def _of_another(path: Path, stored: About, expected: About) -> ConfigError:
+    name = next(n for n in ("task", "data", "precision", "engine") if getattr(stored, n) != getattr(expected, n))
+    theirs, ours = (f"{getattr(one, name)!r:.80}" for one in (stored, expected))
     return ConfigError(f"{path} has results of the {name} {theirs}", ours, "name another file: --out")

@@ -37,8 +37,8 @@ class Pattern:
     def matches(self, text: str) -> bool | None:
         """None: that would take too much, and nobody knows"""
         matcher, data = _compiled(self._expression), list(text.encode("utf-8", "surrogatepass"))
-        taken = matcher.try_consume_tokens(data)
-        return None if matcher.is_error() else bool(taken == len(data) and matcher.is_accepting())
+        n_consumed = matcher.try_consume_tokens(data)
+        return None if matcher.is_error() else bool(n_consumed == len(data) and matcher.is_accepting())
 
 
 class _Bytes:

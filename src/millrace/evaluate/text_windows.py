@@ -25,8 +25,8 @@ class Windows:
 
     def spread(self, n: int) -> "Windows":
         """n of them, at equal distances from the first to the last."""
-        kept = np.linspace(0, len(self.ids) - 1, n).round().astype(int)
-        return replace(self, ids=self.ids[kept])
+        windows = np.linspace(0, len(self.ids) - 1, n).round().astype(int)
+        return replace(self, ids=self.ids[windows])
 
 
 def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, most: int | None = None) -> Windows:
@@ -41,13 +41,13 @@ def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, most: int | N
 
 def windows_of(tokenizer: Tokenizer, ids: Sequence[int], length: int, most: int | None = None) -> Windows:
     """The same of a text's tokens."""
-    found = len(ids) // length
-    if not found:
+    result = len(ids) // length
+    if not result:
         raise RequestError(
             f"the text has {len(ids):,} tokens", f"at least {length:,}, one window",
             "give a longer text, or a shorter --window",
         )  # fmt: skip
-    kept = np.asarray(ids[: min(found, most or found) * length], np.int32).reshape(-1, length)
+    windows = np.asarray(ids[: min(result, most or result) * length], np.int32).reshape(-1, length)
     if tokenizer.bos_token_id is not None and tokenizer.special_around[0]:
-        kept[:, 0] = tokenizer.bos_token_id
-    return Windows(kept, length // 2)
+        windows[:, 0] = tokenizer.bos_token_id
+    return Windows(windows, length // 2)

@@ -117,10 +117,10 @@ def divide(a: Dim, b: Dim) -> Dim:
 
 def product(dims: Iterable[Dim]) -> Dim:
     """Of all of them: the elements of a shape."""
-    found: Dim = 1
+    result: Dim = 1
     for d in dims:
-        found = times(found, d)
-    return found
+        result = times(result, d)
+    return result
 
 
 def _product(a: Dim, b: Dim, power: int) -> Dim:
@@ -218,15 +218,15 @@ def value_of(d: Dim, sizes: Mapping[Symbol, int]) -> int:
         return sizes[d]
     if isinstance(d, Floor):
         return (value_of(d.of, sizes) + d.add) // d.by
-    found = Fraction(d.numerator, d.denominator)
+    result = Fraction(d.numerator, d.denominator)
     for factor, power in d.factors:
         at = value_of(factor, sizes)
         if at == 0 and power < 0:
             raise NotWholeError(d)
-        found *= Fraction(at) ** power
-    if found.denominator != 1:
+        result *= Fraction(at) ** power
+    if result.denominator != 1:
         raise NotWholeError(d)
-    return found.numerator
+    return result.numerator
 
 
 def range_of(d: Dim, ranges: Mapping[Symbol, tuple[int, int]]) -> tuple[int, int]:
@@ -259,11 +259,11 @@ class _Parser:
         if len(text) > MAX_TEXT_LENGTH:
             raise self._wrong()
         while at < len(text.rstrip()):
-            found = _TOKEN.match(text, at)
-            if not found:
+            result = _TOKEN.match(text, at)
+            if not result:
                 raise self._wrong()
-            self._tokens.append(found[1])
-            at = found.end()
+            self._tokens.append(result[1])
+            at = result.end()
         self._at = self._levels = 0
         self.result = self._sum()
         if self._at < len(self._tokens):
@@ -275,9 +275,9 @@ class _Parser:
             "names are letters, digits and _, and begin with a letter",
         )  # fmt: skip
 
-    def _next(self, *wanted: str) -> str:
+    def _next(self, *expected: str) -> str:
         """The next token, where it is one of these; "" otherwise."""
-        if self._at < len(self._tokens) and self._tokens[self._at] in wanted:
+        if self._at < len(self._tokens) and self._tokens[self._at] in expected:
             self._at += 1
             return self._tokens[self._at - 1]
         return ""
@@ -295,21 +295,21 @@ class _Parser:
         return self._tokens[self._at - 1]
 
     def _sum(self) -> Dim:
-        found = self._term()
+        result = self._term()
         if self._next("//"):
             by = self._number()
             if by < 1:
                 raise self._wrong()
-            found = floor_div(found, 0, by)
+            result = floor_div(result, 0, by)
         if sign := self._next("+", "-"):
-            found = floor_div(found, self._number() * (1 if sign == "+" else -1), 1)
-        return found
+            result = floor_div(result, self._number() * (1 if sign == "+" else -1), 1)
+        return result
 
     def _term(self) -> Dim:
-        found = self._factor()
+        result = self._factor()
         while sign := self._next("*", "/"):
-            found = times(found, self._factor()) if sign == "*" else divide(found, self._factor())
-        return found
+            result = times(result, self._factor()) if sign == "*" else divide(result, self._factor())
+        return result
 
     def _factor(self) -> Dim:
         token = self._take()
@@ -317,11 +317,11 @@ class _Parser:
             self._levels += 1
             if self._levels > _MOST_LEVELS:
                 raise self._wrong()
-            found = self._sum()
+            result = self._sum()
             if not self._next(")"):
                 raise self._wrong()
             self._levels -= 1
-            return found
+            return result
         if token.isdecimal():
             return int(token)
         if not (token[0].isalpha() or token[0] == "_"):

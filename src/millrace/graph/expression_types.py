@@ -20,8 +20,8 @@ _MEND = "convert with ops.cast"
 
 def type_of(tree: Tree, types: Sequence[DType]) -> DType:
     """What a verified tree of such inputs gives. raises GraphError for operands that an operation does not take"""
-    found = _type(tree, types, {})
-    return DType.F32 if found is None else found
+    result = _type(tree, types, {})
+    return DType.F32 if result is None else result
 
 
 def is_integer(tree: Tree, types: Sequence[DType]) -> bool:
@@ -42,24 +42,24 @@ def is_integer(tree: Tree, types: Sequence[DType]) -> bool:
 
 def _parts(tree: Tree) -> list[Tree]:
     """All of its parts, each once where it is shared."""
-    seen, level = dict[int, Tree](), {id(tree): tree}
+    visited, level = dict[int, Tree](), {id(tree): tree}
     while level:
-        seen |= level
+        visited |= level
         below = (as_tree(t) for part in level.values() if isinstance(part, tuple) for t in part[1:])
-        level = {id(part): part for part in below if id(part) not in seen}
-    return list(seen.values())
+        level = {id(part): part for part in below if id(part) not in visited}
+    return list(visited.values())
 
 
-def _type(tree: Tree, types: Sequence[DType], known: dict[int, DType | None]) -> DType | None:
+def _type(tree: Tree, types: Sequence[DType], cache: dict[int, DType | None]) -> DType | None:
     """None: numbers alone. known: of parts that were seen, by id"""
     if isinstance(tree, int):
         return types[tree]
     if isinstance(tree, float):
         return None
-    if id(tree) not in known:
+    if id(tree) not in cache:
         name, operands = str(tree[0]), [as_tree(t) for t in tree[1:]]
-        known[id(tree)] = _operation(name, operands, [_type(t, types, known) for t in operands])
-    return known[id(tree)]
+        cache[id(tree)] = _operation(name, operands, [_type(t, types, cache) for t in operands])
+    return cache[id(tree)]
 
 
 def _operation(name: str, operands: Sequence[Tree], types: Sequence[DType | None]) -> DType | None:
@@ -78,10 +78,10 @@ def _operation(name: str, operands: Sequence[Tree], types: Sequence[DType | None
 
 
 def _joined(operands: Sequence[Tree], types: Sequence[DType | None]) -> DType | None:
-    known = [t for t in types if t is not None]
-    if not known:
+    operand_types = [t for t in types if t is not None]
+    if not operand_types:
         return None
-    latest = max(known, key=_ORDER.index)
+    latest = max(operand_types, key=_ORDER.index)
     numbers = [x for x, t in zip(operands, types, strict=True) if t is None]
     fraction = any(not isinstance(x, float) or not x.is_integer() for x in numbers)
     if numbers and not latest.is_float and (fraction or latest == DType.BOOL):

@@ -34,8 +34,8 @@ def _quotient(x: Floats, y: Floats) -> Floats:
     """Of whole numbers towards 0, as in C; nothing divided by 0 is 0."""
     if x.dtype.kind == "f":
         return np.divide(x, y)
-    found: Floats = np.where(y == 0, 0, np.sign(x) * np.sign(y) * (np.abs(x) // np.maximum(np.abs(y), 1)))
-    return found
+    value: Floats = np.where(y == 0, 0, np.sign(x) * np.sign(y) * (np.abs(x) // np.maximum(np.abs(y), 1)))
+    return value
 
 
 def _where(condition: Floats, x: Floats, y: Floats) -> Floats:
@@ -80,20 +80,20 @@ def substitute(tree: Tree, inputs: Sequence[Tree]) -> Tree:
 
 def formula(tree: Tree, names: Sequence[str]) -> str:
     """The tree as people write it, inputs by name: "0.5 * x * (1 + erf(0.7071 * x))"; very long parts are "..."."""
-    return _written(tree, names, {})[0]
+    return _infix(tree, names, {})[0]
 
 
-def _written(tree: Tree, names: Sequence[str], known: dict[int, tuple[str, int]]) -> tuple[str, int]:
+def _infix(tree: Tree, names: Sequence[str], cache: dict[int, tuple[str, int]]) -> tuple[str, int]:
     """(text, how tightly it binds); `known` are parts that were written before, by id."""
     if isinstance(tree, int):
         return names[tree], _ATOM
     if isinstance(tree, float):
         return f"{tree:.4g}", _ATOM if tree >= 0 else 0
-    if id(tree) not in known:
-        operands = [_written(as_tree(t), names, known) for t in tree[1:]]
+    if id(tree) not in cache:
+        operands = [_infix(as_tree(t), names, cache) for t in tree[1:]]
         text, binds = _operation("square" if tree[0] == "mul" and tree[1] is tree[2] else str(tree[0]), operands)
-        known[id(tree)] = (text, binds) if len(text) <= _LONGEST else ("...", _ATOM)
-    return known[id(tree)]
+        cache[id(tree)] = (text, binds) if len(text) <= _LONGEST else ("...", _ATOM)
+    return cache[id(tree)]
 
 
 def _operation(name: str, operands: Sequence[tuple[str, int]]) -> tuple[str, int]:
@@ -111,15 +111,15 @@ def _operation(name: str, operands: Sequence[tuple[str, int]]) -> tuple[str, int
     return f"{name}({', '.join(text for text, _ in operands)})", _ATOM
 
 
-def tuples(found: object, levels: int = _DEEPEST) -> object:
+def tuples(value: object, levels: int = _DEEPEST) -> object:
     """JSON has lists only; those below a tree's deepest level stay what they are, and so are no trees."""
-    return tuple(tuples(f, levels - 1) for f in found) if isinstance(found, list) and levels else found
+    return tuple(tuples(f, levels - 1) for f in value) if isinstance(value, list) and levels else value
 
 
-def as_tree(found: object) -> Tree:
+def as_tree(value: object) -> Tree:
     """Of a part of a tree, or a node's attribute, that was verified."""
-    assert isinstance(found, int | float | tuple)
-    return found
+    assert isinstance(value, int | float | tuple)
+    return value
 
 
 def faults(tree: object, n_inputs: int) -> Iterable[tuple[str, str]]:
@@ -127,12 +127,12 @@ def faults(tree: object, n_inputs: int) -> Iterable[tuple[str, str]]:
     level = [tree]
     for _ in range(_DEEPEST):
         below: list[object] = []
-        for found in level:
-            wrong = _fault(found, n_inputs)
+        for value in level:
+            wrong = _fault(value, n_inputs)
             if wrong:
                 yield wrong
                 return
-            below += found[1:] if isinstance(found, tuple) else ()
+            below += value[1:] if isinstance(value, tuple) else ()
         level = list({id(t): t for t in below}.values())  # what is shared is looked at once
     if level:
         yield f"a tree of more than {_DEEPEST} levels", "what a kernel can hold"
@@ -147,10 +147,10 @@ def _fault(tree: object, n_inputs: int) -> tuple[str, str] | None:
     if not isinstance(tree, tuple) or not tree:
         return f"its tree has {tree!r:.80}", "an input, a number, or (operation, operand, ...)"
     name = tree[0]
-    if not (wanted := n_operands(name)):
+    if not (arity := n_operands(name)):
         return f"its tree has the operation {name!r:.80}", nearest(
             str(name)[:80], (*UNARY, *BINARY, *COMPARISONS, WHERE)
         )
-    if len(tree) != wanted + 1:
-        return f"its tree has {name} of {len(tree) - 1} operands", str(wanted)
+    if len(tree) != arity + 1:
+        return f"its tree has {name} of {len(tree) - 1} operands", str(arity)
     return None

@@ -68,13 +68,13 @@ def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
         dtype = DType(table.get("constant_types", {}).get(name, DType.F32))
         values[name] = Value(_dims(shape), dtype, Constant(_unread, (name,)))
     nodes = []
-    for found in table["nodes"]:
-        attrs = {k: _dims(v) if k == "shape" else tuples(v) for k, v in found["attrs"].items()}
-        sources, operator = tuple(values[i] for i in found["inputs"]), named(operators, found["op"])
+    for result in table["nodes"]:
+        attrs = {k: _dims(v) if k == "shape" else tuples(v) for k, v in result["attrs"].items()}
+        sources, operator = tuple(values[i] for i in result["inputs"]), named(operators, result["op"])
         types = [v.dtype for v in operator.results(sources, attrs)]
-        outputs = tuple(Value(_dims(shape), dtype) for shape, dtype in zip(found["shapes"], types, strict=True))
-        nodes.append(Node(operator, sources, outputs, attrs, tuple(found["origin"])))
-        values.update(zip(found["outputs"], outputs, strict=True))
+        outputs = tuple(Value(_dims(shape), dtype) for shape, dtype in zip(result["shapes"], types, strict=True))
+        nodes.append(Node(operator, sources, outputs, attrs, tuple(result["origin"])))
+        values.update(zip(result["outputs"], outputs, strict=True))
     results = tuple(Port(p["name"], values[p["value"]]) for p in table["outputs"])
     return verify(Graph(inputs, results, tuple(nodes)), after="reading")
 

@@ -70,9 +70,9 @@ def rewrite(graph: Graph, rule: Callable[[Node, GraphView], Replacement | None])
         inputs = tuple(live.now(v) for v in node.inputs)
         current = replace(node, inputs=inputs) if inputs != node.inputs else node
         instead = rule(current, live) or Replacement((current,), node.outputs)
-        for made in instead.nodes:
-            nodes.append(made)
-            live.place(made)
+        for node_made in instead.nodes:
+            nodes.append(node_made)
+            live.place(node_made)
         for old, new in zip(node.outputs, instead.values, strict=True):
             if new is not old:
                 live.move(old, new)
@@ -97,12 +97,12 @@ def head_of(graph: Graph) -> Node | None:
 def prune(graph: Graph) -> Graph:
     """Drops the nodes whose results nobody reads."""
     needed = graph.results
-    kept: list[Node] = []
+    remaining: list[Node] = []
     for node in reversed(graph.nodes):
         if needed.intersection(node.outputs):
-            kept.append(node)
+            remaining.append(node)
             needed.update(node.inputs)
-    return replace(graph, nodes=tuple(reversed(kept)))
+    return replace(graph, nodes=tuple(reversed(remaining)))
 
 
 def listing(graph: Graph) -> str:
@@ -117,9 +117,9 @@ def listing(graph: Graph) -> str:
         for value in node.outputs:
             names[value] = f"%{len(names) - len(graph.inputs)}"
         attrs = " ".join(f"{k}={v}" for k, v in node.attrs.items())
-        made, inputs = (", ".join(map(name, values)) for values in (node.outputs, node.inputs))
+        node_made, inputs = (", ".join(map(name, values)) for values in (node.outputs, node.inputs))
         shapes = ", ".join(map(str, node.outputs))
-        lines.append(f"{made} = {node.op}({inputs}) {attrs}  # {shapes} {'/'.join(node.origin)}".rstrip())
+        lines.append(f"{node_made} = {node.op}({inputs}) {attrs}  # {shapes} {'/'.join(node.origin)}".rstrip())
     return "\n".join([*lines, *(f"{p.name} = {name(p.value)}" for p in graph.outputs)])
 
 

@@ -16,9 +16,9 @@ def named(operators: Operators, name: str) -> Operator:
     operator = operators.get(name)
     if operator is None or operator.fused:
         what = "is written by the compiler's passes only" if operator else "is no operator"
-        known = [n for n, o in operators.items() if not o.fused]
+        names = [n for n, o in operators.items() if not o.fused]
         raise GraphError(
-            f'"{name:.80}" {what}', nearest(name, known), "correct it, or write the operator (docs/extending)"
+            f'"{name:.80}" {what}', nearest(name, names), "correct it, or write the operator (docs/extending)"
         )
     return operator
 
@@ -34,15 +34,15 @@ def broadcast_shape(op: str, shapes: Sequence[Shape]) -> Shape:
     A symbol is never broadcast, because it may not be 1; other operands of size 1 are broadcast to it.
     """
     rank = max(map(len, shapes))
-    found: list[Dim] = [1] * rank
+    result: list[Dim] = [1] * rank
     for shape in shapes:
         for axis, d in enumerate(shape, rank - len(shape)):
-            if found[axis] == 1:
-                found[axis] = d
-            elif d not in (1, found[axis]):
+            if result[axis] == 1:
+                result[axis] = d
+            elif d not in (1, result[axis]):
                 what = f"operands of the shapes {', '.join(str(list(s)) for s in shapes)}"
                 raise illegal(op, what, "equal shapes, or 1 where they differ")
-    return tuple(found)
+    return tuple(result)
 
 
 def rows_of_matrix(op: str, inputs: Inputs, index: str) -> tuple[Shape, ...]:

@@ -71,13 +71,13 @@ class Value:
     @property
     def width(self) -> int:
         """Elements of one row: everything behind the first dimension. raises GraphError where a run alone knows"""
-        found = product(self.shape[1:])
-        if not isinstance(found, int):
+        result = product(self.shape[1:])
+        if not isinstance(result, int):
             raise GraphError(
-                f"{self} is used as rows of {found} elements", "a row size that is known at build time",
+                f"{self} is used as rows of {result} elements", "a row size that is known at build time",
                 "reshape so that all symbols come first, or make these dimensions constant",
             )  # fmt: skip
-        return found
+        return result
 
     @property
     def elements(self) -> Dim:
@@ -135,11 +135,11 @@ class Operator:
         if self.dtypes:
             return tuple(map(Value, shapes, self.dtypes(inputs, attrs)))
         for number, value in enumerate(inputs):
-            wanted = DType.I32 if number in self.integers else DType.F32
-            if value.dtype != wanted:
+            expected = DType.I32 if number in self.integers else DType.F32
+            if value.dtype != expected:
                 raise GraphError(
-                    f"{self.name}: its input {number + 1} is {value}", f"{wanted} there",
-                    f'convert it: ops.cast(x, "{wanted}")',
+                    f"{self.name}: its input {number + 1} is {value}", f"{expected} there",
+                    f'convert it: ops.cast(x, "{expected}")',
                 )  # fmt: skip
         return tuple(map(Value, shapes))
 
@@ -209,19 +209,19 @@ class Graph:
     def last_reads(self) -> list[tuple[Value, ...]]:
         """For each node, the values that nothing reads after it: inputs, and what nodes gave that is no output."""
         last = {v: i for i, node in enumerate(self.nodes) for v in (*node.outputs, *node.inputs) if not v.constant}
-        found: list[list[Value]] = [[] for _ in self.nodes]
+        result: list[list[Value]] = [[] for _ in self.nodes]
         for value, at in last.items():
             if value not in self.results:
-                found[at].append(value)
-        return [tuple(values) for values in found]
+                result[at].append(value)
+        return [tuple(values) for values in result]
 
     def constants(self) -> Iterator[Value]:
         """Every constant once, in the order of first use."""
-        seen: set[Value] = set()
+        visited: set[Value] = set()
         for n in self.nodes:
             for v in n.inputs:
-                if v.constant and v not in seen:
-                    seen.add(v)
+                if v.constant and v not in visited:
+                    visited.add(v)
                     yield v
 
 

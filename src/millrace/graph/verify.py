@@ -16,19 +16,19 @@ def verify(graph: Graph, after: str) -> Graph:
         _check_names(ports, kind, after)
     symbols = {d for port in graph.inputs for d in port.value.shape if isinstance(d, Symbol)}
     _check_symbols(graph, symbols, after)
-    known: set[Value] = {p.value for p in graph.inputs}
+    defined: set[Value] = {p.value for p in graph.inputs}
     for node in graph.nodes:
         for value in node.inputs:
-            if value not in known and not value.constant:
+            if value not in defined and not value.constant:
                 raise _error(after, node, "it reads a value that nothing before it computes")
-        if known.intersection(node.outputs):
+        if defined.intersection(node.outputs):
             raise _error(after, node, "its output is assigned twice")
         _check_node(node, after)
         for free in (s for v in node.outputs for d in v.shape for s in symbols_of(d) if s not in symbols):
             raise _free(after, node, free, graph)
-        known.update(node.outputs)
+        defined.update(node.outputs)
     for port in graph.outputs:
-        if port.value not in known and not port.value.constant:
+        if port.value not in defined and not port.value.constant:
             raise GraphError(
                 f"after {after}: the output {port.name} is computed by no node",
                 "an output", "return a tensor from forward()",
@@ -69,8 +69,10 @@ def _check_node(node: Node, after: str) -> None:
     results = op.results(node.inputs, node.attrs)
     if [(v.shape, v.dtype) for v in results] != [(v.shape, v.dtype) for v in node.outputs]:
         alike = [v.dtype for v in results] == [v.dtype for v in node.outputs]
-        given = ", ".join(str(list(v.shape) if alike else v) for v in results)
-        raise _error(after, node, f"it is said to give {', '.join(map(str, node.outputs))}, the operator gives {given}")
+        described = ", ".join(str(list(v.shape) if alike else v) for v in results)
+        raise _error(
+            after, node, f"it is said to give {', '.join(map(str, node.outputs))}, the operator gives {described}"
+        )
 
 
 def _free(after: str, node: Node, free: Symbol, graph: Graph) -> GraphError:

@@ -28,14 +28,14 @@ class MemoryLimit:
 
 def memory_limits() -> list[MemoryLimit]:
     """Of every group that has one."""
-    found = []
+    result = []
     for group in _groups(None):
         limits = [_number(group / "memory.max"), _number(group / "memory.high")]  # beyond "high" a process is stalled
-        found.append(_limit(group, limits, "memory.current", "inactive_file"))
+        result.append(_limit(group, limits, "memory.current", "inactive_file"))
     for group in _groups("memory"):
         limits = [_number(group / "memory.limit_in_bytes")]
-        found.append(_limit(group, limits, "memory.usage_in_bytes", "total_inactive_file"))
-    return [limit for limit in found if limit is not None]
+        result.append(_limit(group, limits, "memory.usage_in_bytes", "total_inactive_file"))
+    return [limit for limit in result if limit is not None]
 
 
 def _limit(group: Path, limits: list[int | None], used_file: str, cache_name: str) -> MemoryLimit | None:

@@ -64,7 +64,7 @@ class Cache:
 
 def caches() -> tuple[Cache, ...]:
     """Of the first core that this process may use, smallest level first; empty where the kernel does not tell."""
-    found = []
+    result = []
     for folder in sorted((_CPUS / f"cpu{min(os.sched_getaffinity(0))}" / "cache").glob("index*")):
         try:
             level, kind, size, shared = (
@@ -73,8 +73,8 @@ def caches() -> tuple[Cache, ...]:
         except OSError:
             continue
         if kind != "Instruction":
-            found.append(Cache(int(level), _kib(size), _cpus_in(shared)))
-    return tuple(sorted(found, key=lambda c: c.level))
+            result.append(Cache(int(level), _kib(size), _cpus_in(shared)))
+    return tuple(sorted(result, key=lambda c: c.level))
 
 
 def _kib(text: str) -> int:

@@ -102,11 +102,11 @@ DEVICES = (
 def find_device(name: str) -> Device:
     """By its name, or what nvidia-smi calls it, without regard to case and vendor. raises ConfigError"""
     named = {_spelt(alias): device for device in DEVICES for alias in (device.name, *device.aliases)}
-    wanted = _spelt(name)
-    if wanted not in named:
+    normalized = _spelt(name)
+    if normalized not in named:
         raise ConfigError(f"no device is known as {name}", "a device of the catalogue",
-                          nearest(wanted, named, [one.name for one in DEVICES if one.memory_bytes]))  # fmt: skip
-    return named[wanted]
+                          nearest(normalized, named, [one.name for one in DEVICES if one.memory_bytes]))  # fmt: skip
+    return named[normalized]
 
 
 def _spelt(name: str) -> str:

@@ -3,7 +3,7 @@
 import errno
 import os
 
-_WRITTEN = 1 << 30  # bytes a call: the system takes less than 2 GiB
+_MAX_WRITE = 1 << 30  # bytes a call: the system takes less than 2 GiB
 
 
 def reserve(file: int, nbytes: int) -> None:
@@ -19,5 +19,5 @@ def reserve(file: int, nbytes: int) -> None:
 def write_at(file: int, data: memoryview, offset: int) -> None:
     """The whole of it, from `offset` on. raises OSError"""
     while data:
-        n = os.pwrite(file, data[:_WRITTEN], offset)
+        n = os.pwrite(file, data[:_MAX_WRITE], offset)
         data, offset = data[n:], offset + n

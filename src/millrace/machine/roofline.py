@@ -30,7 +30,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class MemoryLevel:
     """Reading from one level of the memory."""
 
     name: str  # "L1", "L2", "L3", "DRAM"
@@ -60,10 +60,10 @@ class Bound:
 @dataclass(frozen=True, slots=True)
 class Roofline:
     threads: int
-    levels: tuple[Level, ...]
+    levels: tuple[MemoryLevel, ...]
     compute: tuple[Compute, ...]
 
-    def level_of(self, working_set: int) -> Level:
+    def level_of(self, working_set: int) -> MemoryLevel:
         """The fastest level whose caches hold so many bytes."""
         for level in self.levels:
             if level.capacity_bytes is None or working_set <= level.capacity_bytes:
@@ -110,7 +110,7 @@ def measure_roofline(
 ) -> Roofline:  # fmt: skip
     """`precisions`: our kernels' precision -> that of the instructions below it, {"w8a8": "int8", ...}."""
     levels = tuple(
-        Level(name, capacity, _rate(read(1, one)), _rate(read(threads, each)))
+        MemoryLevel(name, capacity, _rate(read(1, one)), _rate(read(threads, each)))
         for name, capacity, one, each in working_sets(caches, threads, available_bytes)
     )
     instructions = {name: _rate(peaks(name, threads)) for name in dict.fromkeys(precisions.values())}
@@ -125,18 +125,18 @@ def measure_roofline(
 def working_sets(caches: Sequence[Cache], threads: int, available_bytes: int) -> list[tuple[str, int | None, int, int]]:
     """(level, capacity, bytes for one thread alone, bytes for each of all threads): half of a cache each, so that it
     stays in it; DRAM: four times the last cache. A level that leaves a thread less than the one before is left out."""
-    found: list[tuple[str, int | None, int, int]] = []
+    result: list[tuple[str, int | None, int, int]] = []
     last_total = smallest = 0
     for cache in caches:
         sharing = min(threads, cache.shared_by)
         one, each = cache.nbytes // 2 // KIB * KIB, cache.nbytes // 2 // sharing // KIB * KIB
         if each > 2 * smallest:
             last_total = cache.nbytes * -(-threads // cache.shared_by)
-            found.append((f"L{cache.level}", last_total, one, each))
+            result.append((f"L{cache.level}", last_total, one, each))
             smallest = each
     dram = min(max(4 * last_total, DRAM_LOW), DRAM_HIGH, max(available_bytes // 4, 16 << 20))
-    found.append(("DRAM", None, dram // KIB * KIB, dram // threads // KIB * KIB))
-    return found
+    result.append(("DRAM", None, dram // KIB * KIB, dram // threads // KIB * KIB))
+    return result
 
 
 def _rate(rounds: Sequence[float]) -> Rate:

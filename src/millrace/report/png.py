@@ -31,10 +31,10 @@ def check_png() -> None:
 
 def png(svg: str) -> bytes:
     """svg: as `Plot.svg` gives it"""
-    return _drawn(str.replace(svg, "<svg ", _SVG, 1))  # markup's own would escape what is put in
+    return _rasterize(str.replace(svg, "<svg ", _SVG, 1))  # markup's own would escape what is put in
 
 
-def _drawn(svg: str) -> bytes:
+def _rasterize(svg: str) -> bytes:
     import resvg_py
 
     style, background = _style()
@@ -50,7 +50,7 @@ def _style() -> tuple[str, str]:
     """The style sheet's rules for drawings, and the colour behind them."""
     text = re.sub(r"/\*.*?\*/", "", _STYLE.read_text(encoding="utf-8"), flags=re.DOTALL)
     light = dict(re.findall(r"--(\w+):\s*([^;]+);", text[: text.index("@media")]))
-    rules = re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], text[text.index("* {") :])
+    rules = re.sub(r"var\(--(\w+)\)", lambda match: light[match[1]], text[text.index("* {") :])
     return rules, light["back"]
 
 
@@ -58,4 +58,4 @@ def _style() -> tuple[str, str]:
 def has_no_font() -> bool:
     """Whether a letter leaves no trace."""
     empty, letter = (f'{_SVG}viewBox="0 0 20 20"><text x="2" y="16">{says}</text></svg>' for says in ("", "M"))
-    return _drawn(empty) == _drawn(letter)
+    return _rasterize(empty) == _rasterize(letter)

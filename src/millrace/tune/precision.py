@@ -12,14 +12,14 @@ import numpy as np
 
 from millrace.compile.accuracy_pricing import AccuracyQuery
 from millrace.compile.build import BuildOptions, plan_pieces, resolve_options
-from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.compile.lower_cpu.program import Program, SymbolBounds
 from millrace.compile.precision import PrecisionMap, StoredMatrix
 from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation, rounded
 from millrace.engine.cache_specs import KV_FORMATS, KvFormat
 from millrace.engine.io_slots import slot
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.divergence import Score
+from millrace.evaluate.divergence import DivergenceScore
 from millrace.evaluate.piecewise_forward import Answers, ReadText, answers, read, score
 from millrace.evaluate.sizes import SHORTEST
 from millrace.evaluate.text_windows import Windows
@@ -108,7 +108,7 @@ class _CandidateSearch:
     def _pieces(self, options: BuildOptions) -> tuple[Program, ...]:
         """For one window a step: how a text is cut into steps changes no bit."""
         length = int(self._text.ids.shape[1])
-        step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
+        step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": SymbolBounds(1, _ROWS, _ROWS)})
         return tuple(plan_pieces(self._question.source, step))
 
     def _read(self, pieces: Sequence[Program], name: str) -> ReadText:
@@ -122,7 +122,7 @@ class _CandidateSearch:
         return found
 
 
-def price(name: str, found: Score, weights_bytes: int) -> AccuracyLoss:
+def price(name: str, found: DivergenceScore, weights_bytes: int) -> AccuracyLoss:
     """As it is kept: to the digits that mean something."""
     return AccuracyLoss(
         name, rounded(found.mean_kl), rounded(found.ratio), rounded(found.agreement) or 0.0, weights_bytes
@@ -147,8 +147,8 @@ def label(
 
 def _keeps(precision: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> bool:
     """Whether all codes that products run on are the checkpoint's own: none is rounded again."""
-    classes = ((precision.of(name, is_head=name == HEAD), matrix.held) for name, matrix in stored.items())
-    return precision.stored_groups and all(precision.kept(held, one) for one, held in classes if one.coded)
+    classes = ((precision.of(name, is_head=name == HEAD), matrix.codes) for name, matrix in stored.items())
+    return precision.stored_groups and all(precision.stored_format(held, one) for one, held in classes if one.coded)
 
 
 def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:

@@ -13,7 +13,7 @@ import tokenizers
 from gguf import TokenType
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.gguf.metadata import Keys
+from millrace.checkpoint.gguf.metadata import MetadataKeys
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer, open_tokenizer
@@ -164,12 +164,12 @@ def test_llama_cpp_gives_the_same_tokens(tmp_path: Path, family: str) -> None:
     model.close()
 
 
-def keys(**changes: object) -> Keys:
+def keys(**changes: object) -> MetadataKeys:
     values: dict[str, object] = {
         "model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab", "<s>", "<|eot_id|>"], "merges": ["a b"],
         "token_type": np.array([1, 1, 1, 3, 3]), "bos_token_id": 3, "eos_token_id": 3,
     } | changes  # fmt: skip
-    return Keys(Path("m.gguf"), {f"tokenizer.ggml.{k}": v for k, v in values.items() if v is not None})  # type: ignore[misc]
+    return MetadataKeys(Path("m.gguf"), {f"tokenizer.ggml.{k}": v for k, v in values.items() if v is not None})  # type: ignore[misc]
 
 
 def tokenizer(**changes: object) -> Tokenizer:
@@ -235,7 +235,7 @@ def test_broken_vocabularies(changes: dict[str, object], word: str) -> None:
 def test_an_original_that_is_of_another_model(text: str) -> None:
     values = {**keys().values, "tokenizer.huggingface.json": text}
     with pytest.raises(CheckpointError, match=r"tokenizer\.huggingface\.json"):
-        tokenizer_files(Keys(Path("m.gguf"), values))
+        tokenizer_files(MetadataKeys(Path("m.gguf"), values))
 
 
 def original(**more: object) -> str:
@@ -247,7 +247,7 @@ def original(**more: object) -> str:
 def test_the_files_flags_are_above_an_originals_own() -> None:
     def encoded(**flags: bool) -> list[int]:
         values = {**keys(**flags).values, "tokenizer.huggingface.json": original()}
-        return make_tokenizer(tokenizer_files(Keys(Path("m.gguf"), values)), Path("m.gguf")).encode("ab")
+        return make_tokenizer(tokenizer_files(MetadataKeys(Path("m.gguf"), values)), Path("m.gguf")).encode("ab")
 
     assert encoded() == [3, 2] == encoded(add_bos_token=True)
     assert encoded(add_bos_token=False) == [2] and encoded(add_bos_token=False, add_eos_token=True) == [2, 3]
@@ -266,7 +266,7 @@ def test_the_files_flags_are_above_an_originals_own() -> None:
 def test_an_original_that_names_ids_that_are_not_there(more: dict[str, object]) -> None:
     values = {**keys().values, "tokenizer.huggingface.json": original(**more)}
     with pytest.raises(CheckpointError, match="ids below 5"):
-        tokenizer_files(Keys(Path("m.gguf"), values))
+        tokenizer_files(MetadataKeys(Path("m.gguf"), values))
 
 
 def test_bytes_of_sentencepiece_are_known_by_name_where_types_are_missing() -> None:

@@ -207,7 +207,7 @@ def test_calls_beyond_those_that_are_wanted_are_left_out() -> None:
 def test_what_the_formats_write_is_read(format: ToolFormat) -> None:
     """The same data serve the prompt, the grammar and the reader."""
     calls = [("add", json.dumps({"a": '"}{['})), ("get_weather", "{}"), ("add", '{"a": [{}]}')]
-    assert read(format, [format.written.calls(calls)]) == Parts("", "", calls)
+    assert read(format, [format.syntax.calls(calls)]) == Parts("", "", calls)
 
 
 def test_a_call_that_is_cut_off_has_what_came() -> None:

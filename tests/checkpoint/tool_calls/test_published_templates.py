@@ -285,7 +285,7 @@ def read(of: ToolFormat, text: str, thoughts: Reasoning | None = None) -> tuple[
 
 def test_the_format_is_found(family: Family) -> None:
     found = format_of(family.template)
-    assert found.written == family.of.written and found.opens == family.of.opens
+    assert found.syntax == family.of.syntax and found.opens == family.of.opens
     assert found.native and found.tells is family.tells and found.single is (family.n_calls == 1)
 
 
@@ -301,7 +301,7 @@ def test_calls_are_written_read_and_held_to_alike(family: Family, template: Chat
     if of.short_ids:  # history alone has them
         text, n_ids = re.subn(r', "id": "\w{9}"', "", text)
         assert n_ids == n
-    assert text == of.written.calls(calls) and read(of, text) == ("", "", calls)
+    assert text == of.syntax.calls(calls) and read(of, text) == ("", "", calls)
     for marks in ((), tuple(dict.fromkeys(re.findall(r"<[|｜][^<>]+?[|｜]>|\[[A-Z_]+\]", text)))):
         assert takes(of, marks, text), f"the grammar does not take {text!r} where {marks} are special tokens"
         assert not takes(of, marks, text[:-1]), "it ends where the call does"
@@ -321,7 +321,7 @@ def test_the_model_is_told_of_its_tools(family: Family, template: ChatTemplate) 
         assert "Be brief." in prompt
     names = re.findall(r'"name": "(get_weather|now)"', prompt)
     assert names == list(SCHEMAS), prompt
-    example = format_of(family.template).written.calls([("name of the function", '{"name of an argument": ')])
+    example = format_of(family.template).syntax.calls([("name of the function", '{"name of an argument": ')])
     assert (example.partition('{"name of an argument"')[0] in prompt) is not family.tells
 
 

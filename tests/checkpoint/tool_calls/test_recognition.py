@@ -149,7 +149,7 @@ def test_a_call_is_read_in_the_format_that_the_template_writes(name: str) -> Non
     content, found = calls(source, text)
     assert found and found[0][0] == "find" and "".join(part for _, part in found) == '{"tide": 5}', text
     assert "find" not in content and "tide" not in content
-    again = of.written.calls([("find", '{"tide": 5}')])
+    again = of.syntax.calls([("find", '{"tide": 5}')])
     assert calls(source, again)[1][0][0] == "find"
 
 
@@ -162,8 +162,8 @@ def test_a_call_is_read_in_the_format_that_the_template_writes(name: str) -> Non
 def test_a_forced_call_is_written_as_the_template_writes_it(call: str) -> None:
     of = format_of(template(CHATML, call))
     assert of.name == "hermes"
-    assert of.written.calls([("find", '{"tide": 5}')]) == call.replace(NAME, "find").replace(ARGUMENTS, '{"tide": 5}')
-    assert calls(template(CHATML, call), of.written.calls([("find", '{"tide": 5}')]))[1][0][0] == "find"
+    assert of.syntax.calls([("find", '{"tide": 5}')]) == call.replace(NAME, "find").replace(ARGUMENTS, '{"tide": 5}')
+    assert calls(template(CHATML, call), of.syntax.calls([("find", '{"tide": 5}')]))[1][0][0] == "find"
 
 
 @pytest.mark.parametrize("name", IN_WORDS)

@@ -46,7 +46,7 @@ class PromptRenderer:
             if tools and shows_tools:
                 variables["tools"] = list(tools)
             if tools and not (shows_tools and form.tells):
-                preamble = self._told(tools, form)
+                preamble = self._tools_text(tools, form)
         return self.template.render(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             extra=variables, preamble=preamble, merges=True,
@@ -71,7 +71,7 @@ class PromptRenderer:
         return self._formats[name]
 
     @staticmethod
-    def _told(tools: Sequence[Mapping[str, object]], form: ToolFormat) -> str:
+    def _tools_text(tools: Sequence[Mapping[str, object]], form: ToolFormat) -> str:
         """Return the text that describes the tools to a model whose template does not."""
         (message,) = with_tools((), tools, replace(form, tells=False))
         return str(message["content"])

@@ -36,15 +36,15 @@ class TemplateProbe:
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._known: dict[tuple[object, ...], object] = {}
+        self._cache: dict[tuple[object, ...], object] = {}
 
     def system_renders(self) -> bool:
         """Whether a system message in front of the conversation is rendered: some templates refuse or drop it."""
-        if (key := ("system renders",)) not in self._known:
+        if (key := ("system renders",)) not in self._cache:
             user = _message("user", _USER)
             text = self._probe([_message("system", _SYSTEM), user], False)
-            self._known[key] = self._probe([user], False) is None if text is None else _SYSTEM in text
-        return bool(self._known[key])
+            self._cache[key] = self._probe([user], False) is None if text is None else _SYSTEM in text
+        return bool(self._cache[key])
 
     def list_renders(self, message: Message, has_tools: bool) -> bool:
         """Whether a list of parts is rendered wherever a string is: all its texts, and not the spelling of a list."""
@@ -136,9 +136,9 @@ class TemplateProbe:
         self, question: object, message: Message, has_tools: bool, answer: Callable[[_Texts], object]
     ) -> object:
         key = (question, _kind(message), _has_text_arguments(message), has_tools)
-        if key not in self._known:
-            self._known[key] = answer(lambda content: self._contexts(message, content, has_tools))
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = answer(lambda content: self._contexts(message, content, has_tools))
+        return self._cache[key]
 
     def _contexts(self, like: Message, content: object, has_tools: bool) -> list[str | None]:
         """Render conversations with a message of the kind of `like`, at the end and further in front."""
@@ -263,6 +263,6 @@ def _merged(messages: Messages, after_results: bool = False) -> Messages:
             joined.append(message)
             continue
         text = "\n\n".join(filter(None, (_text_of(last.get("content")), _text_of(message.get("content")))))
-        kept = last if follows else {**last, **message}
-        joined[-1] = {**kept, "content": text if text or not calls else None}
+        merged = last if follows else {**last, **message}
+        joined[-1] = {**merged, "content": text if text or not calls else None}
     return joined

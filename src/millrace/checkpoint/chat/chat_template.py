@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError, WorkerTimeoutError, unavailable
+from millrace.checkpoint.worker_process import (
+    FrameProcess,
+    WorkerDiedError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    unavailable,
+)
 from millrace.errors import CheckpointError, RequestError
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
@@ -44,7 +50,7 @@ class ChatTemplate:
         self.sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         self._variables = dict(variables)
         self._limits = limits or ChatLimits()
-        self._worker = Worker(_WORKER, partial(_greet, self.sources, self._variables, self._limits))
+        self._worker = WorkerProcess(_WORKER, partial(_greet, self.sources, self._variables, self._limits))
 
     @property
     def source(self) -> str:
@@ -125,7 +131,7 @@ class ChatTemplate:
             payload = json.dumps(request | {"timeout_s": self._limits.timeout_s}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise _refused(f"messages or template variables are not JSON: {error}", "JSON values") from error
-        with _said(self._limits, self._limits.timeout_s):
+        with _translated_errors(self._limits, self._limits.timeout_s):
             return cast(dict[str, object], json.loads(self._worker.exchange(payload, self._limits.timeout_s)))
 
     def close(self) -> None:
@@ -153,14 +159,14 @@ def _greet(sources: Mapping[str, str], variables: Mapping[str, str], limits: Cha
     """Give a new process its memory limit, then the template. raises CheckpointError if the template is broken"""
     process.exchange(json.dumps({"memory_bytes": limits.memory_bytes}).encode(), _START_S)
     load = {"templates": dict(sources), "first": DEFAULT, "variables": dict(variables)}
-    with _said(limits, limits.timeout_s):
+    with _translated_errors(limits, limits.timeout_s):
         reply = json.loads(process.exchange(json.dumps(load).encode(), limits.timeout_s))
     if reply.get("error"):
         raise _broken(f"the chat template is broken: {reply.get('what')}")
 
 
 @contextmanager
-def _said(limits: ChatLimits, timeout_s: float) -> Iterator[None]:
+def _translated_errors(limits: ChatLimits, timeout_s: float) -> Iterator[None]:
     """Say what became of the process. raises CheckpointError; MachineError if something else killed it"""
     try:
         yield
@@ -190,8 +196,8 @@ def _checked(index: int, message: Mapping[str, object]) -> dict[str, object]:
         raise _refused(f"{where}.content is {str(content)[:100]}", "a string or a list of text parts")
     for call in _listed(message.get("tool_calls"), f"{where}.tool_calls"):
         function = call.get("function") if isinstance(call, Mapping) else None
-        given = function if isinstance(function, Mapping) else {}
-        if not isinstance(given.get("name"), str) or not isinstance(given.get("arguments"), str | Mapping | None):
+        fields = function if isinstance(function, Mapping) else {}
+        if not isinstance(fields.get("name"), str) or not isinstance(fields.get("arguments"), str | Mapping | None):
             expected = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
             raise _refused(f"{where}.tool_calls has {str(call)[:100]}", expected)
     # OpenAI's clients send null for what is not there, and many templates would print it (transformers does the same)

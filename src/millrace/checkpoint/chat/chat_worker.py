@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from millrace.checkpoint.chat import chat_shapes as shapes
 else:
 
-    def _beside(name):
+    def _sibling(name):
         """Load a module of this folder, which is not on the import path of this process."""
         spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
 
-    shapes = _beside("chat_shapes")
+    shapes = _sibling("chat_shapes")
 
 Reply = dict[str, object]
 Message = dict[str, object]
@@ -107,11 +107,11 @@ class Template:
 
     def render(self, messages: Messages, add_generation_prompt: bool, extra: dict[str, object], limit: int) -> str:
         """Return at most `limit` characters, or raise _TooLarge."""
-        given = {"tools": None, "documents": None, **self._variables, **extra}
-        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        variables = {"tools": None, "documents": None, **self._variables, **extra}
+        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         parts: list[str] = []
         left = limit
-        for part in self._template.generate(given):
+        for part in self._template.generate(variables):
             left -= len(part)
             if left < 0:
                 raise _TooLarge(f"more than {limit} characters")

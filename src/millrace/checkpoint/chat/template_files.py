@@ -30,21 +30,21 @@ def additional_templates(folder: Path) -> dict[str, bytes]:
 
 def read_templates(files: Files, folder: Path) -> dict[str, str]:
     """Return the templates by name, one of them "default"; {} if there are none. raises CheckpointError"""
-    found = {
+    result = {
         DEFAULT if name == TEMPLATE_FILE else Path(name).name.removesuffix(_SUFFIX): _decoded(folder / name, data)
         for name, data in files.items()
         if name == TEMPLATE_FILE or name.startswith(f"{TEMPLATE_FOLDER}/")
     }
-    if DEFAULT not in found:
-        found = {**_of_config(files, folder), **found}
-    if found and DEFAULT not in found:
-        if TOOL_USE not in found:
+    if DEFAULT not in result:
+        result = {**_of_config(files, folder), **result}
+    if result and DEFAULT not in result:
+        if TOOL_USE not in result:
             raise CheckpointError(
-                f"{folder} has the chat templates {', '.join(sorted(found))}", 'a template named "default"',
+                f"{folder} has the chat templates {', '.join(sorted(result))}", 'a template named "default"',
                 "name one of them default",
             )  # fmt: skip
-        found[DEFAULT] = found[TOOL_USE]
-    return found
+        result[DEFAULT] = result[TOOL_USE]
+    return result
 
 
 def flatten(files: Files, folder: Path) -> dict[str, bytes]:
@@ -71,19 +71,19 @@ def _of_config(files: Files, folder: Path) -> dict[str, str]:
     if value is None or isinstance(value, str):
         return {} if value is None else {DEFAULT: value}
     entries = value if isinstance(value, list) else [value]
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for entry in entries:
         match entry:
             case {"name": str(name), "template": str(template)}:
-                found[name] = template
+                result[name] = template
             case _:
                 raise CheckpointError(
                     f"{folder / TOKENIZER_CONFIG}: chat_template is {str(value)[:200]}",
                     "a string, or a list of {name, template}", "correct chat_template",
                 )  # fmt: skip
-    if len(found) > MAX_TEMPLATES:
+    if len(result) > MAX_TEMPLATES:
         raise CheckpointError(
-            f"{folder / TOKENIZER_CONFIG}: chat_template has {len(found)} templates", f"at most {MAX_TEMPLATES}",
+            f"{folder / TOKENIZER_CONFIG}: chat_template has {len(result)} templates", f"at most {MAX_TEMPLATES}",
             "remove some",
         )  # fmt: skip
-    return found
+    return result

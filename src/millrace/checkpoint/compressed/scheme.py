@@ -107,25 +107,25 @@ def _is_name(target: str) -> bool:
     return target != LINEAR and not _is_pattern(target)
 
 
-def is_compressed(said: object) -> TypeGuard[Mapping[str, Any]]:
+def is_compressed(raw: object) -> TypeGuard[Mapping[str, Any]]:
     """said: what config.json has at KEY"""
-    return isinstance(said, dict) and said.get("quant_method") == METHOD
+    return isinstance(raw, dict) and raw.get("quant_method") == METHOD
 
 
-def read_compression(said: Mapping[str, Any]) -> Compression:
+def read_compression(raw: Mapping[str, Any]) -> Compression:
     """raises CheckpointError for what is not read here, by name"""
-    for key, value in said.items():
+    for key, value in raw.items():
         if key in _HARMLESS:
             continue
         if key not in _ONLY_AT:
             raise _wrong(key, value, nearest(key, {*_HARMLESS, *_ONLY_AT}))
         if not any(value == at and type(value) is type(at) for at in _ONLY_AT[key]):
             raise _wrong(key, value, " or ".join(map(_json, _ONLY_AT[key])))
-    groups = said.get("config_groups")
+    groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not 0 < len(groups) <= _MOST_SCHEMES:
         raise _wrong("config_groups", groups, f"1 to {_MOST_SCHEMES} schemes")
-    schemes = tuple(_scheme(f"config_groups.{name}", value, said.get("format")) for name, value in groups.items())
-    return Compression(schemes, _targets("ignore", said.get("ignore") or []), _kv_cache(said.get(_KV)))
+    schemes = tuple(_scheme(f"config_groups.{name}", value, raw.get("format")) for name, value in groups.items())
+    return Compression(schemes, _targets("ignore", raw.get("ignore") or []), _kv_cache(raw.get(_KV)))
 
 
 def kv_scheme(kv: str | None) -> dict[str, object] | None:
@@ -138,38 +138,38 @@ def kv_scheme(kv: str | None) -> dict[str, object] | None:
     }  # fmt: skip
 
 
-def _kv_cache(said: object) -> str | None:
+def _kv_cache(raw: object) -> str | None:
     """Integers must have scales that are found as they come, as ours are; floats with others are another matter."""
-    if said is None:
+    if raw is None:
         return None
-    if not isinstance(said, dict):
-        raise _wrong(_KV, said, "null, or how keys and values are kept")
-    _check_keys(_KV, said, _ARGUMENTS)
-    floats = said.get("type", "int") == "float"
-    four = said.get("num_bits") == 4 and not floats
-    _check_values(_KV, said, {
+    if not isinstance(raw, dict):
+        raise _wrong(_KV, raw, "null, or how keys and values are kept")
+    _check_keys(_KV, raw, _ARGUMENTS)
+    floats = raw.get("type", "int") == "float"
+    four = raw.get("num_bits") == 4 and not floats
+    _check_values(_KV, raw, {
         "num_bits": (8,) if floats else (8, 4), "type": (None, "int", "float"), "block_structure": (None,),
         "symmetric": (False,) if four else (None, True),
         "dynamic": (None, True, False) if floats else (True,), "group_size": (None,), "actorder": (None,),
         "strategy": (None, "tensor", "attn_head", "token") if floats else ("token",),
     })  # fmt: skip
     if floats:
-        return FP8 if said.get("dynamic") and said.get("strategy") == "token" else STATIC_FP8
+        return FP8 if raw.get("dynamic") and raw.get("strategy") == "token" else STATIC_FP8
     return INT4 if four else INT8
 
 
-def _scheme(where: str, said: object, format: object) -> Scheme:
-    if not isinstance(said, dict):
-        raise _wrong(where, said, "a scheme with targets and weights")
-    _check_keys(where, said, _SCHEME_KEYS)
-    if said.get("output_activations") is not None:
-        raise _wrong(f"{where}.output_activations", said["output_activations"], "null: results are not rounded here")
-    own = said.get("format") or format
+def _scheme(where: str, raw: object, format: object) -> Scheme:
+    if not isinstance(raw, dict):
+        raise _wrong(where, raw, "a scheme with targets and weights")
+    _check_keys(where, raw, _SCHEME_KEYS)
+    if raw.get("output_activations") is not None:
+        raise _wrong(f"{where}.output_activations", raw["output_activations"], "null: results are not rounded here")
+    own = raw.get("format") or format
     if own not in FORMATS:
         raise _wrong(f"{where}.format", own, f"one of {', '.join(FORMATS)}; with {_MIXED} of each scheme's own")
-    targets = _targets(f"{where}.targets", said.get("targets"))
-    scheme = _weights(f"{where}.weights", said.get("weights"), targets, str(own))
-    rows = said.get("input_activations")
+    targets = _targets(f"{where}.targets", raw.get("targets"))
+    scheme = _weights(f"{where}.weights", raw.get("weights"), targets, str(own))
+    rows = raw.get("input_activations")
     activation_bits, floats = _activations(f"{where}.input_activations", rows)
     per_token = isinstance(rows, dict) and bool(rows.get("dynamic")) and rows.get("strategy") == "token"
     if activation_bits == 8 and floats != scheme.floats and not (floats and scheme.bits == 4):
@@ -180,14 +180,14 @@ def _scheme(where: str, said: object, format: object) -> Scheme:
     )
 
 
-def _weights(where: str, said: object, targets: tuple[str, ...], format: str) -> Scheme:
-    if not isinstance(said, dict):
-        raise _wrong(where, said, "how weights are stored")
-    _check_keys(where, said, _ARGUMENTS)
-    _check_values(where, said, {
+def _weights(where: str, raw: object, targets: tuple[str, ...], format: str) -> Scheme:
+    if not isinstance(raw, dict):
+        raise _wrong(where, raw, "how weights are stored")
+    _check_keys(where, raw, _ARGUMENTS)
+    _check_values(where, raw, {
         "block_structure": (None,), "dynamic": (None, False), "actorder": (None, False, "weight", "static"),
     })  # fmt: skip
-    bits, kind, symmetric = said.get("num_bits"), said.get("type", "int"), said.get("symmetric", True)
+    bits, kind, symmetric = raw.get("num_bits"), raw.get("type", "int"), raw.get("symmetric", True)
     floats = kind == "float"
     if kind not in ("int", "float"):
         raise _wrong(f"{where}.type", kind, "int or float")
@@ -199,7 +199,7 @@ def _weights(where: str, said: object, targets: tuple[str, ...], format: str) ->
         raise _wrong(f"{where}.type", kind, f"what the format {format} holds")
     if bits == 4 and format != PACKED:
         raise _wrong(f"{where}.num_bits", bits, f"8 in the format {format}")
-    strategy, group = _grouping(where, said)
+    strategy, group = _grouping(where, raw)
     if strategy == "tensor" and not floats:
         raise _wrong(f"{where}.strategy", strategy, "group or channel")
     return Scheme(
@@ -207,13 +207,13 @@ def _weights(where: str, said: object, targets: tuple[str, ...], format: str) ->
     )
 
 
-def _grouping(where: str, said: Mapping[str, Any]) -> tuple[str, int]:
+def _grouping(where: str, raw: Mapping[str, Any]) -> tuple[str, int]:
     """The strategy, which follows from group_size where it is not said, and the group's size."""
-    size = said.get("group_size")
+    size = raw.get("group_size")
     if size is not None and type(size) is not int:
         raise _wrong(f"{where}.group_size", size, "a number of inputs")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = said.get("strategy") or inferred
+    strategy = raw.get("strategy") or inferred
     if strategy not in ("group", "channel", "tensor"):
         raise _wrong(f"{where}.strategy", strategy, "group, channel or tensor")
     if strategy == "group" and (size is None or not 4 <= size <= 4096 or size % 4):
@@ -223,16 +223,16 @@ def _grouping(where: str, said: Mapping[str, Any]) -> tuple[str, int]:
     return str(strategy), size or 0
 
 
-def _activations(where: str, said: object) -> tuple[int, bool]:
+def _activations(where: str, raw: object) -> tuple[int, bool]:
     """Bits, and whether they are floats of 8."""
-    if said is None:
+    if raw is None:
         return 16, False
-    if not isinstance(said, dict):
-        raise _wrong(where, said, "null, or how activations are rounded")
-    _check_keys(where, said, _ARGUMENTS)
-    floats = said.get("type", "int") == "float"
+    if not isinstance(raw, dict):
+        raise _wrong(where, raw, "null, or how activations are rounded")
+    _check_keys(where, raw, _ARGUMENTS)
+    floats = raw.get("type", "int") == "float"
     strategies = ("token", "tensor", "group") if floats else ("token", "group")  # floats stay bfloat16 here anyway
-    _check_values(where, said, {
+    _check_values(where, raw, {
         "num_bits": (8,), "type": (None, "int", "float"), "symmetric": (None, True),
         "dynamic": (True, False) if floats else (True,), "strategy": strategies, "block_structure": (None,),
         "actorder": (None,),
@@ -240,25 +240,25 @@ def _activations(where: str, said: object) -> tuple[int, bool]:
     return 8, floats
 
 
-def _check_keys(where: str, said: Mapping[str, object], known: set[str]) -> None:
-    for key in said:
-        if key not in known:
-            raise _wrong(f"{where}.{key}", said[key], nearest(key, known))
+def _check_keys(where: str, raw: Mapping[str, object], valid_keys: set[str]) -> None:
+    for key in raw:
+        if key not in valid_keys:
+            raise _wrong(f"{where}.{key}", raw[key], nearest(key, valid_keys))
 
 
-def _check_values(where: str, said: Mapping[str, object], only: Mapping[str, tuple[object, ...]]) -> None:
+def _check_values(where: str, raw: Mapping[str, object], only: Mapping[str, tuple[object, ...]]) -> None:
     for key, values in only.items():
-        value = said.get(key)
+        value = raw.get(key)
         if not any(value == at and type(value) is type(at) for at in values):
             raise _wrong(f"{where}.{key}", value, " or ".join(map(_json, values)))
 
 
-def _targets(where: str, said: object) -> tuple[str, ...]:
-    if not isinstance(said, list) or not all(isinstance(t, str) and 0 < len(t) <= _LONGEST for t in said):
-        raise _wrong(where, said, f"a list of names, each of at most {_LONGEST} characters")
-    for target in filter(_is_pattern, said):
+def _targets(where: str, raw: object) -> tuple[str, ...]:
+    if not isinstance(raw, list) or not all(isinstance(t, str) and 0 < len(t) <= _LONGEST for t in raw):
+        raise _wrong(where, raw, f"a list of names, each of at most {_LONGEST} characters")
+    for target in filter(_is_pattern, raw):
         _glob(target)
-    return tuple(said)
+    return tuple(raw)
 
 
 def _check_bounds(targets: Sequence[str]) -> None:

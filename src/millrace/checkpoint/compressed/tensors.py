@@ -93,17 +93,17 @@ class CompressedTensors(Tensors):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        n, found = sum(layer.scheme.float_activations for layer in self._layers.values()), [*self._parts.notes]
+        n, result = sum(layer.scheme.float_activations for layer in self._layers.values()), [*self._parts.notes]
         if n:
-            found += [
+            result += [
                 f"activations of {n} matrices stay bfloat16 here, where the checkpoint means FP8: closer, not faster"
             ]
         if self.kv == STATIC_FP8:
-            found += [
+            result += [
                 "keys and values stay bfloat16 here, where the checkpoint means FP8 with scales that it holds: closer, "
                 "in twice the memory; --kv-cache-dtype fp8 keeps them in FP8, with scales of each token and head"
             ]
-        return tuple(found)
+        return tuple(result)
 
     def renamed(self, old: str, new: str) -> "CompressedTensors":
         """raises CheckpointError if `old` is stored as codes: an embedding is stored as floats"""
@@ -127,20 +127,20 @@ class CompressedTensors(Tensors):
         return self._formats[name]
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
-        held = self.format(name)
-        if held is None or held.bits > bits or held.group != group:
+        stored_format = self.format(name)
+        if stored_format is None or stored_format.bits > bits or stored_format.group != group:
             return None
         layer = self._layers[name]
-        if held.e4m3:
+        if stored_format.e4m3:
             own = np.ascontiguousarray(self._scales(layer)[:, :1], np.float32)
             return QuantisedMatrix(self._e4m3(layer), own, group, bits, e4m3=True)
         codes, scales, zeros = self._codes(layer), self._scales(layer).astype(np.float16), self._zeros(layer)
         if zeros is None:
             return QuantisedMatrix(codes, scales, group, bits)
-        if not held.minimums:
+        if not stored_format.minimums:
             wide = np.repeat(zeros, group, axis=1)[:, : codes.shape[1]]
             return QuantisedMatrix(codes - wide, scales, group, bits)
-        if held.bits == 4:  # which count from 0
+        if stored_format.bits == 4:  # which count from 0
             codes, zeros = codes + np.int8(8), zeros + np.int8(8)
         return QuantisedMatrix(codes, scales, group, bits, _minimums(scales, zeros)[0])
 
@@ -169,7 +169,7 @@ class CompressedTensors(Tensors):
 
     def _floats(self, layer: _Layer) -> NDArray[np.float32]:
         scales, zeros = self._scales(layer), self._zeros(layer)
-        found = np.empty(layer.shape, np.float32)
+        result = np.empty(layer.shape, np.float32)
         codes = self._e4m3(layer).view(E4M3) if layer.scheme.floats else self._codes(layer)
         rows = max((1 << 22) // layer.shape[1], 1)
         for start in range(0, len(codes), rows):  # of float64 some rows at a time
@@ -177,8 +177,8 @@ class CompressedTensors(Tensors):
             wide = codes[part].astype(np.float64)
             if zeros is not None:
                 wide -= self._wide(layer, zeros[part])
-            found[part] = wide * self._wide(layer, scales[part])
-        return found
+            result[part] = wide * self._wide(layer, scales[part])
+        return result
 
     def _wide(self, layer: _Layer, of_groups: Array) -> Array:
         return np.repeat(of_groups, layer.group, axis=1)[:, : layer.shape[1]]
@@ -224,8 +224,8 @@ def _minimums(scales: NDArray[np.float16], zeros: NDArray[np.int8]) -> tuple[NDA
     """-zero * scale, and whether float16 holds all of them."""
     exact = -zeros.astype(np.float64) * scales.astype(np.float64)
     with np.errstate(over="ignore"):
-        found = exact.astype(np.float16)
-    return found, bool((found.astype(np.float64) == exact).all())
+        result = exact.astype(np.float16)
+    return result, bool((result.astype(np.float64) == exact).all())
 
 
 def _module(layer: _Layer) -> str:
@@ -251,8 +251,8 @@ def _own_parts(layer: _Layer) -> tuple[str, ...]:
 def _layer(parts: Tensors, module: str, scheme: Scheme) -> _Layer:
     """Of this module, after every tensor of it was checked. raises CheckpointError"""
     if not scheme.packed:
-        held = "float8_e4m3fn" if scheme.floats else "int8"
-        _check(parts, module + WEIGHT, (held,), None)
+        stored_format = "float8_e4m3fn" if scheme.floats else "int8"
+        _check(parts, module + WEIGHT, (stored_format,), None)
         layer = _Layer(module + WEIGHT, scheme, _sizes(module, parts[module + WEIGHT].shape))
     else:
         _check(parts, module + SHAPE, ("int64",), (2,))
@@ -282,9 +282,9 @@ def _check(parts: Tensors, name: str, dtypes: tuple[str, ...], *shapes: tuple[in
     if info is None:
         raise CheckpointError(f"the checkpoint has no tensor {name}", "all parts of a compressed layer", _AGAIN)
     if info.dtype not in dtypes or not (None in shapes or info.shape in shapes):
-        wanted = "" if None in shapes else f" {' or '.join(map(str, shapes))}"
+        expected = "" if None in shapes else f" {' or '.join(map(str, shapes))}"
         raise CheckpointError(
-            f"{name} is {info.shape} {info.dtype}", f"{' or '.join(dtypes)}{wanted}, by config.json", _AGAIN
+            f"{name} is {info.shape} {info.dtype}", f"{' or '.join(dtypes)}{expected}, by config.json", _AGAIN
         )
 
 

@@ -173,8 +173,8 @@ def unread_keys(where: str, keys: Sequence[str], used: Collection[str]) -> str:
     return sanitize(f"{where}: not read, because no model of this type uses them: {', '.join(shown)}{more}")
 
 
-def _check_neutral(key: str, value: object, known: Neutral) -> None:
-    neutral, why = known
+def _check_neutral(key: str, value: object, accepted: Neutral) -> None:
+    neutral, why = accepted
     if not any(value == v and type(value) is type(v) for v in neutral):
         words = {"None": "null", "True": "true", "False": "false"}
         allowed = " or ".join(words.get(str(v), str(v)) for v in neutral)

@@ -17,7 +17,7 @@ def config_json(config: ModelConfig) -> dict[str, object]:
     rope = _of_rope(config.rope)
     if config.local_rope is not None:
         rope = {"full_attention": rope, "sliding_attention": _of_rope(config.local_rope)}
-    said: dict[str, object] = {
+    fields: dict[str, object] = {
         "architectures": [config.architecture], "model_type": config.family, "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size, "num_hidden_layers": config.n_layers,
         "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim,
@@ -26,10 +26,10 @@ def config_json(config: ModelConfig) -> dict[str, object]:
         "hidden_act": _ACTIVATIONS[config.activation], "dtype": config.dtype, "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
     }  # fmt: skip
-    known = FAMILIES[config.family].defaults
+    defaults = FAMILIES[config.family].defaults
     own = {
         "attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias,
-        "hidden_activation": said["hidden_act"], **_of_windows(config),
+        "hidden_activation": fields["hidden_act"], **_of_windows(config),
         "query_pre_attn_scalar": round((config.attention_scale or config.head_dim**-0.5) ** -2),
         "attn_logit_softcapping": config.attention_softcap or None,
         "final_logit_softcapping": config.logits_softcap or None,
@@ -38,33 +38,33 @@ def config_json(config: ModelConfig) -> dict[str, object]:
     }  # fmt: skip
     if config.convolves:
         own["layer_types"] = ["conv" if convolves else "full_attention" for convolves in config.convolves]
-    read = {"architectures", "model_type", "dtype", *known, *FAMILIES[config.family].only_at}
-    return {key: value for key, value in {**said, **own}.items() if key in read}
+    read = {"architectures", "model_type", "dtype", *defaults, *FAMILIES[config.family].only_at}
+    return {key: value for key, value in {**fields, **own}.items() if key in read}
 
 
 def _of_rope(rope: RopeConfig) -> dict[str, object]:
-    said: dict[str, object] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    fields: dict[str, object] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
-        said["factor"] = rope.factor
+        fields["factor"] = rope.factor
     if rope.kind == "llama3":
-        said |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        said["original_max_position_embeddings"] = rope.original_max_positions
-    return said
+        fields |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        fields["original_max_position_embeddings"] = rope.original_max_positions
+    return fields
 
 
 def _of_windows(config: ModelConfig) -> dict[str, object]:
     """What says which layers have a window. raises CheckpointError for several, or for a family that has none"""
     windows = {window for window in config.windows if window}
-    said: dict[str, object] = {"sliding_window": None, "use_sliding_window": False}
+    fields: dict[str, object] = {"sliding_window": None, "use_sliding_window": False}
     if not windows:
-        return said
-    known = FAMILIES[config.family].defaults
-    all_or_named = 0 not in config.windows or "layer_types" in known
-    if len(windows) > 1 or "sliding_window" not in known or not all_or_named:
+        return fields
+    defaults = FAMILIES[config.family].defaults
+    all_or_named = 0 not in config.windows or "layer_types" in defaults
+    if len(windows) > 1 or "sliding_window" not in defaults or not all_or_named:
         raise CheckpointError(
             f"layers of the {config.family} model have the windows {sorted(windows)}",
             "windows that a config.json of this family describes", "name the original checkpoint instead of its GGUF",
         )  # fmt: skip
     kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
-    said |= {"sliding_window": windows.pop(), "use_sliding_window": True, "max_window_layers": 0}
-    return said | ({"layer_types": kinds} if "layer_types" in known else {})
+    fields |= {"sliding_window": windows.pop(), "use_sliding_window": True, "max_window_layers": 0}
+    return fields | ({"layer_types": kinds} if "layer_types" in defaults else {})

@@ -217,8 +217,8 @@ def _activation(read: ConfigReader) -> str:
     if read.family.name == "lfm2":
         return "silu"
     if read.family.name in LATER_GEMMAS:
-        if (said := read.get("hidden_activation")) != "gelu_pytorch_tanh":
-            raise wrong("hidden_activation", said, "gelu_pytorch_tanh, the activation of every Gemma")
+        if (raw_value := read.get("hidden_activation")) != "gelu_pytorch_tanh":
+            raise wrong("hidden_activation", raw_value, "gelu_pytorch_tanh, the activation of every Gemma")
         return "gelu_tanh"
     name = read.get("hidden_act")
     gemma = read.family.name == "gemma"
@@ -257,10 +257,10 @@ def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
             raise wrong("layer_types", sorted(set(kinds)), "only " + " and ".join(sorted(allowed)))
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
     if name in ("qwen2", "qwen3") and window:
-        found = read.get("max_window_layers")
-        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            raise wrong("max_window_layers", found, "a number of layers")
-        first = found
+        result = read.get("max_window_layers")
+        if isinstance(result, bool) or not isinstance(result, int) or result < 0:
+            raise wrong("max_window_layers", result, "a number of layers")
+        first = result
     if name in LATER_GEMMAS:
         every = 2 if name == "gemma2" else read.positive_int("sliding_window_pattern", missing=6)
         return tuple(window if (layer + 1) % every else 0 for layer in range(n_layers)) if window else ()
@@ -272,13 +272,13 @@ def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, Ro
     if read.family.name != "gemma3_text":
         rope, unread = _rope(read.raw, max_positions, 1e6 if read.family.name == "lfm2" else 10_000.0)
         return (rope, None), unread
-    said = read.raw.get("rope_parameters")
-    if said is not None and not isinstance(said, dict):
-        raise wrong("rope_parameters", said, "an object or null")
-    of_kinds = cast(dict[str, object], said or {})
+    raw_value = read.raw.get("rope_parameters")
+    if raw_value is not None and not isinstance(raw_value, dict):
+        raise wrong("rope_parameters", raw_value, "an object or null")
+    of_kinds = cast(dict[str, object], raw_value or {})
     if unknown := sorted(of_kinds.keys() - {"full_attention", "sliding_attention"}):
-        raise wrong("rope_parameters", said, f"full_attention and sliding_attention alone, not {unknown[0]}")
-    found, notes = list[RopeConfig](), list[str]()
+        raise wrong("rope_parameters", raw_value, f"full_attention and sliding_attention alone, not {unknown[0]}")
+    result, notes = list[RopeConfig](), list[str]()
     for kind, scaling, key, usual in (
         ("full_attention", read.raw.get("rope_scaling"), "rope_theta", 1e6),
         ("sliding_attention", None, "rope_local_base_freq", 10_000.0),
@@ -288,13 +288,13 @@ def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, Ro
             raise wrong(f"rope_parameters.{kind}", own, "an object or null")
         flat = read.raw.get(key)
         has_own = bool(own) and "rope_theta" in cast(dict[str, object], own)
-        beside = {} if flat is None and has_own else {"rope_theta": usual if flat is None else flat}
+        flat_theta = {} if flat is None and has_own else {"rope_theta": usual if flat is None else flat}
         if flat is not None:
             positive_number(key, flat)  # under the name that it has here
-        rope, more = _rope({"rope_parameters": own, "rope_scaling": scaling, **beside}, max_positions)
-        found.append(rope)
+        rope, more = _rope({"rope_parameters": own, "rope_scaling": scaling, **flat_theta}, max_positions)
+        result.append(rope)
         notes += more
-    return (found[0], found[1]), tuple(notes)
+    return (result[0], result[1]), tuple(notes)
 
 
 def _rope(raw: Raw, max_positions: int, usual: float = 10_000.0) -> tuple[RopeConfig, tuple[str, ...]]:
@@ -325,13 +325,13 @@ def _rope(raw: Raw, max_positions: int, usual: float = 10_000.0) -> tuple[RopeCo
         raise wrong(
             f"{key}.rope_type", kind, "one of " + ", ".join(ROPE_KINDS), "choose a checkpoint without this scaling"
         )
-    beside = raw.get("rope_theta")
-    theta = rope.get("rope_theta", usual if beside is None else beside)
-    if beside is not None and beside != theta:
-        raise wrong("rope_theta", beside, f"the same as in {key}, which is {theta!r}", "remove one of the two")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_KEYS[kind]}
-    unread = [name for name in rope if name not in known]
-    notes = (unread_keys(f"config.json: {key} (rope_type {kind})", unread, known),) if unread else ()
+    flat_theta = raw.get("rope_theta")
+    theta = rope.get("rope_theta", usual if flat_theta is None else flat_theta)
+    if flat_theta is not None and flat_theta != theta:
+        raise wrong("rope_theta", flat_theta, f"the same as in {key}, which is {theta!r}", "remove one of the two")
+    valid_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_KEYS[kind]}
+    unread = [name for name in rope if name not in valid_keys]
+    notes = (unread_keys(f"config.json: {key} (rope_type {kind})", unread, valid_keys),) if unread else ()
     return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions), notes
 
 

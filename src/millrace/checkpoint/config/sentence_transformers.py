@@ -92,16 +92,16 @@ def _modules(path: Path) -> list[tuple[str, str]]:
         raw = parsed_json(read_files(path.parent, [path.name])[path.name])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}", "a list of modules", _AGAIN) from error
-    found = []
+    result = []
     for entry in raw if isinstance(raw, list) else [raw]:
         kind, where = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
         named = isinstance(where, str) and len(where) <= _LONGEST_NAME and where.isprintable()
-        beside = named and (not where or (Path(str(where)).name == where and where != ".."))
-        if not isinstance(kind, str) or not beside:
+        local = named and (not where or (Path(str(where)).name == where and where != ".."))
+        if not isinstance(kind, str) or not local:
             shown = '{"type": its class, "path": a folder beside this file, or ""}'
             raise CheckpointError(f"{path} has the module {entry!r:.200}", shown, _AGAIN)
-        found.append((kind.rsplit(".", 1)[-1], str(where)))
-    return found
+        result.append((kind.rsplit(".", 1)[-1], str(where)))
+    return result
 
 
 def _pooling_kind(path: Path, hidden_size: int) -> str:
@@ -120,8 +120,8 @@ def _pooling_kind(path: Path, hidden_size: int) -> str:
             raise CheckpointError(f"{path}: {key} is {raw[key]!r:.60}", "true or false", "correct it")
     older = [name for key, name in _POOLING_KEYS.items() if raw.get(key)]
     unsaid = "pooling_mode_mean_tokens" not in raw  # then it is on, where nothing else is
-    asked = raw.get("pooling_mode", older or ("mean" if unsaid else []))
-    kinds = asked if isinstance(asked, list) else [asked]
+    modes = raw.get("pooling_mode", older or ("mean" if unsaid else []))
+    kinds = modes if isinstance(modes, list) else [modes]
     if len(kinds) != 1 or kinds[0] not in POOLINGS:
         shown = " and ".join(f"{kind!s:.60}" for kind in kinds) or "nothing"
         raise CheckpointError(f"{path}: the pooling is {shown}", " or ".join(POOLINGS), "choose an encoder with these")
@@ -173,7 +173,9 @@ def _prompt_notes(folder: Path) -> tuple[str, ...]:
     return (f"the model's prompts ({names}) are not put before texts: send them with the text",) if names else ()
 
 
-def _check_known(path: Path, raw: Raw, known: set[str]) -> None:
+def _check_known(path: Path, raw: Raw, valid_keys: set[str]) -> None:
     for key in raw:
-        if key not in known:
-            raise CheckpointError(f"{path}: unknown key {key!r}", nearest(key, known), "correct the key, or remove it")
+        if key not in valid_keys:
+            raise CheckpointError(
+                f"{path}: unknown key {key!r}", nearest(key, valid_keys), "correct the key, or remove it"
+            )

@@ -68,13 +68,17 @@ def stored_format(dtype: str) -> QuantisedFormat | None:
 def in_codes(kind: BlockType, blocks: Blocks) -> QuantisedMatrix:
     """(B,) -> a matrix of B rows, each a block, which stands for w exactly. Only for types with a `format`."""
     assert kind.format, kind
-    held, made = kind.format, partial(QuantisedMatrix, _codes(kind.name, blocks), blocks["scale"][:, None])
-    if not held.minimums:
-        return made(held.group, held.bits, scale_levels=blocks["runs"] if held.two_levels else None)
+    stored_format, build = kind.format, partial(QuantisedMatrix, _codes(kind.name, blocks), blocks["scale"][:, None])
+    if not stored_format.minimums:
+        return build(
+            stored_format.group, stored_format.bits, scale_levels=blocks["runs"] if stored_format.two_levels else None
+        )
     minimums = blocks["minimum"][:, None]
-    if not held.two_levels:
-        return made(held.group, held.bits, minimums)
-    return made(held.group, held.bits, -minimums, *_run_levels(blocks["runs"]))  # which ggml takes off
+    if not stored_format.two_levels:
+        return build(stored_format.group, stored_format.bits, minimums)
+    return build(
+        stored_format.group, stored_format.bits, -minimums, *_run_levels(blocks["runs"])
+    )  # which ggml takes off
 
 
 def _codes(name: str, blocks: Blocks) -> NDArray[np.int8]:
@@ -177,7 +181,7 @@ TYPES: dict[int, BlockType] = {
     13: BlockType("Q5_K", 256, Q5_K, _k_runs("Q5_K"), QuantisedFormat(5, 32, minimums=True, two_levels=True)),
     14: BlockType("Q6_K", 256, Q6_K, _q6_k, QuantisedFormat(6, 16, two_levels=True)),
 }
-_OTHERS = {
+_UNSUPPORTED = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
@@ -186,4 +190,4 @@ _OTHERS = {
 
 def type_name(number: int) -> str:
     """For messages."""
-    return _OTHERS.get(number, str(number))
+    return _UNSUPPORTED.get(number, str(number))

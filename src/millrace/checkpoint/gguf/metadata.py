@@ -69,7 +69,7 @@ _MEND = "choose a file that llama.cpp's convert_hf_to_gguf.py wrote from a check
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class MetadataKeys:
     """Typed access to a file's metadata; every method raises CheckpointError with the key and its value."""
 
     path: Path
@@ -124,7 +124,7 @@ class Keys:
 
 def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelConfig:
     """`bos`, `eos`: as the tokenizer's keys have them. raises CheckpointError"""
-    keys = Keys(file.path, file.metadata)
+    keys = MetadataKeys(file.path, file.metadata)
     arch = keys.text("general.architecture")
     notes = _check_keys(keys, arch)
     n_heads = keys.integer(f"{arch}.attention.head_count")
@@ -158,7 +158,7 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
     )  # fmt: skip
 
 
-def check_is_model(keys: Keys) -> None:
+def check_is_model(keys: MetadataKeys) -> None:
     """Parts of split models, adapters, projectors and importance matrices are GGUF files too. raises CheckpointError"""
     if keys.integer("split.count", 1) != 1:
         mend = "join its parts into one file: llama-gguf-split --merge FIRST_PART WHOLE"
@@ -169,7 +169,7 @@ def check_is_model(keys: Keys) -> None:
         raise keys.wrong("general.architecture", "one of " + ", ".join(ARCHITECTURES), "choose a supported family")
 
 
-def _check_keys(keys: Keys, arch: str) -> tuple[str, ...]:
+def _check_keys(keys: MetadataKeys, arch: str) -> tuple[str, ...]:
     """Refuse a key that llama.cpp knows and that changes the results; return a note on the keys that it does not know.
 
     raises CheckpointError
@@ -186,11 +186,11 @@ def _check_keys(keys: Keys, arch: str) -> tuple[str, ...]:
         elif not any(type(value) is type(n) and value == n for n in neutral):
             expected = " or ".join(map(str, neutral)) + ": no other is supported" if neutral else "no such key"
             raise keys.wrong(key, expected, "choose another model")
-    known = {prefix + name for name in (*used, *_ONLY_AT, *_HARMLESS)}
-    return (unread_keys(str(keys.path), unread, known),) if unread else ()
+    valid_keys = {prefix + name for name in (*used, *_ONLY_AT, *_HARMLESS)}
+    return (unread_keys(str(keys.path), unread, valid_keys),) if unread else ()
 
 
-def _head_dim(keys: Keys, arch: str, hidden_size: int, n_heads: int) -> int:
+def _head_dim(keys: MetadataKeys, arch: str, hidden_size: int, n_heads: int) -> int:
     head_dim = keys.integer(f"{arch}.attention.key_length", max(hidden_size // n_heads, 1))
     if f"{arch}.attention.key_length" not in keys.values and hidden_size % n_heads:
         raise keys.wrong(f"{arch}.embedding_length", f"a multiple of {n_heads} heads, or an attention.key_length")
@@ -203,7 +203,7 @@ def _head_dim(keys: Keys, arch: str, hidden_size: int, n_heads: int) -> int:
     return head_dim
 
 
-def _windows(keys: Keys, arch: str, n_layers: int) -> tuple[int, ...]:
+def _windows(keys: MetadataKeys, arch: str, n_layers: int) -> tuple[int, ...]:
     """As llama.cpp reads them: Gemma 2 has 4,096 tokens by default; every n-th layer has full attention."""
     every, name = _EVERY.get(arch, n_layers + 1), f"{arch}.attention.sliding_window"
     window = keys.integer(name, 4096 if arch == "gemma2" else 0, low=0)
@@ -212,31 +212,31 @@ def _windows(keys: Keys, arch: str, n_layers: int) -> tuple[int, ...]:
     return tuple(window if (layer + 1) % every else 0 for layer in range(n_layers)) if window else ()
 
 
-def _local_rope(keys: Keys, arch: str) -> RopeConfig | None:
+def _local_rope(keys: MetadataKeys, arch: str) -> RopeConfig | None:
     """Of Gemma 3's layers with a window."""
     name = f"{arch}.rope.freq_base_swa"
     return RopeConfig(theta=keys.number(name, 10_000.0)) if arch == "gemma3" else None
 
 
-def _softcap(keys: Keys, arch: str, name: str, missing: float) -> float:
+def _softcap(keys: MetadataKeys, arch: str, name: str, missing: float) -> float:
     """0: none. Only where llama.cpp applies it; elsewhere `_check_keys` has refused it."""
     value = keys.values.get(f"{arch}.{name}", missing)
     return 0.0 if value == 0 else keys.number(f"{arch}.{name}", missing)
 
 
-def _vocab_size(file: GgufFile, keys: Keys, arch: str) -> int:
+def _vocab_size(file: GgufFile, keys: MetadataKeys, arch: str) -> int:
     """The rows of the embedding: some vocabularies are padded, and not every file says so elsewhere."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] >= 2**31:
-        found = "missing" if embedding is None else str(embedding.shape)
-        raise CheckpointError(f"{file.path}: token_embd.weight is {found}", "(vocabulary, hidden size)", _MEND)
+        result = "missing" if embedding is None else str(embedding.shape)
+        raise CheckpointError(f"{file.path}: token_embd.weight is {result}", "(vocabulary, hidden size)", _MEND)
     rows = embedding.shape[0]
     if keys.integer(f"{arch}.vocab_size", rows) != rows:
         raise keys.wrong(f"{arch}.vocab_size", f"{rows}, the rows of token_embd.weight")
     return rows
 
 
-def _rope(keys: Keys, arch: str) -> RopeConfig:
+def _rope(keys: MetadataKeys, arch: str) -> RopeConfig:
     """`rope_freqs.weight` is added by who reads tensors (`GgufTensors.rope_divisors`)."""
     theta = keys.number(f"{arch}.rope.freq_base", 10_000.0)
     kind = keys.text(f"{arch}.rope.scaling.type", "linear")  # as llama.cpp takes it where a file does not say

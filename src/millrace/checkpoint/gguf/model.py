@@ -14,7 +14,7 @@ from millrace.checkpoint.config.generation_config import (
     read_generation,
 )
 from millrace.checkpoint.config.model_config import ModelConfig
-from millrace.checkpoint.gguf.metadata import Keys, check_is_model, read_model
+from millrace.checkpoint.gguf.metadata import MetadataKeys, check_is_model, read_model
 from millrace.checkpoint.gguf.reader import GgufFile
 from millrace.checkpoint.gguf.tensors import GgufTensors, rope_divisors
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
@@ -36,7 +36,7 @@ class GgufModel:
     tensors: GgufTensors
     generation: GenerationDefaults
     notes: tuple[str, ...]
-    keys: Keys
+    keys: MetadataKeys
 
     def files(self) -> Files:
         """Return configuration, tokenizer and defaults in the form that Hugging Face folders have.
@@ -54,7 +54,7 @@ class GgufModel:
 def read_gguf(path: Path) -> GgufModel:
     """Reads the header only. raises CheckpointError for what is damaged, hostile or not supported"""
     file = GgufFile.open(path)
-    keys = Keys(path, file.metadata)
+    keys = MetadataKeys(path, file.metadata)
     check_is_model(keys)
     specials = read_specials(keys)
     config = read_model(file, specials.bos, specials.eos)
@@ -72,18 +72,18 @@ def read_gguf(path: Path) -> GgufModel:
     return GgufModel(config, GgufTensors.of(file, config), _generation(keys), notes, keys)
 
 
-def _sampling(keys: Keys) -> dict[str, object]:
+def _sampling(keys: MetadataKeys) -> dict[str, object]:
     """As generation_config.json would have it: the file's own settings, or llama.cpp's defaults if it has none."""
     values = {ours: keys.values.get(_SAMPLING + theirs) for ours, theirs in _DEFAULTS.items()}
-    said: dict[str, object] = {
+    fields: dict[str, object] = {
         ours: float(str(np.float32(value))) if isinstance(value, float) else value
         for ours, value in values.items()
         if value is not None
     }
-    return said or dict(LLAMA_CPP)
+    return fields or dict(LLAMA_CPP)
 
 
-def _generation(keys: Keys) -> GenerationDefaults:
+def _generation(keys: MetadataKeys) -> GenerationDefaults:
     try:
         return read_generation(_sampling(keys))
     except CheckpointError as error:

@@ -149,17 +149,17 @@ class _Cursor:
             self._ends(key)
         if count > MAX_STRINGS:
             damaged(self.path, f"has {count} texts in {key}", f"at most {MAX_STRINGS}")
-        found: list[bytes] = []
+        result: list[bytes] = []
         for _ in range(count):
             n = int.from_bytes(read(8), "little")
             at += 8 + n
             if at > end:
                 self._ends(key)
-            found.append(read(n))
+            result.append(read(n))
         self.at = at
         if self.file.tell() != at:
             self._ends(key)
-        return [self._text(raw, key) for raw in found]
+        return [self._text(raw, key) for raw in result]
 
     def _text(self, raw: bytes, what: str) -> str:
         try:
@@ -228,15 +228,15 @@ def _entry(cursor: _Cursor, i: int, n_tensors: int) -> tuple[str, tuple[int, ...
     shape = tuple(cursor.u64(name) for _ in range(n_dimensions))[::-1]
     number = cursor.u32(name)
     if number not in TYPES:
-        known = ", ".join(t.name for t in TYPES.values())
+        type_names = ", ".join(t.name for t in TYPES.values())
         mend = "choose a file of one of these types, or quantise the model again (Q4_K_M, Q8_0, ...)"
-        damaged(cursor.path, f"has {name} of type {type_name(number)}, which is not read", known, mend)
+        damaged(cursor.path, f"has {name} of type {type_name(number)}, which is not read", type_names, mend)
     return name, shape, TYPES[number], cursor.u64(name)
 
 
 def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: BlockType) -> int:
     count = math.prod(shape)
     if not 0 < count < 2**48 or shape[-1] % kind.weights:
-        wanted = f"rows of a multiple of {kind.weights} weights, as {kind.name} has blocks of so many"
-        damaged(path, f"has a wrong header: {name} is {shape}", wanted)
+        expected = f"rows of a multiple of {kind.weights} weights, as {kind.name} has blocks of so many"
+        damaged(path, f"has a wrong header: {name} is {shape}", expected)
     return count // kind.weights * kind.nbytes

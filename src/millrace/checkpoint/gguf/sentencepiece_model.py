@@ -18,20 +18,20 @@ UNKNOWN, UNUSED = 2, 5
 _BPE = 2
 
 
-class Piece(NamedTuple):
+class VocabularyPiece(NamedTuple):
     text: str
     score: float
     type: int  # SentencePiece's: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte
 
 
-def encode_model(pieces: Sequence[Piece], *, byte_fallback: bool, prefix: bool) -> bytes:
+def encode_model(pieces: Sequence[VocabularyPiece], *, byte_fallback: bool, prefix: bool) -> bytes:
     """A model that SentencePiece can load; `prefix`: a space is put in front of a text."""
     trainer = _number(3, _BPE) + _number(35, byte_fallback)
     normalizer = bytes_field(1, b"identity") + _number(3, prefix) + _number(4, False) + _number(5, True)
     return b"".join(bytes_field(1, _piece(p)) for p in pieces) + bytes_field(2, trainer) + bytes_field(3, normalizer)
 
 
-def _piece(piece: Piece) -> bytes:
+def _piece(piece: VocabularyPiece) -> bytes:
     score = key(2, FIXED32) + struct.pack("<f", piece.score)
     return bytes_field(1, piece.text.encode()) + score + _number(3, piece.type)
 

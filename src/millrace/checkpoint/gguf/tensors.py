@@ -58,12 +58,12 @@ class GgufTensors(Tensors):
         """raises CheckpointError for a tensor that is missing, of a wrong shape, or has no place in the model"""
         infos: dict[str, TensorInfo] = {}
         stored: dict[str, _Stored] = {}
-        wanted = _wanted(config)
-        for gguf_name, (name, shape) in wanted.items():
+        expected = _expected_tensors(config)
+        for gguf_name, (name, shape) in expected.items():
             tensor = file.tensors.get(gguf_name)
             if tensor is None:
                 raise CheckpointError(
-                    f"{file.path} has no tensor {gguf_name}", f"a file of {len(wanted)} tensors", _again(file.path)
+                    f"{file.path} has no tensor {gguf_name}", f"a file of {len(expected)} tensors", _again(file.path)
                 )
             if tensor.shape != shape:
                 raise _misshapen(file, tensor, shape)
@@ -73,11 +73,11 @@ class GgufTensors(Tensors):
                 heads=_moved_heads(gguf_name, config),
                 plus_one=config.family.startswith("gemma") and gguf_name.endswith("norm.weight"),
             )
-        unused = sorted(set(file.tensors) - set(wanted) - {ROPE_FREQS})
+        unused = sorted(set(file.tensors) - set(expected) - {ROPE_FREQS})
         if unused:
             raise CheckpointError(
                 f"{file.path}: tensor {unused[0]} is not used by {config.architecture} ({len(unused)} such)",
-                f"tensors that have their place in the model; {nearest(unused[0], wanted)}",
+                f"tensors that have their place in the model; {nearest(unused[0], expected)}",
                 "choose another model: this one computes something else",
             )
         return cls(infos, file, stored)
@@ -93,13 +93,13 @@ class GgufTensors(Tensors):
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
         """The file's own codes and scales, where `bits` and `group` can hold them unchanged."""
-        held = self.format(name)
-        if held is None or held.bits > bits or held.group != group:
+        stored_format = self.format(name)
+        if stored_format is None or stored_format.bits > bits or stored_format.group != group:
             return None
         blocks, rows = self._blocks(name), self[name].shape[0]
         slabs = [in_codes(self._stored[name].type, blocks[i : i + _SLAB]) for i in range(0, len(blocks), _SLAB)]
-        whole = replace(combined(slabs, np.concatenate), bits=bits)
-        return whole.each(lambda array: self._reordered(name, array.reshape(rows, -1)))
+        matrix = replace(combined(slabs, np.concatenate), bits=bits)
+        return matrix.each(lambda array: self._reordered(name, array.reshape(rows, -1)))
 
     def activation_bits(self, name: str) -> int:
         """As llama.cpp does."""
@@ -114,11 +114,11 @@ class GgufTensors(Tensors):
         if kind.dequantise is None:
             values: Array = blocks.reshape(info.shape)
         else:
-            whole = np.empty((len(blocks), kind.weights), np.float32)
+            matrix = np.empty((len(blocks), kind.weights), np.float32)
             with np.errstate(all="ignore"):  # scales may be infinite: then so are the weights
                 for i in range(0, len(blocks), _SLAB):
-                    whole[i : i + _SLAB] = kind.dequantise(blocks[i : i + _SLAB])
-            values = whole.reshape(info.shape)
+                    matrix[i : i + _SLAB] = kind.dequantise(blocks[i : i + _SLAB])
+            values = matrix.reshape(info.shape)
         if self._stored[name].plus_one:
             return values.astype(np.float64) - 1
         return self._reordered(name, values)
@@ -145,7 +145,7 @@ def rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
-def _wanted(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _expected_tensors(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name in the file -> name in a Hugging Face checkpoint, shape."""
     q, kv, hidden, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
@@ -160,20 +160,20 @@ def _wanted(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     biased = {"attn_q", "attn_k", "attn_v"} if c.attention_bias else set()
     biased |= {"attn_output"} if c.attention_output_bias else set()
     biased |= {"ffn_gate", "ffn_up", "ffn_down"} if c.mlp_bias else set()
-    wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {
         "token_embd.weight": ("model.embed_tokens.weight", (c.vocab_size, hidden)),
         "output_norm.weight": ("model.norm.weight", (hidden,)),
     }
     if not c.tie_embeddings:
-        wanted["output.weight"] = ("lm_head.weight", (c.vocab_size, hidden))
+        expected["output.weight"] = ("lm_head.weight", (c.vocab_size, hidden))
     for layer in range(c.n_layers):
         for part, shape in shapes.items():
             own = "pre_feedforward_layernorm" if c.family in LATER_GEMMAS and part == "ffn_norm" else _MODULES[part]
             module = f"model.layers.{layer}.{own}"
-            wanted[f"blk.{layer}.{part}.weight"] = (f"{module}.weight", shape)
+            expected[f"blk.{layer}.{part}.weight"] = (f"{module}.weight", shape)
             if part in biased:
-                wanted[f"blk.{layer}.{part}.bias"] = (f"{module}.bias", shape[:1])
-    return wanted
+                expected[f"blk.{layer}.{part}.bias"] = (f"{module}.bias", shape[:1])
+    return expected
 
 
 def _moved_heads(gguf_name: str, c: ModelConfig) -> int | None:

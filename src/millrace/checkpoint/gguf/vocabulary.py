@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.checkpoint.gguf.metadata import Keys
-from millrace.checkpoint.gguf.sentencepiece_model import UNKNOWN, UNUSED, Piece, encode_model
+from millrace.checkpoint.gguf.metadata import MetadataKeys
+from millrace.checkpoint.gguf.sentencepiece_model import UNKNOWN, UNUSED, VocabularyPiece, encode_model
 from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, parsed_json
 
 ORIGINAL = "tokenizer.huggingface.json"
@@ -63,7 +63,7 @@ _AROUND = ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token")
 
 
 @dataclass(frozen=True, slots=True)
-class Specials:
+class GgufSpecials:
     """What the model needs to know of the tokenizer; `notes` are to be said aloud to the user."""
 
     bos: int | None
@@ -71,7 +71,7 @@ class Specials:
     notes: tuple[str, ...]
 
 
-def read_specials(keys: Keys) -> Specials:
+def read_specials(keys: MetadataKeys) -> GgufSpecials:
     """raises CheckpointError"""
     tokens = keys.texts("tokenizer.ggml.tokens")
     if not tokens:
@@ -81,14 +81,14 @@ def read_specials(keys: Keys) -> Specials:
     named = [keys.token(name, len(tokens)) for name in ("eot", "eom")]
     eos = [i for i in (keys.token("eos", len(tokens), 2 if spm else None), *named) if i is not None]
     types = _types(keys, tokens)
-    found = [i for i, text in enumerate(tokens) if types[i] == _CONTROL and text in _ENDS and i not in eos]
-    shown = ", ".join(tokens[i] for i in found)
+    result = [i for i, text in enumerate(tokens) if types[i] == _CONTROL and text in _ENDS and i not in eos]
+    shown = ", ".join(tokens[i] for i in result)
     note = f"{shown} ends an answer too: the file does not say so, but the name does, and llama.cpp takes it so"
-    notes = (note,) if found else ()
-    return Specials(bos, tuple(dict.fromkeys([*eos, *found])), notes)
+    notes = (note,) if result else ()
+    return GgufSpecials(bos, tuple(dict.fromkeys([*eos, *result])), notes)
 
 
-def tokenizer_files(keys: Keys) -> dict[str, bytes]:
+def tokenizer_files(keys: MetadataKeys) -> dict[str, bytes]:
     """tokenizer.json or tokenizer.model, and tokenizer_config.json with the chat template. raises CheckpointError"""
     tokens = keys.texts("tokenizer.ggml.tokens")
     types = _types(keys, tokens)
@@ -117,7 +117,7 @@ def tokenizer_files(keys: Keys) -> dict[str, bytes]:
     return {**files, TOKENIZER_CONFIG: json.dumps(config).encode()}
 
 
-def _templates(keys: Keys) -> str | list[dict[str, str]] | None:
+def _templates(keys: MetadataKeys) -> str | list[dict[str, str]] | None:
     """Return `tokenizer.chat_template`; with `tokenizer.chat_template.NAME` a list, as tokenizer_config.json has it.
 
     `tokenizer.chat_templates`, the list of these names, says nothing more.
@@ -130,7 +130,7 @@ def _templates(keys: Keys) -> str | list[dict[str, str]] | None:
     return [{"name": name, "template": keys.text(key)} for name, key in named.items()] or None
 
 
-def _kind(keys: Keys) -> str:
+def _kind(keys: MetadataKeys) -> str:
     kind = keys.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         expected = "gpt2 (byte-level BPE) or llama (SentencePiece)"
@@ -138,7 +138,7 @@ def _kind(keys: Keys) -> str:
     return kind
 
 
-def _types(keys: Keys, tokens: list[str]) -> list[int]:
+def _types(keys: MetadataKeys, tokens: list[str]) -> list[int]:
     """One for each token. Where the file says none, bytes go by their names, as in llama.cpp; others are ordinary."""
     value, n_tokens = keys.values.get("tokenizer.ggml.token_type"), len(tokens)
     if value is None:
@@ -152,7 +152,7 @@ def _types(keys: Keys, tokens: list[str]) -> list[int]:
     return types
 
 
-def _original(keys: Keys, tokens: list[str], ids: Mapping[str, int | None]) -> bytes:
+def _original(keys: MetadataKeys, tokens: list[str], ids: Mapping[str, int | None]) -> bytes:
     """Its tokens are the file's; what is put around a text is what the file's own flags say, where it has them."""
     text = keys.text(ORIGINAL)
     try:
@@ -179,13 +179,16 @@ def _original(keys: Keys, tokens: list[str], ids: Mapping[str, int | None]) -> b
 def _ids_beside(raw: Mapping[str, object]) -> list[object]:
     """All ids that a tokenizer.json names outside of its vocabulary."""
     added, processor = raw.get("added_tokens"), raw.get("post_processor")
-    found = [token.get("id") for token in _dicts(added)]
-    for part in (*_dicts([processor]), *(p for whole in _dicts([processor]) for p in _dicts(whole.get("processors")))):
+    result = [token.get("id") for token in _dicts(added)]
+    for part in (
+        *_dicts([processor]),
+        *(p for document in _dicts([processor]) for p in _dicts(document.get("processors"))),
+    ):
         special = part.get("special_tokens")  # a list for some kinds, with names only
         for token in _dicts(list(special.values())) if isinstance(special, dict) else ():
             ids = token.get("ids")
-            found += ids if isinstance(ids, list) else [ids]
-    return found
+            result += ids if isinstance(ids, list) else [ids]
+    return result
 
 
 def _dicts(value: object) -> list[dict[str, object]]:
@@ -193,7 +196,7 @@ def _dicts(value: object) -> list[dict[str, object]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _byte_level(keys: Keys, tokens: list[str], types: list[int], ids: Mapping[str, int | None]) -> bytes:
+def _byte_level(keys: MetadataKeys, tokens: list[str], types: list[int], ids: Mapping[str, int | None]) -> bytes:
     """A tokenizer.json. Unused tokens are left out: no text gives them, and they stand for no text."""
     name = keys.text("tokenizer.ggml.pre", "missing")
     if name not in _PRE:
@@ -214,7 +217,7 @@ def _byte_level(keys: Keys, tokens: list[str], types: list[int], ids: Mapping[st
     level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": words.pattern is None}
     before = ids["bos_token"] if keys.boolean(_AROUND[0], words.bos) else None
     after = ids["eos_token"] if keys.boolean(_AROUND[1], False) else None
-    whole = {
+    document = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
         "normalizer": {"type": "NFC"} if words.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cut, {"type": "ByteLevel", **level}]},
@@ -225,7 +228,7 @@ def _byte_level(keys: Keys, tokens: list[str], types: list[int], ids: Mapping[st
             "ignore_merges": words.whole_words, "vocab": vocabulary, "merges": _merges(keys),
         },
     }  # fmt: skip
-    return json.dumps(whole, ensure_ascii=False).encode()
+    return json.dumps(document, ensure_ascii=False).encode()
 
 
 def _split(pattern: str) -> dict[str, object]:
@@ -247,7 +250,7 @@ def _template(tokens: list[str], before: int | None, after: int | None) -> dict[
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": named}
 
 
-def _merges(keys: Keys) -> list[tuple[str, str]]:
+def _merges(keys: MetadataKeys) -> list[tuple[str, str]]:
     pairs = []
     for merge in keys.texts("tokenizer.ggml.merges"):
         at = merge.find(" ", 1)  # the first token has a character at least, even if it is a space
@@ -258,7 +261,7 @@ def _merges(keys: Keys) -> list[tuple[str, str]]:
 
 
 def _sentencepiece(
-    keys: Keys, tokens: list[str], types: list[int], unknown: int | None
+    keys: MetadataKeys, tokens: list[str], types: list[int], unknown: int | None
 ) -> tuple[dict[str, bytes], dict[str, object]]:
     """A tokenizer.model, and what tokenizer_config.json says beside it."""
     scores = keys.values.get("tokenizer.ggml.scores")
@@ -274,12 +277,12 @@ def _sentencepiece(
     if unknown is None:
         unknown = types.index(UNKNOWN) if UNKNOWN in types else 0
     pieces = [
-        Piece(text.replace(" ", "\u2581") if kind in (_NORMAL, _USER) else text, float(score), kind)
+        VocabularyPiece(text.replace(" ", "\u2581") if kind in (_NORMAL, _USER) else text, float(score), kind)
         for text, score, kind in zip(tokens, scores, types, strict=True)
     ]
     # of unknown ones there can be one only; SentencePiece would spell out an unused one, which stands for no text
     pieces = [p._replace(type=_CONTROL) if p.type in (UNKNOWN, UNUSED) else p for p in pieces]
-    pieces[unknown] = Piece(tokens[unknown], 0.0, UNKNOWN)
+    pieces[unknown] = VocabularyPiece(tokens[unknown], 0.0, UNKNOWN)
     model = encode_model(pieces, byte_fallback=_BYTE in types, prefix=prefix)
     special = [text for text, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
     # SentencePiece finds the others itself, in the text as it is when spaces have become visible ones

@@ -54,14 +54,14 @@ class JsonTokenizer(VocabularyTokenizer):
     @staticmethod
     def _named_id(library: tokenizers.Tokenizer, path: Path, config: TokenizerConfig, name: str) -> int | None:
         text = config.named.get(name)
-        found: int | None = None if text is None else library.token_to_id(text)
-        if text is not None and found is None:
+        result: int | None = None if text is None else library.token_to_id(text)
+        if text is not None and result is None:
             raise CheckpointError(
                 f"tokenizer_config.json: {name} {text!r} is not in {path}",
                 "a token of the vocabulary",
                 "check that both files belong to the same model",
             )
-        return found
+        return result
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # as a batch of one: `encode` holds the interpreter lock, for 0.1 s where a text has 100 KB
@@ -91,8 +91,8 @@ class JsonTokenizer(VocabularyTokenizer):
 
     def token_id(self, token: str) -> int | None:
         check_unicode(token)
-        found: int | None = self._library.token_to_id(token)
-        return found
+        result: int | None = self._library.token_to_id(token)
+        return result
 
     def token(self, token_id: int) -> str | None:
         if not 0 <= token_id < 2**32:  # else the library raises OverflowError
@@ -225,22 +225,22 @@ def _lowers(state: Any) -> bool:
 
 def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     """Tokens that tokenizer_config.json calls special are so, whatever tokenizer.json says (as in transformers)."""
-    held = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    added = {token.content: token for token in library.get_added_tokens_decoder().values()}
     size, more = library.get_vocab_size(), dict[str, tokenizers.AddedToken]()
     for i, token in sorted(config.added.items()):
-        known = library.token_to_id(token.content)
-        new = token.content and token.content not in held and token.content not in more
+        token_id = library.token_to_id(token.content)
+        new = token.content and token.content not in added and token.content not in more
         # ids follow on in order; one that would come to lie elsewhere than the file says is left out
-        if new and (known == i or (known is None and size == i)):
+        if new and (token_id == i or (token_id is None and size == i)):
             flags = {
                 name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
             }
             more[token.content] = tokenizers.AddedToken(token.content, **flags)
-            size += known is None
+            size += token_id is None
     library.add_tokens(list(more.values()))  # at once: the library looks at all that it has whenever some are added
     special = [
         text for text in dict.fromkeys((*config.named.values(), *config.special))
-        if library.token_to_id(text) is not None and not (text in held and held[text].special)
+        if library.token_to_id(text) is not None and not (text in added and added[text].special)
     ]  # fmt: skip
     library.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
 
@@ -266,8 +266,8 @@ class _Decoding:
 
     def to_bytes(self, text: str) -> bytes:
         if self.pieces is not None:
-            whole = text.removeprefix(self.pieces) if text.startswith(self.pieces) else f" {text}"
-            return self._cleaned(whole).encode("utf-8")
+            prefixed = text.removeprefix(self.pieces) if text.startswith(self.pieces) else f" {text}"
+            return self._cleaned(prefixed).encode("utf-8")
         for old, new in self.replace:
             text = text.replace(old, new)
         if self.byte_level:
@@ -294,8 +294,8 @@ class _Decoding:
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable character of every byte. source: openai/gpt-2 `encoder_config.py`, bytes_to_unicode"""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(rest)}
 
 
 def _read_decoder(path: Path, library: tokenizers.Tokenizer) -> _Decoding:

@@ -62,14 +62,14 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         text = named.get(name)
         if text is None:
             return None
-        found = {token.content: i for i, token in added.items()}.get(text, pieces.get(text))
-        if found is None:
+        result = {token.content: i for i, token in added.items()}.get(text, pieces.get(text))
+        if result is None:
             raise CheckpointError(
                 f"tokenizer_config.json: {name} {text!r} is not in {path}",
                 "a token of the vocabulary",
                 "check that both files belong to the same model",
             )
-        return found
+        return result
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
@@ -173,13 +173,13 @@ def grows(growth: float) -> str:
 
 def _pieces(model: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int]:
     """Ids by text. raises CheckpointError where one is no text; the library has looked at all else"""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for i in range(model.get_piece_size()):
         try:
-            found[model.id_to_piece(i)] = i
+            result[model.id_to_piece(i)] = i
         except UnicodeDecodeError as error:
             raise _unreadable(path, f"token {i} is not UTF-8: {error}") from error
-    return found
+    return result
 
 
 def _unreadable(path: Path, why: str) -> CheckpointError:

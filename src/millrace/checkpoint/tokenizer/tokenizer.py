@@ -86,9 +86,9 @@ class Tokenizer(ABC):
     @cached_property
     def special_around(self) -> tuple[int, int]:
         """How many special tokens encoding puts before a text, and how many behind it."""
-        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
-        n_special = len(whole) - len(bare)
-        before = next((n for n in range(n_special + 1) if whole[n : n + len(bare)] == bare), n_special)
+        bare, with_specials = self.encode("a", add_special_tokens=False), self.encode("a")
+        n_special = len(with_specials) - len(bare)
+        before = next((n for n in range(n_special + 1) if with_specials[n : n + len(bare)] == bare), n_special)
         return before, n_special - before
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -107,12 +107,12 @@ class Tokenizer(ABC):
         """
         if first:
             return self._first_bytes(token_id)
-        held = self._bytes.get(token_id)
-        if held is None:
-            held = self._token_bytes(token_id)
-            if held:  # else anybody could ask for any number of ids that have no token
-                self._bytes[token_id] = held
-        return held
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._token_bytes(token_id)
+            if data:  # else anybody could ask for any number of ids that have no token
+                self._bytes[token_id] = data
+        return data
 
     def ids(self) -> Iterable[int]:
         """Those that have a token."""

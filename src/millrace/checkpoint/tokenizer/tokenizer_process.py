@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_FILES, Files, read_files
-from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError, WorkerTimeoutError
+from millrace.checkpoint.worker_process import FrameProcess, WorkerDiedError, WorkerProcess, WorkerTimeoutError
 from millrace.errors import CheckpointError
 
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
@@ -29,8 +29,8 @@ class TokenizerProcess:
     def __init__(self, folder: Path, timeout_s: float = 120.0) -> None:
         self._timeout_s = timeout_s
         files = read_files(folder, TOKENIZER_FILES)
-        self._worker = Worker(_WORKER, partial(_greet, folder, files, timeout_s))
-        self.hold = self._worker.hold
+        self._worker = WorkerProcess(_WORKER, partial(_greet, folder, files, timeout_s))
+        self.hold = self._worker.pause
 
     def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
         """Return the tokens of a text without halves of surrogate pairs. raises CheckpointError if it cannot be done

@@ -134,10 +134,10 @@ class AnswerParser:
             pass
         n_settled = self._at if self._seemed_at is None else self._seemed_at
         content, thoughts = "".join(self._content), "".join(self._reasoning)
-        said = ParsedDelta(content, thoughts, tuple(self._parts), tuple(self._spans), n_settled)
+        delta = ParsedDelta(content, thoughts, tuple(self._parts), tuple(self._spans), n_settled)
         self._content, self._spans, self._reasoning, self._parts = [], [], [], []
         self._waits = self._text.isspace()
-        return said
+        return delta
 
     # Each state takes what it can of the text, and says whether another may go on.
 
@@ -178,11 +178,11 @@ class AnswerParser:
 
     def _talk(self) -> bool:
         opens = self._format.opens if self._format and self._n_again < MAX_AGAIN else ()
-        found = [(at, mark) for mark in opens if (at := self._text.find(mark)) >= 0]
-        if not found:
+        result = [(at, mark) for mark in opens if (at := self._text.find(mark)) >= 0]
+        if not result:
             self._say(self._at, self._certain(opens) if opens else self._take_all())
             return False
-        at, mark = min(found)
+        at, mark = min(result)
         before = self._text[:at].rstrip()
         self._say(self._at, before)
         self._pending, self._is_marked = [self._text[len(before) : at + len(mark)]], True

@@ -50,7 +50,7 @@ class ToolFormat:
     """
 
     name: str
-    written: CallSyntax
+    syntax: CallSyntax
     opens: tuple[str, ...]
     between: tuple[str, ...] = ()
     header: re.Pattern[str] | None = None
@@ -66,14 +66,14 @@ class ToolFormat:
 _TAGGED = CallSyntax(
     before='<tool_call>\n{"name": "', middle='", "arguments": ', after="}\n</tool_call>", joiner="\n"
 )  # fmt: skip
-HERMES = ToolFormat(name="hermes", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",))
+HERMES = ToolFormat(name="hermes", syntax=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",))
 # For models whose template knows no tools: `prompt.py` tells them, in Hermes' words, which are short and unlike prose.
 GENERIC = ToolFormat(
-    name="generic", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False, tells=False
+    name="generic", syntax=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False, tells=False
 )  # fmt: skip
 LLAMA = ToolFormat(
     name="llama3",
-    written=CallSyntax(before='{"name": "', middle='", "parameters": ', after="}", joiner="; "),
+    syntax=CallSyntax(before='{"name": "', middle='", "parameters": ', after="}", joiner="; "),
     opens=("<|python_tag|>",), between=(";", ","), bare=True,
 )  # fmt: skip
 # Possessive: what has been matched is not tried shorter, which would take as many steps as the square of white space.
@@ -81,17 +81,17 @@ _MISTRAL_HEADER = re.compile(r"(?P<name>[\w.:/-]++)\s*+(?:\[CALL_ID\]\w*+\s*+)?(
 _MISTRAL_AROUND = ("[", ",", "]", "[/TOOL_CALLS]")
 MISTRAL = ToolFormat(
     name="mistral",
-    written=CallSyntax(
+    syntax=CallSyntax(
         prologue="[TOOL_CALLS] [", before='{"name": "', middle='", "arguments": ', after="}", joiner=", ", epilogue="]"
     ),
     opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
 )  # fmt: skip
-MISTRAL_NEMO = replace(MISTRAL, written=replace(MISTRAL.written, prologue="[TOOL_CALLS]["))  # without the space
+MISTRAL_NEMO = replace(MISTRAL, syntax=replace(MISTRAL.syntax, prologue="[TOOL_CALLS]["))  # without the space
 MISTRAL_ARGS = ToolFormat(
-    name="mistral", written=CallSyntax(before="[TOOL_CALLS]", middle="[ARGS]"),
+    name="mistral", syntax=CallSyntax(before="[TOOL_CALLS]", middle="[ARGS]"),
     opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
 )  # fmt: skip
-MISTRAL_BARE = replace(MISTRAL_ARGS, written=CallSyntax(before="[TOOL_CALLS]", middle=""))  # v11, some files of it
+MISTRAL_BARE = replace(MISTRAL_ARGS, syntax=CallSyntax(before="[TOOL_CALLS]", middle=""))  # v11, some files of it
 _CALLS, _ENDS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_HEADER = re.compile(
@@ -100,23 +100,23 @@ _DEEPSEEK_HEADER = re.compile(
 _DEEPSEEK_AROUND = (_CALL, _END, _ENDS, "```")
 DEEPSEEK = ToolFormat(
     name="deepseek_v3",
-    written=CallSyntax(
+    syntax=CallSyntax(
         prologue=_CALLS, before=f"{_CALL}function{_SEP}", middle="\n```json\n", after=f"\n```{_END}", joiner="\n",
         epilogue=_ENDS,
     ),
     opens=(_CALLS,), between=_DEEPSEEK_AROUND, header=_DEEPSEEK_HEADER, text_arguments=True,
 )  # fmt: skip
 DEEPSEEK_PLAIN = ToolFormat(
-    name="deepseek_v31", written=CallSyntax(prologue=_CALLS, before=_CALL, middle=_SEP, after=_END, epilogue=_ENDS),
+    name="deepseek_v31", syntax=CallSyntax(prologue=_CALLS, before=_CALL, middle=_SEP, after=_END, epilogue=_ENDS),
     opens=(_CALLS,), between=_DEEPSEEK_AROUND, header=_DEEPSEEK_HEADER, text_arguments=True,
 )  # fmt: skip
 # Functionary 3.1 and Llama 3.1's custom format.
 FUNCTION_TAG = ToolFormat(
     name="functionary",
-    written=CallSyntax(before="<function=", middle=">", after="</function>"),
+    syntax=CallSyntax(before="<function=", middle=">", after="</function>"),
     opens=("<function=",), between=("</function>",), header=re.compile(r"(?P<name>[\w.:/-]++)>\s*+(?=\{)"),
 )  # fmt: skip
-LLAMA_ARGUMENTS = replace(LLAMA, name="json", written=replace(LLAMA.written, middle='", "arguments": '))
+LLAMA_ARGUMENTS = replace(LLAMA, name="json", syntax=replace(LLAMA.syntax, middle='", "arguments": '))
 # In the order in which a rendered call is compared with them.
 NATIVE = (
     HERMES, LLAMA, LLAMA_ARGUMENTS, MISTRAL, MISTRAL_NEMO, MISTRAL_ARGS, MISTRAL_BARE, DEEPSEEK, DEEPSEEK_PLAIN,

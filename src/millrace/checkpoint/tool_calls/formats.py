@@ -62,8 +62,8 @@ def tool_format(template: str) -> ToolFormat:
 
 def reasoning(template: str) -> Reasoning | None:
     """Return the marks of a model's thoughts; None if it does not think aloud, or with other marks."""
-    known = Reasoning()
-    return known if known.end in template else None
+    reasoning = Reasoning()
+    return reasoning if reasoning.end in template else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class _Way:
         function = {"name": _NAME, "arguments": arguments}
         calls = [{"id": each, "type": "function", "function": function} for each in ids]
         result = [{"role": "tool", "name": _NAME, "content": "noon", "tool_call_id": each} for each in ids]
-        asked = {"role": "assistant", "content": self.content, "tool_calls": calls}
-        return [*self.begin, _USER, asked, *(result if self.result else ())]
+        turn_with_calls = {"role": "assistant", "content": self.content, "tool_calls": calls}
+        return [*self.begin, _USER, turn_with_calls, *(result if self.result else ())]
 
 
 def _ways() -> Iterator[_Way]:
@@ -105,26 +105,26 @@ class _Probe:
             fitting = [each for each in NATIVE if turn is not None and _is_written(each, turn, way.result)]
             if turn is not None and fitting:
                 exact = (each for each in fitting if _opening(each) in _CALL_ID.sub("", turn))
-                found = next(exact, None) or _as_rendered(fitting[0], turn)
+                result = next(exact, None) or _as_rendered(fitting[0], turn)
                 tells, single = self._tells(way), self._rendered(way.conversation(2)) is None
-                return replace(found, text_arguments=way.text_arguments, tells=tells, single=single)
+                return replace(result, text_arguments=way.text_arguments, tells=tells, single=single)
         return GENERIC
 
     def _turn(self, way: _Way) -> str | None:
         """Return what stands where an answer would, from its first character on; None if there is no call."""
-        whole = self._rendered(way.conversation(1))
-        if whole is None or _NAME not in whole:
+        rendered = self._rendered(way.conversation(1))
+        if rendered is None or _NAME not in rendered:
             return None
         plain = self._rendered([*way.begin, _USER, {"role": "assistant", "content": _ANSWER}])
         header = "" if plain is None else plain.partition(_ANSWER)[0]
-        n = _n_common(header, whole)
-        begun = None if n == len(header) else _BEGUN_MARK.search(whole[:n])
-        return whole[begun.start() if begun else n :]
+        n = _n_common(header, rendered)
+        begun = None if n == len(header) else _BEGUN_MARK.search(rendered[:n])
+        return rendered[begun.start() if begun else n :]
 
     def _tells(self, way: _Way) -> bool:
         """The template tells the model of its tools."""
-        whole = self._rendered([*way.begin, _USER]) or self._rendered(way.conversation(1)) or ""
-        return _ABOUT in whole
+        rendered = self._rendered([*way.begin, _USER]) or self._rendered(way.conversation(1)) or ""
+        return _ABOUT in rendered
 
     def _rendered(self, messages: Sequence[Message]) -> str | None:
         """Return the text, or None if the template refuses these messages."""
@@ -139,7 +139,7 @@ def _n_common(a: str, b: str) -> int:
 
 
 def _opening(of: ToolFormat) -> str:
-    return f"{of.written.prologue}{of.written.before}{_NAME}{of.written.middle}"
+    return f"{of.syntax.prologue}{of.syntax.before}{_NAME}{of.syntax.middle}"
 
 
 def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
@@ -152,14 +152,14 @@ def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
     if not any(begin.startswith(opening) for begin in begins):
         return False
     reader = AnswerParser(of, None, tools=[_NAME])
-    said = joined(reader.push(turn), reader.flush())
-    if [part.name for part in said.calls if part.name is not None] != [_NAME]:
+    parsed = joined(reader.push(turn), reader.flush())
+    if [part.name for part in parsed.calls if part.name is not None] != [_NAME]:
         return False
     try:
-        arguments = json.loads("".join(part.arguments for part in said.calls))
+        arguments = json.loads("".join(part.arguments for part in parsed.calls))
     except ValueError:
         return False
-    return bool(arguments == _ARGUMENTS and (has_more or _MARKS.fullmatch(said.content)))
+    return bool(arguments == _ARGUMENTS and (has_more or _MARKS.fullmatch(parsed.content)))
 
 
 def _as_rendered(of: ToolFormat, turn: str) -> ToolFormat:
@@ -167,21 +167,21 @@ def _as_rendered(of: ToolFormat, turn: str) -> ToolFormat:
 
     A call whose arguments go before its name is written as the format's family writes it.
     """
-    written, closing = of.written, of.between[0] if of.between else ""
+    syntax, closing = of.syntax, of.between[0] if of.between else ""
     begin = turn.find(of.opens[0])
     name_at = turn.find(_NAME, begin)
     for separators in (None, (",", ":")):
         arguments = json.dumps(_ARGUMENTS, separators=separators)
         at = turn.find(arguments, name_at)
         end = turn.find(closing, at + len(arguments))
-        if of.header is None and not written.prologue and closing and 0 <= begin < name_at < at < end:
+        if of.header is None and not syntax.prologue and closing and 0 <= begin < name_at < at < end:
             rendered = replace(
-                written,
+                syntax,
                 before=turn[begin:name_at],
                 middle=turn[name_at + len(_NAME) : at],
                 after=turn[at + len(arguments) : end + len(closing)],
             )
-            return replace(of, written=rendered)
+            return replace(of, syntax=rendered)
     return of
 
 

@@ -28,7 +28,7 @@ def calls_grammar(
 
 def free_grammar(of: ToolFormat, tools: Schemas, special: Special, *, most: int) -> str:
     """Of answers that are text, and may call: what begins like a call goes on like one."""
-    opening = of.written.prologue + of.written.before
+    opening = of.syntax.prologue + of.syntax.before
     trigger = next((text for text in of.opens if opening.startswith(text)), "")
     if not trigger:
         rules = ["start: calls | TEXT", r"TEXT: /(\s*[^\s{](.|\n)*)?/"]
@@ -40,10 +40,10 @@ def free_grammar(of: ToolFormat, tools: Schemas, special: Special, *, most: int)
     return "\n".join([*rules, *_calls(of, tools, special, most, trigger)])
 
 
-def _calls(of: ToolFormat, tools: Schemas, special: Special, most: int, said: str) -> list[str]:
+def _calls(of: ToolFormat, tools: Schemas, special: Special, most: int, text_rule: str) -> list[str]:
     """The rule `calls` and those that it needs; without `said`, with which the first call begins."""
-    w = of.written
-    first = _terms((w.prologue + w.before).removeprefix(said), special)
+    w = of.syntax
+    first = _terms((w.prologue + w.before).removeprefix(text_rule), special)
     further = f"({_terms(w.joiner + w.before, special)} one){{0,{most - 1}}}" if most > 1 else ""
     each = [
         f"call_{i}: {_terms(quoted(name) + w.middle, special)} %json {json.dumps(schema)} {_terms(w.after, special)}"

@@ -38,25 +38,25 @@ class JsonValue:
         if self._escaped:
             self._escaped = False
             return at + 1
-        found = _IN_STRING.search(text, at)
-        if found is None:
+        result = _IN_STRING.search(text, at)
+        if result is None:
             return len(text)
-        if found[0] == "\\":
+        if result[0] == "\\":
             self._escaped = True
         else:
             self._in_string, self.complete = False, self._depth == 0
-        return found.end()
+        return result.end()
 
     def _structure(self, text: str, at: int) -> int:
-        found = _STRUCTURE.search(text, at)
-        if found is None:
+        result = _STRUCTURE.search(text, at)
+        if result is None:
             return len(text)
-        if found[0] == '"':
+        if result[0] == '"':
             self._in_string = True
         else:
-            self._depth += 1 if found[0] in "{[" else -1
+            self._depth += 1 if result[0] in "{[" else -1
             self.complete = self._depth == 0
-        return found.end()
+        return result.end()
 
 
 class CallObject:
@@ -150,11 +150,11 @@ class CallObject:
                 self.broken, self._key = not isinstance(key, str), key
             else:
                 if not self._streams:
-                    self._whole(_loaded(read))
+                    self._complete(_loaded(read))
                 self._key, self._streams = None, False
         return end
 
-    def _whole(self, value: Any) -> None:
+    def _complete(self, value: Any) -> None:
         """A value that counts when it is complete."""
         if self._key in NAMES and isinstance(value, str) and value and self.name is None:
             self.name = value

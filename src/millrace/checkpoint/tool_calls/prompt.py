@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from millrace.checkpoint.tool_calls.families import ToolFormat
 
 Message = Mapping[str, object]
-_TOLD = """You can call functions. These are their signatures, each a JSON object:
+_INSTRUCTIONS = """You can call functions. These are their signatures, each a JSON object:
 <tools>
 {tools}
 </tools>
@@ -30,11 +30,11 @@ def with_tools(messages: Sequence[Message], tools: Sequence[object], of: ToolFor
         plain = list(_in_words(messages, of))
     if not tools or of.tells:
         return plain
-    how = (_IN_ITS_FORM if of.native else _IN_WORDS).format(example=of.written.calls([_EXAMPLE]))
-    told = _TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools), how=how)
+    how = (_IN_ITS_FORM if of.native else _IN_WORDS).format(example=of.syntax.calls([_EXAMPLE]))
+    instructions = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool) for tool in tools), how=how)
     if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{_text(plain[0])}\n\n{told}"}, *plain[1:]]
-    return [{"role": "system", "content": told}, *plain]
+        return [{**plain[0], "content": f"{_text(plain[0])}\n\n{instructions}"}, *plain[1:]]
+    return [{"role": "system", "content": instructions}, *plain]
 
 
 def _with_null(message: Message) -> Message:
@@ -72,11 +72,11 @@ def _in_words(messages: Sequence[Message], of: ToolFormat) -> Iterator[Message]:
         if not isinstance(calls, list):
             yield message
             continue
-        written = of.written.calls(
+        calls_text = of.syntax.calls(
             [(call["function"]["name"], call["function"]["arguments"] or "{}") for call in calls]
         )
-        said = "\n".join(filter(None, (_text(message), written)))
-        yield {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": said}
+        content = "\n".join(filter(None, (_text(message), calls_text)))
+        yield {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}
     if results:
         yield {"role": "user", "content": "\n".join(results)}
 

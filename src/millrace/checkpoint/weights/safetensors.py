@@ -89,11 +89,11 @@ class Tensors(Mapping[str, TensorInfo]):
         derived: list[str] = []
         for name in files:
             try:
-                states[folder / name], found = _read_header(folder / name, {**_NAMES, **more})
+                states[folder / name], result = _read_header(folder / name, {**_NAMES, **more})
             except OSError as error:
                 raise unreadable(folder / name, error) from error
-            derived += [info.name for info in found if info.name.endswith(_DERIVED)]
-            for info in found:
+            derived += [info.name for info in result if info.name.endswith(_DERIVED)]
+            for info in result:
                 if info.name.endswith(_DERIVED):
                     continue
                 if info.name in infos:
@@ -144,10 +144,10 @@ class Tensors(Mapping[str, TensorInfo]):
 
         raises CheckpointError where a file has changed since it was opened
         """
-        whole = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
-            whole.update(digest_of(file, self._states[file], report).encode())
-        return whole.hexdigest()
+            digest.update(digest_of(file, self._states[file], report).encode())
+        return digest.hexdigest()
 
     def load(self, name: str) -> Array:
         """The tensor, of its own dtype, read from the file now.

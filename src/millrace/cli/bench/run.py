@@ -84,8 +84,8 @@ def run(
 def _check_no_engine(*given: Settings) -> None:
     """raises ConfigError for what is said of an engine in this process, where there is none"""
     for settings in given:
-        if settings.asked:
-            what = f"{flag_of(settings.asked[0])} is given for a server"
+        if settings.changed_fields:
+            what = f"{flag_of(settings.changed_fields[0])} is given for a server"
             raise ConfigError(what, "--engine MODEL, which runs here", "leave it out")
 
 

@@ -22,7 +22,7 @@ from millrace.evaluate.questions import Questions, read_questions
 from millrace.evaluate.resumable_results import (
     PER_BYTE,
     RIGHT,
-    Chosen,
+    ChosenAnswer,
     J,
     Results,
     ResumableResults,
@@ -59,18 +59,18 @@ def of_mmlu(asked: EvalOptions) -> None:
     _evaluate(asked, _mmlu(asked))
 
 
-def answers_to_mmlu(asked: EvalOptions) -> Results[Chosen]:
+def answers_to_mmlu(asked: EvalOptions) -> Results[ChosenAnswer]:
     """Without showing anything; those that were answered before among them."""
     return _results(asked, _mmlu(asked), asked.model, asked.build, asked.out)
 
 
-def _mmlu(asked: EvalOptions) -> _Task[Chosen]:
+def _mmlu(asked: EvalOptions) -> _Task[ChosenAnswer]:
     assert asked.data is not None, "the command has looked"
     shots = MAX_SHOTS if asked.shots is None else asked.shots
     mmlu = Mmlu(read_subjects(asked.data, asked.subject, asked.limit), asked.definition, shots)
     mmlu.check_examples()
     lost = "examples" if mmlu.definition == ORIGINAL else "their beginning"
-    return _Task(mmlu.name, mmlu.digest, mmlu.n, Chosen, partial(_choose, mmlu), lost)
+    return _Task(mmlu.name, mmlu.digest, mmlu.n, ChosenAnswer, partial(_choose, mmlu), lost)
 
 
 def of_a_file(asked: EvalOptions) -> None:
@@ -78,13 +78,13 @@ def of_a_file(asked: EvalOptions) -> None:
     n = len(questions.lines)
     if questions.is_choice:
         name = f"{questions.name}, multiple choice"
-        _evaluate(asked, _Task(name, questions.digest, n, Chosen, partial(_choose, questions)))
+        _evaluate(asked, _Task(name, questions.digest, n, ChosenAnswer, partial(_choose, questions)))
     else:
         name, judged = f"{questions.name}, generated", judges(questions)
         _evaluate(asked, _Task(name, questions.digest, n, GeneratedAnswer, partial(_generate, questions, judged)))
 
 
-def _choose(of: _Grouped, found: RunningModel, kept: ResumableResults[Chosen], report: Progress) -> None:
+def _choose(of: _Grouped, found: RunningModel, kept: ResumableResults[ChosenAnswer], report: Progress) -> None:
     groups = of.groups(found.tokenizer, found.executor.limits.context_tokens)
     multiple_choice.answer(found.native, groups, kept, report)
 

@@ -16,7 +16,7 @@ from millrace.errors import ConfigError
 from millrace.evaluate.divergence import Mean
 from millrace.evaluate.kl_agreement import Agreement, AgreementReport, agreement, check_window, compare
 from millrace.evaluate.multiple_choice import digest
-from millrace.evaluate.perplexity import LM_EVAL, Cut, Sums, cut, measure, perplexities, window_of
+from millrace.evaluate.perplexity import LM_EVAL, Sums, WindowedText, cut, measure, perplexities, window_of
 from millrace.evaluate.resumable_results import About, ResumableResults
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.text_files import read_text
@@ -58,7 +58,7 @@ def perplexity_of(asked: EvalOptions) -> None:
     )
 
 
-def _read(read: Cut, n_units: int, n: int) -> list[tuple[str, str]]:
+def _read(read: WindowedText, n_units: int, n: int) -> list[tuple[str, str]]:
     of = "" if n_units == len(read.units) else f" of {len(read.units):,}"
     return [
         ("window", f"{read.window:,} tokens"), ("BOS", read.bos),

@@ -44,58 +44,58 @@ class EngineCache:
         raises MachineError where it is not, and the cache cannot be written, or another process builds it for too long
         """
         folder = self._engines / f"{_safe(name)}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}"
-        held, fresh = hold(folder), False
-        if held is None:
-            held, fresh = self._build(folder, build)
+        lock, fresh = hold(folder), False
+        if lock is None:
+            lock, fresh = self._build(folder, build)
         try:
             _used_now(folder)
             if fresh:
                 self._shrink()
             yield folder, fresh
         finally:
-            held.release()
+            lock.release()
 
     def entries(self) -> list[CacheEntry]:
         """Most recently used first."""
         if not self._engines.is_dir():
             return []
-        found = []
+        result = []
         for folder in self._engines.iterdir():
             if folder.name.startswith(".") or not folder.is_dir():
                 continue
             with suppress(FileNotFoundError):  # another process has just removed it
                 nbytes = sum(p.stat().st_size for p in folder.iterdir())
-                found.append(CacheEntry(folder.name, folder, nbytes, folder.stat().st_mtime))
-        return sorted(found, key=lambda e: -e.last_used)
+                result.append(CacheEntry(folder.name, folder, nbytes, folder.stat().st_mtime))
+        return sorted(result, key=lambda e: -e.last_used)
 
     def only(self, name: str) -> CacheEntry | None:
         """The engine of that name, or the one engine of the model; None where there is none.
 
         raises ConfigError where the model has several
         """
-        found = self._called(name)
-        if len(found) > 1:
-            shown = ", ".join(str(e.folder) for e in found[:6]) + (", ..." if len(found) > 6 else "")
+        result = self._called(name)
+        if len(result) > 1:
+            shown = ", ".join(str(e.folder) for e in result[:6]) + (", ..." if len(result) > 6 else "")
             raise ConfigError(
-                f'the cache has {len(found)} engines of "{name}", and the model itself is not there',
+                f'the cache has {len(result)} engines of "{name}", and the model itself is not there',
                 f"one of them: {shown}", "name its folder; `millrace list` shows what they differ in",
             )  # fmt: skip
-        for entry in found:
+        for entry in result:
             _used_now(entry.folder)
             return entry
         return None
 
     def named(self, name: str) -> list[CacheEntry]:
         """The engine of that name, or all engines of the model. raises ConfigError where there is none"""
-        found = self._called(name)
-        if not found:
-            known = self.names()
-            if not known:
+        result = self._called(name)
+        if not result:
+            names = self.names()
+            if not names:
                 what = f'the cache is empty, so it has no engine "{name}"'
                 raise ConfigError(what, "engines that were built", "nothing: there is nothing to remove")
             mend = "name one that `millrace list` shows"
-            raise ConfigError(f'the cache has no engine "{name}"', nearest(name, known), mend)
-        return found
+            raise ConfigError(f'the cache has no engine "{name}"', nearest(name, names), mend)
+        return result
 
     def names(self) -> set[str]:
         """Of all engines and of their models."""
@@ -128,11 +128,11 @@ class EngineCache:
         fresh = False
         with file:  # two processes that want the same engine: the second waits, then finds it built
             lock(file.fileno(), fcntl.LOCK_EX, f"another process, which is building {folder}", BUILDING_S)
-            while (held := hold(folder)) is None:
+            while (folder_lock := hold(folder)) is None:
                 shutil.rmtree(folder, ignore_errors=True)  # without a manifest it is no engine
                 build(folder)
                 fresh = True
-        return held, fresh
+        return folder_lock, fresh
 
     def _shrink(self) -> None:
         sweep(self._engines)

@@ -37,22 +37,22 @@ class FileDigests:
     def __init__(self, path: Path, settled_s: float = SETTLED_S) -> None:
         self._path, self._settled_s = path, settled_s
 
-    def digest(self, file: Path, seen: FileState, report: Report | None = None) -> str:
+    def digest(self, file: Path, state: FileState, report: Report | None = None) -> str:
         """As `file_digest`, which it calls for what it does not know. raises CheckpointError"""
         try:
             key, before = _status(file)
-            known = self._table().get(key)
-            as_seen = seen == FileState(before["nbytes"], before["modified_ns"])
-            if as_seen and known is not None and known == CachedDigest(**before, digest=known.digest):
-                return known.digest
+            cached = self._table().get(key)
+            as_seen = state == FileState(before["nbytes"], before["modified_ns"])
+            if as_seen and cached is not None and cached == CachedDigest(**before, digest=cached.digest):
+                return cached.digest
             now_ns = time.time_ns()
-            found = file_digest(file, seen, report)
+            result = file_digest(file, state, report)
             settled = now_ns - max(before["modified_ns"], before["changed_ns"]) >= self._settled_s * 1e9
             if settled and _status(file) == (key, before):
-                self._add(key, CachedDigest(**before, digest=found))
+                self._add(key, CachedDigest(**before, digest=result))
         except OSError as error:
             raise unreadable(file, error) from error
-        return found
+        return result
 
     def _table(self) -> Mapping[str, CachedDigest]:
         try:

@@ -18,9 +18,9 @@ _MOST, _LIMIT = 16, 1 << 18  # machines, and bytes of the file
 def keep_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
     """Where it is kept; the oldest go first. raises OSError where the cache cannot be written"""
     key, path = machine_key(isa, roofline.threads), _path(cache)
-    others = [(k, v) for k, v in _all(path).items() if k != key][1 - _MOST :]
+    older = [(k, v) for k, v in _all(path).items() if k != key][1 - _MOST :]
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = dict([*others, (key, roofline)])
+    table = dict([*older, (key, roofline)])
     write_whole(path, msgspec.json.format(msgspec.json.encode(table), indent=1))
     return path
 

@@ -53,13 +53,13 @@ class TimingCache:
             raise self._unreadable(error) from error
         return regions
 
-    def merge(self, machine: str, found: Regions) -> None:
+    def merge(self, machine: str, regions_timed: Regions) -> None:
         """New answers replace old ones for the same rows; all others stay."""
         with self._locked():
             regions = self.read(machine)
-            for region, choices in found.items():
-                known = {c.rows: c for c in [*regions.get(region, []), *choices]}
-                regions[region] = [known[rows] for rows in sorted(known)]
+            for region, choices in regions_timed.items():
+                by_rows = {c.rows: c for c in [*regions.get(region, []), *choices]}
+                regions[region] = [by_rows[rows] for rows in sorted(by_rows)]
             machines = {**self._machines(), machine: msgspec.Raw(msgspec.json.encode(regions))}
             write_whole(self._path, msgspec.json.format(msgspec.json.encode(machines), indent=1))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.compile.lower_cpu.memory import Buffer, plan_memory
-from millrace.compile.lower_cpu.program import Bounds, Call, Program
+from millrace.compile.lower_cpu.program import Call, Program, SymbolBounds
 from millrace.compile.lower_cpu.sizes import SizeTable
 from millrace.engine.cache_specs import PAGE_TOKENS, CacheSpec, KvFormat, StateSpec
 from millrace.engine.io_slots import Slot
@@ -62,7 +62,7 @@ class ProgramBuilder(ProgramWriter):
     """
 
     def __init__(
-        self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, tiles: bool = False
+        self, graph: Graph, bounds: Mapping[Symbol, SymbolBounds], kv_format: KvFormat, table: str, tiles: bool = False
     ) -> None:
         self.graph, self.table_format, self.tiles = graph, table, tiles
         self._bounds, self._sizes, self._kv_format = bounds, SizeTable(bounds), kv_format
@@ -74,7 +74,7 @@ class ProgramBuilder(ProgramWriter):
         self._weights: list[PackedPlace] = []
         self._readers, self._producers, self._results = graph.consumers(), graph.producers(), graph.results
         self._caches: dict[tuple[object, ...], _Cache] = {}
-        self._written: dict[int, tuple[Node, CacheLayer]] = {}  # by the attribute `layer` of attention
+        self._cache_layers: dict[int, tuple[Node, CacheLayer]] = {}  # by the attribute `layer` of attention
         self._states: dict[int, int] = {}  # floats of a sequence in a layer -> layers
         if len(self._symbols) > MAX_SYMBOLS:
             raise GraphError(
@@ -103,8 +103,8 @@ class ProgramBuilder(ProgramWriter):
         return Program(
             calls=tuple(self._calls), inputs=tuple(inputs),
             outputs=tuple(Slot(p.name, p.value.shape, p.value.dtype, plan.offsets[buffer]) for p, buffer in results),
-            symbols={s: self._bounds[s] for s in self._symbols}, sizes=self._sizes.made, weights=tuple(self._weights),
-            weights_offsets=tuple(offsets), weights_bytes=at, memory=plan, caches=tuple(caches),
+            symbols={s: self._bounds[s] for s in self._symbols}, sizes=self._sizes.derived,
+            weights=tuple(self._weights), weights_offsets=tuple(offsets), weights_bytes=at, memory=plan, caches=tuple(caches),
             states=tuple(StateSpec(layers, floats) for floats, layers in self._states.items()),
         )  # fmt: skip
 
@@ -201,7 +201,7 @@ class ProgramBuilder(ProgramWriter):
         return CacheLayer(list(self._caches).index(key), layer, cache.spec.format.name.lower(), cache.buffer)
 
     def written_cache(self, node: Node) -> CacheLayer | None:
-        writer, cache = self._written.get(int_attr(node, "layer"), (node, None))
+        writer, cache = self._cache_layers.get(int_attr(node, "layer"), (node, None))
         if writer.inputs[1:] != node.inputs[1:] or writer.attrs.get("window") != node.attrs.get("window"):
             raise GraphError(
                 f"attention in {writer.origin[0]} and in {node.origin[0]} share a cache for different keys",
@@ -210,7 +210,7 @@ class ProgramBuilder(ProgramWriter):
         return cache
 
     def writes_cache(self, node: Node, cache: CacheLayer) -> None:
-        self._written[int_attr(node, "layer")] = node, cache
+        self._cache_layers[int_attr(node, "layer")] = node, cache
 
     def state(self, floats: int) -> StateLayer:
         self._states[floats] = self._states.get(floats, 0) + 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.lower_cpu.program import SymbolBounds
 from millrace.engine.io_slots import Size
 from millrace.errors import ConfigError
 from millrace.graph.dims import Dim, NotWholeError, Symbol, operands, range_of, symbols_of, value_of
@@ -15,22 +15,22 @@ MOST = 2**31 - 1  # of anything that a run counts
 class SizeTable:
     """Numbers are given in the order in which dimensions are asked for; a dimension comes behind what it is made of."""
 
-    def __init__(self, bounds: Mapping[Symbol, Bounds]) -> None:
+    def __init__(self, bounds: Mapping[Symbol, SymbolBounds]) -> None:
         self._ranges = {symbol: (b.low, b.high) for symbol, b in bounds.items()}
         self._numbers: dict[Dim, int] = {symbol: i for i, symbol in enumerate(bounds)}
-        self._made: list[Size] = []
+        self._derived: list[Size] = []
 
     def number(self, dim: Dim) -> int:
         """raises ConfigError for a dimension that no run could count"""
         if dim not in self._numbers:
             for part in operands(dim):
                 self.number(part)
-            if len(self._made) == MAX_SIZES:
+            if len(self._derived) == MAX_SIZES:
                 raise ConfigError(
                     f"the network has more than {MAX_SIZES} distinct dimensions", "fewer distinct dimensions",
                     "split the network",
                 )  # fmt: skip
-            self._made.append(Size(dim, self.most(dim)))
+            self._derived.append(Size(dim, self.most(dim)))
             self._numbers[dim] = len(self._numbers)
         return self._numbers[dim]
 
@@ -44,12 +44,12 @@ class SizeTable:
         return most
 
     @property
-    def made(self) -> tuple[Size, ...]:
+    def derived(self) -> tuple[Size, ...]:
         """Those that are no symbols, in the order of their numbers."""
-        return tuple(self._made)
+        return tuple(self._derived)
 
 
-def check_dims(graph: Graph, bounds: Mapping[Symbol, Bounds]) -> None:
+def check_dims(graph: Graph, bounds: Mapping[Symbol, SymbolBounds]) -> None:
     """Check that each dimension is a whole number from 1 on, where symbols are at their bounds. raises ConfigError"""
     dims = {d for v in _values(graph) for d in v.shape if not isinstance(d, int | Symbol)}
     for dim in sorted(dims, key=repr):
@@ -57,16 +57,16 @@ def check_dims(graph: Graph, bounds: Mapping[Symbol, Bounds]) -> None:
             sizes: dict[Symbol, int] = {s: getattr(b, name) for s, b in bounds.items()}
             at = ", ".join(f"{s} = {sizes[s]}" for s in dict.fromkeys(symbols_of(dim)))
             try:
-                found = value_of(dim, sizes)
+                result = value_of(dim, sizes)
             except NotWholeError:
                 raise ConfigError(
                     f"the dimension {dim} is not an integer for {at}",
                     "bounds for which it is an integer",
                     f"change the {name} bounds in the profile",
                 ) from None
-            if found < 1:
+            if result < 1:
                 raise ConfigError(
-                    f"the dimension {dim} is {found} where {at}",
+                    f"the dimension {dim} is {result} where {at}",
                     "1 at least",
                     f"raise the {name} bounds in the profile",
                 )

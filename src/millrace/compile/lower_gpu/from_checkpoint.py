@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
 
 GPU_BATCH, GPU_STEP_TOKENS = 64, 2048  # sequences, and tokens of a step, where nobody says otherwise
 ENCODER_BATCH, ENCODER_STEP_TOKENS = 512, 16384  # of an encoder, whose texts cost no room beyond a step
-DRAWN = "the weights are random: what they answer means nothing"
+RANDOM_WEIGHTS = "the weights are random: what they answer means nothing"
 # What is about kernels of a CPU, or measured with them.
 _OF_CPUS = ("bf16_sums", "tune_rows", "calibration", "max_kl")
 
@@ -134,7 +134,7 @@ def device_engine(
         fp8_rows=lambda precision: alone.fp8_rows(source.stored, graph, precision), is_random=is_random,
     )  # fmt: skip
     chosen.precision.check_patterns(node.origin[0] for node in graph.nodes if node.op == "linear")
-    notes = (*notes_of(source, chosen), *((DRAWN,) if is_random else _unpriced(source, chosen, alone)))
+    notes = (*notes_of(source, chosen), *((RANDOM_WEIGHTS,) if is_random else _unpriced(source, chosen, alone)))
     model, needs = planned(traced, chosen, gpu)
     for note in notes if say else ():
         say(note)  # type: ignore[misc]  # there is one
@@ -174,9 +174,9 @@ def _options(build: BuildSettings, source: Source, precisions: Mapping[str, str]
 
 def check_asked(build: BuildSettings) -> None:
     """raises ConfigError"""
-    if asked := [name for name in build.asked if name in _OF_CPUS]:
+    if requested := [name for name in build.changed_fields if name in _OF_CPUS]:
         raise ConfigError(
-            f"{flag_of(asked[0])} is given for a GPU", "nothing: it is about kernels of a CPU", "leave it out"
+            f"{flag_of(requested[0])} is given for a GPU", "nothing: it is about kernels of a CPU", "leave it out"
         )
     if build.precision == AUTO:
         raise ConfigError(
@@ -200,12 +200,12 @@ def tuner(
 
 
 def _unpriced(source: Source, chosen: ResolvedOptions, alone: GpuPrecision) -> tuple[str, ...]:
-    asked = alone.described(chosen.precision.described(None))["default"]
-    if alone.is_own or (chosen.precision.meaning == source.own_precision.meaning and asked != alone.name):
+    requested = alone.described(chosen.precision.described(None))["default"]
+    if alone.is_own or (chosen.precision.meaning == source.own_precision.meaning and requested != alone.name):
         return ()
-    on_cpu = IN_PLACE_OF.get(asked)
+    on_cpu = IN_PLACE_OF.get(requested)
     measures = f"measures {on_cpu}, which is near it," if on_cpu else "measures it"
-    return (f"what {asked} costs in answers is not measured on a GPU: millrace build {measures} on a CPU",)
+    return (f"what {requested} costs in answers is not measured on a GPU: millrace build {measures} on a CPU",)
 
 
 def _needs(model: GpuModel, gpu: Gpu) -> MemoryNeeds:
@@ -226,15 +226,15 @@ def smaller_steps(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator
 def smaller(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, MemoryNeeds]]:
     """What takes less, of what this GPU can: such steps, and weights of 8 bits or 4."""
     yield from smaller_steps(traced, chosen, gpu)
-    asked = []
+    requested = []
     default, groups = chosen.precision.default, chosen.precision.group
     for precision in OF_ENCODERS if traced.is_encoder else (Precision.BF16, Precision.W8A16, Precision.W4A16):
         if _bits(precision) < _bits(default):
             other = replace(chosen, precision=precision_map(precision, groups), table="bf16")
-            kept = KvFormat.BF16 if chosen.kv_format == KvFormat.F32 else chosen.kv_format
-            asked.append((f"--precision {precision}", replace(other, kv_format=kept)))
+            kv_format = KvFormat.BF16 if chosen.kv_format == KvFormat.F32 else chosen.kv_format
+            requested.append((f"--precision {precision}", replace(other, kv_format=kv_format)))
     other_traced = replace(traced, alone=traced.alone if traced.alone.name == "fp16" else GpuPrecision())
-    yield from ((words, _needs(other_traced.model(other), gpu)) for words, other in asked)
+    yield from ((words, _needs(other_traced.model(other), gpu)) for words, other in requested)
 
 
 def _bits(precision: Precision) -> int:

@@ -92,22 +92,22 @@ def _settled(engine: Engine, build: BuildSettings, precision: PrecisionMap, alon
             f"--max-context {build.max_context} of {engine.folder}", f"at most {manifest.max_context}, as it is built",
             "lower it, or build the checkpoint again with it",
         )  # fmt: skip
-    table, kept = plain_format(precision.default), build.kv_cache_dtype or _kept(manifest)
-    alone.check_kept(kept)
+    table, kv_dtype = plain_format(precision.default), build.kv_cache_dtype or _kv_cache_dtype(manifest)
+    alone.check_kept(kv_dtype)
     return ResolvedOptions(
         precision=precision, table=table, tiles=False,
-        kv_format=KV_CACHE_DTYPES[kept] if kept else KvFormat[table.upper()],
+        kv_format=KV_CACHE_DTYPES[kv_dtype] if kv_dtype else KvFormat[table.upper()],
         max_context=build.max_context or manifest.max_context,
         max_batch=build.max_batch or max(batch, manifest.max_sequences), max_step_tokens=tokens, fuse=True, profile={},
         keep=(),
     )  # fmt: skip
 
 
-def _kept(manifest: Manifest) -> str | None:
+def _kv_cache_dtype(manifest: Manifest) -> str | None:
     """How keys and values are kept, as --kv-cache-dtype has it; None: as the floats of a CPU, or there are none."""
     as_floats = plain_format(Precision(manifest.precision["default"].partition(":")[0]))
-    found = {KvFormat[cache.format.upper()] for cache in manifest.cpu.caches if cache.place is None}
-    return next((KV_FORMATS[format].name for format in found - {KvFormat[as_floats.upper()]}), None)
+    result = {KvFormat[cache.format.upper()] for cache in manifest.cpu.caches if cache.place is None}
+    return next((KV_FORMATS[format].name for format in result - {KvFormat[as_floats.upper()]}), None)
 
 
 def _precision(manifest: Manifest, alone: GpuPrecision, head: str | None) -> PrecisionMap:
@@ -116,16 +116,16 @@ def _precision(manifest: Manifest, alone: GpuPrecision, head: str | None) -> Pre
     head: its name. Manifests call it HEAD in a model of one's own, too
     """
     layers = {pattern: alone.lowered(precision) for pattern, precision in manifest.precision.items()}
-    found = precision_map(layers, manifest.group, stored_groups=True)
-    if head is None or found.names(head):
-        return found
-    own, patterns = found.default, []
-    for pattern, precision in found.patterns:
+    result = precision_map(layers, manifest.group, stored_groups=True)
+    if head is None or result.names(head):
+        return result
+    own, patterns = result.default, []
+    for pattern, precision in result.patterns:
         if pattern == HEAD:
             own = precision
         else:
             patterns.append((pattern, precision))
-    return replace(found, head=own, patterns=tuple(patterns))
+    return replace(result, head=own, patterns=tuple(patterns))
 
 
 def _about(manifest: Manifest) -> GpuBuildInfo:
@@ -153,9 +153,9 @@ def _check_graph(folder: Path, graph: Graph, chosen: ResolvedOptions, manifest: 
     """raises EngineError for what is no language model's graph, nor an encoder's, and for tables that are too short:
     a token or a position behind a table's end would be read from somebody else's memory"""
     signatures = (DECODER,) if manifest.is_language_model else (ENCODER, ENCODER_OF_FIRST)
-    taken = _described(graph.inputs)
-    given = {p.name for p in graph.outputs if not p.value.constant and len(p.value.shape) == 2}
-    if not any(taken == _described(s.ports()) and given >= set(s.outputs) for s in signatures):
+    inputs = _described(graph.inputs)
+    outputs = {p.name for p in graph.outputs if not p.value.constant and len(p.value.shape) == 2}
+    if not any(inputs == _described(s.ports()) and outputs >= set(s.outputs) for s in signatures):
         raise damaged(folder, f"{GRAPH} does not take and give what its model does")
     logits = find(graph.outputs, LOGITS)
     vocab = max(manifest.vocab_size, logits.width if logits else 0)  # ids of prompts, and of what is drawn

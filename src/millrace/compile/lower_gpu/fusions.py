@@ -19,12 +19,12 @@ def fusions_of(graph: Graph, e4m3: Collection[Node]) -> Fusions:
             return AS_E4M3 if node in e4m3 and value == node.inputs[0] else None
         if node.op != "convert":
             return None
-        return coding_of(storage_of(node)) or wanted(node.output)
+        return coding_of(storage_of(node)) or row_quantization(node.output)
 
-    def wanted(value: Value) -> RowQuantization | None:
+    def row_quantization(value: Value) -> RowQuantization | None:
         """By all that read it, at least one."""
-        found = {wants(node, value) for node in readers.get(value, [])}
-        return found.pop() if len(found) == 1 and value not in outputs else None
+        result = {wants(node, value) for node in readers.get(value, [])}
+        return result.pop() if len(result) == 1 and value not in outputs else None
 
     norms = {
         n: reader
@@ -33,5 +33,5 @@ def fusions_of(graph: Graph, e4m3: Collection[Node]) -> Fusions:
         for reader in readers.get(n.output, [])
         if reader.op == "rms_norm" and reader.inputs[0] == n.output
     }
-    made = {n.output for n in norms.values()} | {n.output for n in graph.nodes if is_silu_mul(n)}
-    return Fusions(norms, {value: coding for value in made if (coding := wanted(value)) is not None})
+    normalized = {n.output for n in norms.values()} | {n.output for n in graph.nodes if is_silu_mul(n)}
+    return Fusions(norms, {value: coding for value in normalized if (coding := row_quantization(value)) is not None})

@@ -27,7 +27,7 @@ from millrace.kernels.row_storage import storage_of
 # Operators whose results are in the engine's type. Others are counted as float32, which no result is wider than.
 NARROW = ("attention", "full_attention", "gated_linear", "linear", "rms_norm", "rope_attention", "short_conv")
 ELEMENTS: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes, by the engine's type
-DRAWN, CAPTURED = 72, 24  # bytes for each row and token of the vocabulary while tokens are drawn; in a graph
+SAMPLED, CAPTURED = 72, 24  # bytes for each row and token of the vocabulary while tokens are drawn; in a graph
 _WORKED = 8  # bytes a node takes beside its result for each element that it reads or writes: two of float32
 _CODED = 16  # of a slab of codes that become floats, for each
 
@@ -41,7 +41,7 @@ def needs_of(
     most_pages = -(-limits.max_context // limits.page_tokens)
     largest = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
     rows = 4 * limits.max_step_tokens * embedding_width(graph) if limits.max_rows else 0  # in place of all its tokens
-    step = max(_computed(graph, largest, element, multiprocessors) + rows, DRAWN * limits.max_rows * vocab)
+    step = max(_computed(graph, largest, element, multiprocessors) + rows, SAMPLED * limits.max_rows * vocab)
     captured = [
         max(_computed(graph, dict.fromkeys("TSR", n), element, multiprocessors), CAPTURED * n * vocab) for n in buckets
     ]
@@ -77,8 +77,8 @@ def coded_bytes(node: Node, w: Value, rows: Node | None) -> int:
     bits, group = precision_of(node).bits, group_of(node)
     if not group:
         return n * (k + 4)  # E4M3, a float32 scale for each row
-    held = None if transform_of(rows) else kept_format(constant_of(w), bits, group)
-    scale, kinds = (4 if held.two_levels else 2, 1 + held.minimums) if held else (2, 1)
+    stored_format = None if transform_of(rows) else kept_format(constant_of(w), bits, group)
+    scale, kinds = (4 if stored_format.two_levels else 2, 1 + stored_format.minimums) if stored_format else (2, 1)
     return n * ((-(-k // 2) if bits == 4 else k) + kinds * scale * n_groups(k, group))
 
 
@@ -110,7 +110,7 @@ def _computed(graph: Graph, sizes: Mapping[str, int], element: int, multiprocess
     behind = graph.last_reads()
     owner: dict[Value, Value] = {}  # of a view, whose memory it is
     readers: dict[Value, int] = {}  # names under which that is still to be read
-    held: dict[Value, int] = {}
+    stored_format: dict[Value, int] = {}
     kinds = {p.value: 4 for p in graph.inputs}
     now = most = 0
     for node, gone in zip(graph.nodes, behind, strict=True):
@@ -120,14 +120,14 @@ def _computed(graph: Graph, sizes: Mapping[str, int], element: int, multiprocess
             owner[value] = owner.get(node.inputs[0], node.inputs[0]) if viewed else value
             readers[owner[value]] = readers.get(owner[value], 0) + 1
             if not viewed:
-                held[value] = _rows(value, sizes) * value.width * kinds[value]
-                now += held[value]
+                stored_format[value] = _rows(value, sizes) * value.width * kinds[value]
+                now += stored_format[value]
         most = max(most, now + _meanwhile(node, sizes, element, multiprocessors))
         for value in gone:
             if value in owner:
                 readers[owner[value]] -= 1
                 if not readers[owner[value]]:
-                    now -= held.get(owner[value], 0)
+                    now -= stored_format.get(owner[value], 0)
     return most
 
 
@@ -150,15 +150,15 @@ def _meanwhile(node: Node, sizes: Mapping[str, int], element: int, multiprocesso
     """What a node takes beside what it gives."""
     if node.op in ("reshape", "split"):
         return 0
-    found = sum(_WORKED * _rows(v, sizes) * v.width for v in (*node.inputs, *node.outputs) if not v.constant)
+    result = sum(_WORKED * _rows(v, sizes) * v.width for v in (*node.inputs, *node.outputs) if not v.constant)
     if node.op == "gated_linear":  # both halves, and their product in float32
-        found += (2 * element + _WORKED) * _rows(node.output, sizes) * node.output.width
+        result += (2 * element + _WORKED) * _rows(node.output, sizes) * node.output.width
     if node.op in PRODUCTS and precision_of(node).coded:
-        found += max(_CODED * min(elements(w), max(SLAB, static_dim(w, 1))) for w in matrices_of(node))
+        result += max(_CODED * min(elements(w), max(SLAB, static_dim(w, 1))) for w in matrices_of(node))
     if node.op in ATTENTION:  # what the parts of blocks sum
         kv_heads = static_dim(node.inputs[1], 1)
         parts = {
             rows: bounds(_rows(node.inputs[0], sizes), room(rows, kv_heads, multiprocessors))[2] for rows in PROGRAMS
         }
-        found += 4 * max(rows * n for rows, n in parts.items()) * kv_heads * (static_dim(node.inputs[2], 2) + 2)
-    return found
+        result += 4 * max(rows * n for rows, n in parts.items()) * kv_heads * (static_dim(node.inputs[2], 2) + 2)
+    return result

@@ -13,5 +13,5 @@ def placement_of(graph: Graph) -> Placement:
     narrow |= {n.inputs[1] for n in graph.nodes if n.op == "embedding"}
     narrow |= {n.inputs[2] for n in graph.nodes if n.op == "linear" and n.attrs.get("bias")}
     alone = {w for n in coded for w in matrices_of(n)} - narrow  # read as codes, and by nobody else
-    kept = [value for value in graph.constants() if value not in alone]
-    return Placement(coded, tuple(v for v in kept if v in narrow), tuple(v for v in kept if v not in narrow))
+    shared = [value for value in graph.constants() if value not in alone]
+    return Placement(coded, tuple(v for v in shared if v in narrow), tuple(v for v in shared if v not in narrow))

@@ -49,9 +49,9 @@ class GpuPrecision:
         """An engine's activations, and weights that are not coded. table: "f32" or "bf16", as Settled has it"""
         return self.named("fp32" if table == "f32" else "bf16")
 
-    def check_kept(self, asked: str | None) -> None:
+    def check_kept(self, dtype: str | None) -> None:
         """asked: of keys and values. raises EngineError for bfloat16 of a model in float16, whose 16 bits are others"""
-        if self.name == "fp16" and asked == "bf16":
+        if self.name == "fp16" and dtype == "bf16":
             raise EngineError(
                 "keys and values in bf16 of a model in fp16 on a GPU", "int8, fp8, or fp16, as the activations are",
                 "leave --kv-cache-dtype out for fp16, choose int8 or fp8, or ask for --precision bf16",
@@ -78,7 +78,7 @@ class GpuPrecision:
             yield from (n.origin[0] for n in layers if chosen.of(n.origin[0], is_head=n is head) == Precision.FP8A16)
         for name, matrix in stored.items():
             precision = chosen.of(name)
-            if matrix.fp8_rows and precision == Precision.FP8A16 and chosen.kept(matrix.held, precision):
+            if matrix.fp8_rows and precision == Precision.FP8A16 and chosen.stored_format(matrix.codes, precision):
                 yield name
 
     def section(self, source: Source, traced: Graph, chosen: PrecisionMap) -> GpuSection:
@@ -107,7 +107,7 @@ def gpu_precision(
 
 def _check_names(precision: str | None, precisions: Mapping[str, str]) -> None:
     """raises ConfigError"""
-    known = f"one of {', '.join((*Precision, *IN_PLACE_OF))}"
+    valid_names = f"one of {', '.join((*Precision, *IN_PLACE_OF))}"
     for pattern, of_layers in precisions.items():
         if of_layers in IN_PLACE_OF:
             raise ConfigError(
@@ -116,10 +116,10 @@ def _check_names(precision: str | None, precisions: Mapping[str, str]) -> None:
             )  # fmt: skip
     if precision is not None and precision not in (*Precision, *IN_PLACE_OF, AUTO):
         mend = (MEANT | _MEANT_HERE).get(precision.lower(), "choose one of them")
-        raise ConfigError(f'precision "{precision}" is unknown', f"on a GPU {known}", mend)
+        raise ConfigError(f'precision "{precision}" is unknown', f"on a GPU {valid_names}", mend)
 
 
 def _in_float16(source: Source) -> bool:
     if source.stored:
-        return all(matrix.dtype == "float16" and matrix.held is None for matrix in source.stored.values())
+        return all(matrix.dtype == "float16" and matrix.codes is None for matrix in source.stored.values())
     return source.dtype == "float16"

@@ -30,8 +30,8 @@ def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | 
     kv = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
     alone, build = gpu_precision(build, source, precisions)
     alone.check_kept(build.kv_cache_dtype)
-    asked = asked_precision(build, source.own_precision, precisions)
-    chosen = resolve_options(source, BuildOptions(precision=asked, kv_format=kv))
+    requested = asked_precision(build, source.own_precision, precisions)
+    chosen = resolve_options(source, BuildOptions(precision=requested, kv_format=kv))
     check_keeps(None if chosen.kv_format == KvFormat[chosen.table.upper()] else chosen.kv_format)
     dtype = alone.floats(chosen.table)
     of = chosen.precision

@@ -76,9 +76,9 @@ def _grown(node: Node, live: GraphView) -> Node | None:
 
 def _computed_alike(outer: Node, inner: Node) -> bool:
     """Whether the outer one's kernel computes the inner one to the same bits, and no more often."""
-    whole = [is_integer(tree_of(node), [v.dtype for v in node.inputs]) for node in (outer, inner)]
-    exact = (DType.I64 if whole[1] else DType.F32, DType.BOOL)  # that it is stored as changes nothing
-    return inner.output.dtype in exact and whole[0] == whole[1] and inner.output.shape == outer.output.shape
+    integer = [is_integer(tree_of(node), [v.dtype for v in node.inputs]) for node in (outer, inner)]
+    exact = (DType.I64 if integer[1] else DType.F32, DType.BOOL)  # that it is stored as changes nothing
+    return inner.output.dtype in exact and integer[0] == integer[1] and inner.output.shape == outer.output.shape
 
 
 def _inlined(outer: Node, inner: Node) -> Node | None:

@@ -84,11 +84,11 @@ def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
             return None
         x = node.inputs[0]
         precision = precision_of(node)
-        kept = kept_format_of(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, precisions)
-        own = kept.group if kept else precisions.group
+        stored_format = kept_format_of(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, precisions)
+        own = stored_format.group if stored_format else precisions.group
         x_group = int_attr(node, "x_group") if "x_group" in node.attrs else own
         check_x_group(node.origin[0] if node.origin else "a product", x_group, own)
-        storage = precision.storage(x_group, hadamard=not kept)
+        storage = precision.storage(x_group, hadamard=not stored_format)
         if storage == DENSE:
             return None
         fresh = []
@@ -106,17 +106,17 @@ def fuse_convert(graph: Graph) -> Graph:
     """convert(x) becomes an x whose own kernel writes such rows, where it can and nobody else reads it."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
-        found, storage = live.producer(node.inputs[0]) if node.op == "convert" else None, storage_of(node)
-        if not found or not live.read_once(node.inputs[0]):
+        result, storage = live.producer(node.inputs[0]) if node.op == "convert" else None, storage_of(node)
+        if not result or not live.read_once(node.inputs[0]):
             return None
-        view = found if runnable(found).is_view and len(found.outputs) == 1 else None  # heads side by side
+        view = result if runnable(result).is_view and len(result.outputs) == 1 else None  # heads side by side
         if view and view.output.rows != view.inputs[0].rows:
             return None  # rows are packed as they are written
         if view:
-            found = live.producer(view.inputs[0])
-        if not found or not live.read_once(found.outputs[0]) or not runnable(found).packs(found, storage):
+            result = live.producer(view.inputs[0])
+        if not result or not live.read_once(result.outputs[0]) or not runnable(result).packs(result, storage):
             return None
-        packed = make_node(found.operator, found.inputs, {**found.attrs, "storage": storage}, joined_origins(found))
+        packed = make_node(result.operator, result.inputs, {**result.attrs, "storage": storage}, joined_origins(result))
         if view is None:
             return Replacement.of(packed)
         attrs = {**view.attrs, "storage": storage}

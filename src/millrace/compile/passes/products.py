@@ -29,7 +29,7 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
         if node.op != "linear":
             return None
         name, is_head = node.origin[0], bool(head and node.output is head.output)
-        own = {"x_group": asked} if (asked := precisions.x_group_of(name, is_head=is_head)) else {}
+        own = {"x_group": group} if (group := precisions.x_group_of(name, is_head=is_head)) else {}
         attrs = {**node.attrs, "precision": precisions.of(name, is_head=is_head), **own}
         return Replacement.of(make_node(LINEAR, node.inputs, attrs, node.origin))
 
@@ -51,7 +51,7 @@ def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
             return None
         if not all(live.read_once(v) for v in node.inputs):
             return None
-        attrs = {"tree": tree_of(node), **_asked(gate)}
+        attrs = {"tree": tree_of(node), **_requested(gate)}
         inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
         return Replacement.of(make_node(GATED_LINEAR, inputs, attrs, joined_origins(gate, up)))
 
@@ -60,18 +60,18 @@ def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
 
 def _kind(node: Node, precisions: PrecisionMap) -> object:
     """Products of one kind can be one: of one precision, of weights that are packed alike."""
-    return tuple(_asked(node).items()), kept_format_of(node.inputs[1:2], precision_of(node), precisions)
+    return tuple(_requested(node).items()), kept_format_of(node.inputs[1:2], precision_of(node), precisions)
 
 
-def _asked(node: Node) -> Mapping[str, object]:
+def _requested(node: Node) -> Mapping[str, object]:
     """What was asked of a product."""
     return {name: node.attrs[name] for name in ("precision", "x_group") if name in node.attrs}
 
 
 def kept_format_of(weights: Sequence[Value], precision: Precision, precisions: PrecisionMap) -> QuantisedFormat | None:
     """The kind of codes that a product takes over as the checkpoint holds them; None: it rounds weights itself."""
-    kept = [precisions.kept(w.constant.format if w.constant else None, precision) for w in weights]
-    kinds = {f and replace(f, bits=precision.bits) for f in kept}
+    stored_formats = [precisions.stored_format(w.constant.format if w.constant else None, precision) for w in weights]
+    kinds = {f and replace(f, bits=precision.bits) for f in stored_formats}
     return kinds.pop() if len(kinds) == 1 else None
 
 
@@ -110,7 +110,7 @@ def _merged(family: list[Node], x: Value) -> Node:
     biased = any(b is not None for b in biases)
     if biased:
         inputs.append(_concatenated([b or _zeros(n) for b, n in zip(biases, family, strict=True)]))
-    attrs = {"bias": biased, **_asked(family[0])}
+    attrs = {"bias": biased, **_requested(family[0])}
     return make_node(LINEAR, tuple(inputs), attrs, joined_origins(*family))
 
 

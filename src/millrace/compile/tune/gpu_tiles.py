@@ -37,7 +37,7 @@ LAUNCH_CLOCKS = 80_000  # of a device at 2 GHz: 40 us, what a launch takes a hos
 Products = Sequence[Callable[[Tile], object]]
 
 
-class Clock(Protocol):
+class TileClock(Protocol):
     def __call__(self, products: Products, tile: Tile) -> float:
         """Microseconds of a product, when all are computed by that tile once. raises OutOfResources"""
 
@@ -70,28 +70,28 @@ class DeviceTuner:
     gpu: Gpu
     seconds: float
     cache: TimingCache | None
-    clock: Clock = field(default=on_device, repr=False)
+    clock: TileClock = field(default=on_device, repr=False)
 
     def __call__(self, executor: CudaExecutor) -> Tiles:
         """raises MachineError where the timing cache cannot be read"""
         key, works = machine_key(self.gpu), works_of(executor)
-        known = self.cache.read(key) if self.cache else {}
-        there_are = {region: {choice.rows for choice in choices} for region, choices in known.items()}
+        cached = self.cache.read(key) if self.cache else {}
+        there_are = {region: {choice.rows for choice in choices} for region, choices in cached.items()}
         missing = [work for work in works if work.rows not in there_are.get(work.region, ())]
-        found: dict[str, list[Choice]] = {}
+        result: dict[str, list[Choice]] = {}
         ends_s = time.perf_counter() + self.seconds
         with torch.inference_mode(), on_device_context(executor.device):
             for work in missing:
                 choice = self._timed(work, executor, self.seconds / len(missing), ends_s)
                 if choice is None:
                     break
-                found.setdefault(work.region, []).append(choice)
-        if self.cache and found:
+                result.setdefault(work.region, []).append(choice)
+        if self.cache and result:
             with suppress(OSError):  # a cache that cannot be written: they are timed again at the next start
-                self.cache.merge(key, found)
-        return chosen({region: [*known.get(region, []), *found.get(region, [])] for region in {*known, *found}})
+                self.cache.merge(key, result)
+        return chosen({region: [*cached.get(region, []), *result.get(region, [])] for region in {*cached, *result}})
 
-    def _timed(self, work: "Work", executor: CudaExecutor, enough_s: float, ends_s: float) -> Choice | None:
+    def _timed(self, work: "TileWork", executor: CudaExecutor, enough_s: float, ends_s: float) -> Choice | None:
         """None: time was up before all tiles had samples enough."""
         products, us = work.products(executor), dict[int, list[float]]()
         for value, tile in work.tiles.items():
@@ -117,7 +117,7 @@ class DeviceTuner:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TileWork:
     """The products of a region with one number of rows. meets: what makes of rows of 16-bit floats what they meet
 
     tiles: that take them, by their places among those of so many rows; the first is the rule
@@ -130,8 +130,8 @@ class Work:
     meets: Callable[[Tensor], Matrix]
 
     def products(self, executor: CudaExecutor) -> Products:
-        given = torch.randn((self.rows, self.weights[0].width), device=executor.device).to(executor.dtype)
-        x = self.meets(given)
+        inputs = torch.randn((self.rows, self.weights[0].width), device=executor.device).to(executor.dtype)
+        x = self.meets(inputs)
 
         def of(w: QuantizedRows) -> Callable[[Tile], object]:
             return lambda tile: cuda.by_kernel(x, w, executor.dtype, tile)
@@ -139,7 +139,7 @@ class Work:
         return [of(w) for w in self.weights]
 
 
-def works_of(executor: CudaExecutor) -> list[Work]:
+def works_of(executor: CudaExecutor) -> list[TileWork]:
     """What the kernel computes of an executor's steps, those of few rows first."""
 
     def met(w: QuantizedRows, meets: Callable[[Tensor], Matrix], rows: int) -> Matrix:
@@ -148,15 +148,15 @@ def works_of(executor: CudaExecutor) -> list[Work]:
     regions: dict[str, tuple[list[QuantizedRows], Callable[[Tensor], Matrix]]] = {}
     for w, meets in executor.coded():
         regions.setdefault(region_of(met(w, meets, 1), w), ([], meets))[0].append(w)
-    found = []
+    result = []
     for rows in (*ROWS, MORE_ROWS):
         for region, (weights, meets) in regions.items():  # whose weights are alike
             w, x = weights[0], met(weights[0], meets, rows)
             if cuda.goes_by_kernel(x, w, executor.dtype):
                 which = {value: tile for value, tile in enumerate(tiles(rows)) if takes(tile, x, w)}
                 if rows != EIGHT or EIGHT in (tile.rows for tile in which.values()):  # else as of 16
-                    found.append(Work(region, rows, which, weights[:AT_MOST], meets))
-    return found
+                    result.append(TileWork(region, rows, which, weights[:AT_MOST], meets))
+    return result
 
 
 def check_choice(region: str, choice: Choice) -> None:
@@ -167,10 +167,10 @@ def check_choice(region: str, choice: Choice) -> None:
 
 
 def chosen(regions: Mapping[str, Sequence[Choice]]) -> Tiles:
-    found = {}
+    result = {}
     for region, choices in regions.items():
         by_rows = sorted(choices, key=lambda choice: choice.rows)
-        found[region] = tuple(
+        result[region] = tuple(
             (c.rows if c.rows < MORE_ROWS else inf, tiles(c.rows)[c.knobs[KNOB]] if c.knobs else None) for c in by_rows
         )
-    return Tiles(found)
+    return Tiles(result)

@@ -83,18 +83,20 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
     key = machine_key(isa, threads)
     for name, choices in (cache.read(key) if cache and not tuning.anew else {}).items():
         if name in works:
-            works[name].known = {c.rows: c for c in choices}
-    note, missing = "", [c for c in cases if any(w.takes_part(c) and c.rows not in w.known for w in works.values())]
+            works[name].choices = {c.rows: c for c in choices}
+    note, missing = "", [c for c in cases if any(w.takes_part(c) and c.rows not in w.choices for w in works.values())]
     if missing and not _fits(engine, tuning.rows):
         note = "not timed: weights, activations and inputs do not fit into the memory that is free"
     elif missing:
-        found = _timed(engine, works, missing, _Clock(tuning.seconds, len(missing), progress), threads, tuning.rows)
+        result = _timed(engine, works, missing, _Clock(tuning.seconds, len(missing), progress), threads, tuning.rows)
         try:
             if cache:
-                cache.merge(key, found)
+                cache.merge(key, result)
         except OSError:
             note = "what was timed could not be kept for other builds: the cache's folder cannot be written"
-        late = sorted(c.rows for c in missing if any(w.takes_part(c) and c.rows not in w.known for w in works.values()))
+        late = sorted(
+            c.rows for c in missing if any(w.takes_part(c) and c.rows not in w.choices for w in works.values())
+        )
         if late:
             note = f"time was up before {', '.join(map(str, late))} rows were timed: millrace tune with more --seconds"
     cases.sort(key=lambda c: c.rows)
@@ -162,20 +164,20 @@ def _timed(
             executor.run(step)
     else:
         executor = engine.network(threads=threads, tuned=False)
-    found: dict[str, list[Choice]] = {}
+    result: dict[str, list[Choice]] = {}
     clock.start()
     try:
         for case in cases:
             clock.begin(case)
             step = _warmed_up(executor, case, engine)
-            asked = [w for w in works.values() if w.takes_part(case) and case.rows not in w.known]
-            compared: dict[str, list[Comparison]] = {w.name: [] for w in asked}
-            knobs: dict[str, Knobs] = {w.name: {} for w in asked}
-            for knob in [k for k in case.knobs if any(k in w.knobs for w in asked)]:
+            pending = [w for w in works.values() if w.takes_part(case) and case.rows not in w.choices]
+            compared: dict[str, list[Comparison]] = {w.name: [] for w in pending}
+            knobs: dict[str, Knobs] = {w.name: {} for w in pending}
+            for knob in [k for k in case.knobs if any(k in w.knobs for w in pending)]:
                 if clock.overdue:
                     break
                 enough_s = time.perf_counter() + clock.slice(len(case.knobs))
-                trial = Trial(executor, case.rows, step, asked, knob, threads)
+                trial = Trial(executor, case.rows, step, pending, knob, threads)
                 for work, tried in trial.compare(knobs, enough_s, clock.deadline):
                     chosen = choose(tried)
                     compared[work.name].append(Comparison(knob, tried, chosen))
@@ -183,12 +185,12 @@ def _timed(
                         knobs[work.name][knob] = chosen
             if clock.overdue:
                 break  # what was not compared in full is not known
-            for work in asked:
-                work.known[case.rows] = Choice(case.rows, knobs[work.name], compared[work.name])
-                found.setdefault(work.name, []).append(work.known[case.rows])
+            for work in pending:
+                work.choices[case.rows] = Choice(case.rows, knobs[work.name], compared[work.name])
+                result.setdefault(work.name, []).append(work.choices[case.rows])
     finally:
         executor.close()
-    return found
+    return result
 
 
 def _warmed_up(executor: Tuned, case: Case, engine: Engine) -> Any:

@@ -105,16 +105,16 @@ _PREFILL = ("tile_rows", "task_panels", "task_rows")
 
 def _anything(m: Manifest) -> dict[str, NDArray[np.generic]]:
     """A run of the usual sizes: noise for numbers, zeros for whole ones, the rows shared out where sequences are."""
-    found: dict[str, NDArray[np.generic]] = {}
+    result: dict[str, NDArray[np.generic]] = {}
     rng = np.random.default_rng(0)
     for slot in m.cpu.inputs:
         shape, dtype = _usual_shape(m, slot), NUMPY[slot.dtype]
         floats = slot.dtype.is_float
-        found[slot.name] = rng.standard_normal(shape, np.float32).astype(dtype) if floats else np.zeros(shape, dtype)
-    if "lengths" in found:  # of sequences, which share the rows of the first symbol
-        rows, sequences = m.symbols[0].usual, len(found["lengths"])
-        found["lengths"] = np.diff(np.arange(sequences + 1) * rows // sequences).astype(np.int32)
-    return found
+        result[slot.name] = rng.standard_normal(shape, np.float32).astype(dtype) if floats else np.zeros(shape, dtype)
+    if "lengths" in result:  # of sequences, which share the rows of the first symbol
+        rows, sequences = m.symbols[0].usual, len(result["lengths"])
+        result["lengths"] = np.diff(np.arange(sequences + 1) * rows // sequences).astype(np.int32)
+    return result
 
 
 def input_bytes(m: Manifest) -> int:

@@ -25,7 +25,7 @@ class TuningTask:
     kernel: str
     params: Mapping[str, int | float]
     calls: list[int] = field(default_factory=list)
-    known: dict[int, Choice] = field(default_factory=dict)  # by rows
+    choices: dict[int, Choice] = field(default_factory=dict)  # by rows
 
     @property
     def knobs(self) -> frozenset[str]:
@@ -36,7 +36,7 @@ class TuningTask:
 
     def choice(self, rows: int) -> Choice:
         """The kernel's rule where nothing is known."""
-        return self.known.get(rows, Choice(rows, {}, []))
+        return self.choices.get(rows, Choice(rows, {}, []))
 
     def settings(self, knob: str, rows: int, threads: int) -> list[int]:
         """What is tried; the rule first."""
@@ -45,11 +45,11 @@ class TuningTask:
 
 def _heights(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
     """Heights that cut the rows into different numbers of tiles."""
-    seen = {1}
+    visited = {1}
     for height in (12, 10, 8, 6, 4):
         tiles = -(-rows // height)
-        if tiles not in seen and len(seen) < 5:
-            seen.add(tiles)
+        if tiles not in visited and len(visited) < 5:
+            visited.add(tiles)
             yield height
 
 
@@ -97,12 +97,12 @@ def regions_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> dict[str, Tuning
 
 def regions(calls: Sequence[CallEntry], symbols: Sequence[str] = SAMPLED, context: int = 0) -> dict[str, TuningTask]:
     """By name: kernel, numerics class and shape, whatever the layer; of attention how long contexts are when timed."""
-    found: dict[str, TuningTask] = {}
+    result: dict[str, TuningTask] = {}
     for i, call in enumerate(calls):
         if call.kernel in _knobs():
             name = _attention(call, context) if call.kernel == "attention" else _product(call, symbols)
-            found.setdefault(name, TuningTask(name, call.kernel, call.params)).calls.append(i)
-    return found
+            result.setdefault(name, TuningTask(name, call.kernel, call.params)).calls.append(i)
+    return result
 
 
 def _product(call: CallEntry, symbols: Sequence[str]) -> str:
@@ -136,14 +136,14 @@ def _calls(engine: Engine) -> list[CallEntry]:
 def _is_whole(call: CallEntry, symbols: range) -> bool:
     names = ("heads", "kv_heads", "head_dim") if call.kernel == "attention" else ("n", "k")
     sizes = [call.params.get(name, 0) for name in names]
-    whole = all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
-    whole = whole and call.params.get("rows", 0) in symbols
+    valid = all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
+    valid = valid and call.params.get("rows", 0) in symbols
     if call.kernel == "attention":
-        return whole
+        return valid
     group, scaling = call.params.get("group", ""), call.params.get("scaling", -1)
-    whole = whole and call.params.get("weights") in [int(f) for f in WeightFormat]
-    whole = whole and isinstance(group, int) and scaling in [int(s) for s in Scaling]
-    return whole and (scaling < Scaling.LEVELS or group in (16, 32))
+    valid = valid and call.params.get("weights") in [int(f) for f in WeightFormat]
+    valid = valid and isinstance(group, int) and scaling in [int(s) for s in Scaling]
+    return valid and (scaling < Scaling.LEVELS or group in (16, 32))
 
 
 def _symbols(m: Manifest) -> Sequence[str]:

@@ -7,14 +7,14 @@ from functools import partial
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_pieces
-from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.compile.lower_cpu.program import Program, SymbolBounds
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.engine.cache_specs import KvFormat
 from millrace.errors import MachineError
 from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.divergence import BLOCK, Score
+from millrace.evaluate.divergence import BLOCK, DivergenceScore
 from millrace.evaluate.fake_quant_activations import fp8_rows, read_with_fp8
 from millrace.evaluate.kl_agreement import agreement
 from millrace.evaluate.piecewise_forward import ReadText, answers, read, score
@@ -86,22 +86,24 @@ class Reference:
         pieces = pieces_of(source, text, options)
         return cls(source, text, _read(pieces, text, source.vocab_size, "reading the source", progress))
 
-    def beside(self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None) -> Score:
+    def beside(self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None) -> DivergenceScore:
         """Another model of the same tokens, built so; a part for each window."""
         return self.score(pieces_of(other, self.text, options), progress)
 
-    def score(self, pieces: Sequence[Program], progress: Progress = lambda *_: None) -> Score:
+    def score(self, pieces: Sequence[Program], progress: Progress = lambda *_: None) -> DivergenceScore:
         """The same of pieces that are planned: their weights are loaded now, one piece's at a time."""
         return self._score(_read(pieces, self.text, self.source.vocab_size, _DOING, progress))
 
-    def with_fp8(self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None) -> Score | None:
+    def with_fp8(
+        self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None
+    ) -> DivergenceScore | None:
         """As `beside`, with the FP8 activations that the other's checkpoint means; None where it means none."""
         if not fp8_rows(other):
             return None
         said = partial(progress, "simulating its FP8 activations")
         return self._score(read_with_fp8(other, _one_window(self.text, options), self.text, said))
 
-    def _score(self, found: ReadText) -> Score:
+    def _score(self, found: ReadText) -> DivergenceScore:
         size = self.source.vocab_size
         with answers(self.read, size) as reference, answers(found, size) as its:
             return score(reference, its, self.text)
@@ -174,7 +176,7 @@ def loss_of(
     )  # fmt: skip
 
 
-def _simulated(score: Score) -> Simulated:
+def _simulated(score: DivergenceScore) -> Simulated:
     found = agreement(score.tokens)
     return Simulated(
         found.divergence.value, found.perplexity.value, found.same.value, found.divergence.error,
@@ -189,7 +191,7 @@ def pieces_of(source: Source, text: Windows, options: BuildOptions) -> tuple[Pro
 
 def _one_window(text: Windows, options: BuildOptions) -> BuildOptions:
     length = int(text.ids.shape[1])
-    return replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
+    return replace(options, max_batch=1, max_step_tokens=length, profile={"R": SymbolBounds(1, _ROWS, _ROWS)})
 
 
 def _read(pieces: Sequence[Program], text: Windows, vocab_size: int, doing: str, progress: Progress) -> ReadText:

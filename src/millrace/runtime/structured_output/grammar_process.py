@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from millrace.checkpoint.grammar_limits import limits
-from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError, WorkerTimeoutError, unavailable
+from millrace.checkpoint.worker_process import (
+    FrameProcess,
+    WorkerDiedError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    unavailable,
+)
 from millrace.errors import MachineError, RequestError
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.structured_output.grammar_worker import MEMORY_BYTES, STACK_BYTES
@@ -40,7 +46,7 @@ class _Compiler:
 
     def __init__(self, hello: bytes, cpu_s: float) -> None:
         self.cpu_s, self._hello = cpu_s, hello
-        self.worker = Worker(_WORKER, self._greet)
+        self.worker = WorkerProcess(_WORKER, self._greet)
 
     def start(self) -> None:
         """raises MachineError"""
