@@ -104,7 +104,8 @@ class ProgramBuilder(ProgramWriter):
             calls=tuple(self._calls), inputs=tuple(inputs),
             outputs=tuple(Slot(p.name, p.value.shape, p.value.dtype, plan.offsets[buffer]) for p, buffer in results),
             symbols={s: self._bounds[s] for s in self._symbols}, sizes=self._sizes.derived,
-            weights=tuple(self._weights), weights_offsets=tuple(offsets), weights_bytes=at, memory=plan, caches=tuple(caches),
+            weights=tuple(self._weights), weights_offsets=tuple(offsets), weights_bytes=at, memory=plan,
+            caches=tuple(caches),
             states=tuple(StateSpec(layers, floats) for floats, layers in self._states.items()),
         )  # fmt: skip
 
