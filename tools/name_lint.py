@@ -14,7 +14,30 @@ from pathlib import Path
 
 PACKAGE = Path("src/millrace")
 WORDS = frozenset(
-    ["told", "asked", "said", "known", "given", "kept", "found", "seen", "held", "made", "taken", "wanted", "written", "whole", "beside", "others", "brought", "drawn", "otherwise", "somebody", "nobody", "whoever"]
+    [
+        "told",
+        "asked",
+        "said",
+        "known",
+        "given",
+        "kept",
+        "found",
+        "seen",
+        "held",
+        "made",
+        "taken",
+        "wanted",
+        "written",
+        "whole",
+        "beside",
+        "others",
+        "brought",
+        "drawn",
+        "otherwise",
+        "somebody",
+        "nobody",
+        "whoever",
+    ]
 )
 
 

@@ -19,7 +19,7 @@ from millrace.serve.app import PROTOCOLS, create_app
 from millrace.serve.backend import Backend, Models, ServedModel
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.openapi import Operation
-from millrace.serve.http.routes import Endpoint, Protocol
+from millrace.serve.http.routes import HttpEndpoint, Protocol
 from millrace.serve.http.server_context import ServerContext
 from millrace.serve.llm.request_types import DetokenizeRequest
 from millrace.serve.ops.health import Phase
@@ -67,7 +67,7 @@ async def add(backend: AdderBackend, call: RequestContext, asked: DetokenizeRequ
     return Response(json.dumps({"model": call.model, "sum": sum(asked.tokens)}), media_type="application/json")
 
 
-SUMS = Endpoint(Operation("POST", "/v9/sums", "Add up", True, DetokenizeRequest, msgspec.Struct), add, AdderBackend)
+SUMS = HttpEndpoint(Operation("POST", "/v9/sums", "Add up", True, DetokenizeRequest, msgspec.Struct), add, AdderBackend)
 NINE = Protocol((SUMS,), lambda problem: json.dumps({"oops": problem.message, "n": problem.status}).encode())
 ADDER = Adder(name="adder", aliases=("plus",), created=1, max_context=8)
 

@@ -26,7 +26,7 @@ def server(encoder: OpenedEncoder) -> Iterator[Threaded]:
     loop = encoder.loop()
     model = EncoderModel(
         name="encoder", created=1, max_context=loop.limits.max_context, loop=loop, tokenizer=encoder.tokenizer,
-        matryoshka=Matryoshka.of(encoder.engine.folder),
+        matryoshka=Matryoshka.from_folder(encoder.engine.folder),
     )  # fmt: skip
     with in_thread(model, ServerSettings(port=0), start_s=20, stop_s=20) as started:
         yield started
@@ -96,7 +96,7 @@ CONFIGS: list[tuple[dict[str, object], Matryoshka | None]] = [
 @pytest.mark.parametrize("config, expected", CONFIGS)
 def test_what_a_configuration_says(tmp_path: Path, config: dict[str, object], expected: Matryoshka | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert Matryoshka.of(tmp_path) == expected
+    assert Matryoshka.from_folder(tmp_path) == expected
 
 
 def test_lengths_that_a_model_may_have() -> None:

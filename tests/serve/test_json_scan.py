@@ -8,8 +8,8 @@ import pytest
 
 from millrace.serve.http import json_scan
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.json_scan import counts, pieces
-from millrace.serve.llm.request_decoding import MOST_CONTAINERS, MOST_VALUES, decode
+from millrace.serve.http.json_scan import count_values, pieces
+from millrace.serve.llm.request_decoding import MAX_CONTAINERS, MAX_VALUES, decode
 from millrace.serve.llm.request_types import CompletionRequest
 
 
@@ -48,13 +48,13 @@ def test_structure_of_whatever_text(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_counts_leave_strings_out() -> None:
     text = json.dumps({"text": 'a, [b], {c} \\" , ' * 20_000, "list": [[1, 2], {}, [], "x"]}).encode()
-    assert counts(text) == json_scan.Counts(values=1 + 5 + 5, containers=5)
-    assert counts(b"[1, 2]") == json_scan.Counts(values=3, containers=1)
+    assert count_values(text) == json_scan.Counts(values=1 + 5 + 5, containers=5)
+    assert count_values(b"[1, 2]") == json_scan.Counts(values=3, containers=1)
 
 
 @pytest.mark.parametrize("item", ["[]", "{}", "[[1]]", "1"])
 def test_a_body_of_very_many_values_is_refused_before_it_is_decoded(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = MOST_CONTAINERS + 1 if item != "1" else MOST_VALUES + 1
+    n = MAX_CONTAINERS + 1 if item != "1" else MAX_VALUES + 1
     body = f'{{"model": "m", "prompt": "x", "metadata": [{",".join([item] * n)}]}}'.encode()
     monkeypatch.setattr("millrace.serve.llm.request_decoding.wire", lambda kind: pytest.fail("it was decoded"))
     with pytest.raises(HttpError, match="lists and objects, at most") as caught:

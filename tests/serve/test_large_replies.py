@@ -14,7 +14,12 @@ from millrace.engine.executor import StepInputs
 from millrace.runtime.request.sampling_params import TokenLogprobs
 from millrace.serve.http.server_context import LARGE_STEP
 from millrace.serve.llm import logprobs
-from millrace.serve.llm.logprobs import OffsetLogprobs, WholeChat, WholeCompletion, chat_logprobs
+from millrace.serve.llm.logprobs import (
+    CollectedChatLogprobs,
+    CollectedCompletionLogprobs,
+    OffsetLogprobs,
+    chat_logprobs,
+)
 from millrace.serve.protocols.openai import chat as chat_module
 from millrace.serve.protocols.openai import completions as completions_module
 from millrace.serve.settings import ServerSettings
@@ -83,7 +88,7 @@ def test_a_whole_answer_says_what_the_stream_says(wide: Running, path: str) -> N
 def test_large_steps_are_written_off_the_event_loop(
     wide: Running, path: str, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, threads = (WholeChat if path == CHAT else WholeCompletion), set[int]()
+    kind, threads = (CollectedChatLogprobs if path == CHAT else CollectedCompletionLogprobs), set[int]()
     real: Callable[[Any, Any], int] = kind.add
 
     def add(self: Any, piece: Any) -> int:
@@ -102,7 +107,7 @@ def test_what_is_held_is_the_json(path: str) -> None:
     top = tuple((i, -0.123456789 * i) for i in range(20, 20 + n))
     tracemalloc.start()
     try:
-        chat, text = WholeChat(), WholeCompletion()
+        chat, text = CollectedChatLogprobs(), CollectedCompletionLogprobs()
         offsets = OffsetLogprobs(names, [1], True, None)
         for i in range(40_000 // n):
             step = [TokenLogprobs(i % 90, -0.5, 1, top)]
@@ -113,7 +118,7 @@ def test_what_is_held_is_the_json(path: str) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    whole = msgspec.json.encode(chat.whole() if path == CHAT else text.whole())
+    whole = msgspec.json.encode(chat.finish() if path == CHAT else text.finish())
     first = msgspec.json.decode(whole)
     assert len(first["content" if path == CHAT else "tokens"]) == 40_000 // n
     assert peak < 1.5 * len(whole) + 2**18

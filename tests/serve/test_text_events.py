@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.serve.llm.generation_stream import TextDeltaEncoder, events
+from millrace.serve.llm.generation_stream import TextDeltaEncoder, encode_events
 from millrace.serve.protocols.openai.replies import (
     ChatChunk,
     ChatChunkChoice,
@@ -29,4 +29,4 @@ def test_they_are_those_of_the_whole_reply(field, reply, name: str) -> None:  # 
     plain = TextDeltaEncoder(field, lambda choice: reply(name, choice, ""))
     for choice in (0, 3, 0):
         for text in TEXTS:
-            assert plain.event(choice, text) == events([reply(name, choice, text)])
+            assert plain.event(choice, text) == encode_events([reply(name, choice, text)])

@@ -39,11 +39,11 @@ def test_what_is_asked() -> None:
     open_ended = {"type": "function", "function": {"name": "f", "parameters": {"additionalProperties": True}}}
     assert tools([open_ended]).schemas["f"]["additionalProperties"] is True
     assert auto.schemas["now"] == {"type": "object", "properties": {}, "additionalProperties": False}
-    assert (auto.must, auto.only, auto.most(HERMES), auto.strict) == (False, None, 16, False)
-    assert tools(choice="required").must and tools(choice="required", parallel=False).most(HERMES) == 1
+    assert (auto.must, auto.only, auto.max_calls(HERMES), auto.strict) == (False, None, 16, False)
+    assert tools(choice="required").must and tools(choice="required", parallel=False).max_calls(HERMES) == 1
     named = tools(choice=NAMED)
-    assert named.must and named.only == "now" and named.most(HERMES) == 1
-    assert auto.most(replace(HERMES, single=True)) == 1, "a template that takes one call back"
+    assert named.must and named.only == "now" and named.max_calls(HERMES) == 1
+    assert auto.max_calls(replace(HERMES, single=True)) == 1, "a template that takes one call back"
     assert tools([{**ADD, "function": {**ADD["function"], "strict": True}}]).strict
     for nothing in (tools_of(None, None, None), tools_of([], "none", True), tools_of([ADD], "none", None)):
         assert nothing is None
@@ -105,13 +105,13 @@ def test_each_mistake_is_named(given: Any, choice: Any, param: str, says: str) -
 
 
 def lark(of: Any, asked: Tools, special: Any = lambda text: None, beside: Any = None) -> str:
-    form = asked.form(of, special, beside)
+    form = asked.constraint(of, special, beside)
     assert form is not None and isinstance(form.grammar, str)
     return form.grammar
 
 
 def test_what_a_call_that_must_be_is_held_to() -> None:
-    assert tools().form(HERMES, lambda text: None, None) is None, "a model that may call is free to"
+    assert tools().constraint(HERMES, lambda text: None, None) is None, "a model that may call is free to"
     one = lark(HERMES, tools(choice=NAMED))
     assert '"<tool_call>\\n{\\"name\\": \\""' in one and '"now\\", \\"arguments\\": "' in one and "add\\" not in one
     assert "{0," not in one and "one: call_0\n" in one
@@ -128,7 +128,7 @@ def test_forms_beside_tools() -> None:
     assert both.startswith("start: calls | answer\nanswer: %json ") and '"title": "T"' in both
     for choice, beside in (("required", schema), (None, StructuredOutputsParams(regex="a"))):
         with pytest.raises(RequestError):
-            tools(choice=choice).form(HERMES, lambda text: None, beside)
+            tools(choice=choice).constraint(HERMES, lambda text: None, beside)
 
 
 def test_names_are_written_as_json() -> None:

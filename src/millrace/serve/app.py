@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace.serve.backend import Backend, Models
 from millrace.serve.http.fast_path import FastPath
-from millrace.serve.http.openapi import About, document
+from millrace.serve.http.openapi import ServerDescription, openapi_document
 from millrace.serve.http.request_bodies import BodyLimiter
-from millrace.serve.http.routes import AsgiEdge, Endpoint, Handler, Protocol
+from millrace.serve.http.routes import AsgiEdge, Handler, HttpEndpoint, Protocol
 from millrace.serve.ops.metrics_port import MetricsDoor
 from millrace.serve.protocols.anthropic.endpoints import ANTHROPIC
 from millrace.serve.protocols.kserve.http.asgi_app import KSERVE, KServe
@@ -107,13 +107,13 @@ def _bodies(settings: ServerSettings) -> BodyLimiter:
     return BodyLimiter(settings.max_body_bytes, settings.body_timeout_s, together)
 
 
-def _documentation(models: Models, endpoints: Sequence[Endpoint]) -> list[Route]:
+def _documentation(models: Models, endpoints: Sequence[HttpEndpoint]) -> list[Route]:
     """Of what this server's models can do: /openapi.json, /docs to read it, and / to try it."""
     takers = {e.path: models.of_kind(e.backend or Backend) for e in endpoints}
     names = {path: able[0].model.name for path, able in takers.items() if able}
     defaults = {name: value for backend in models.backends for name, value in backend.defaults.items()}
-    about = About(names, defaults, not models.keys.are_open)
-    described = document([e.operation for e in endpoints if e.path in names], about)
+    about = ServerDescription(names, defaults, not models.keys.are_open)
+    described = openapi_document([e.operation for e in endpoints if e.path in names], about)
     if models.of_kind(RepositoryBackend):
         described["info"]["description"] += " KServe's protocol, v2, as Triton has it."
         described["paths"] |= openapi_paths(about.needs_key)

@@ -21,7 +21,7 @@ from millrace.serve.backend import Backend, Models, ServedModel
 from millrace.serve.http.routes import Protocol
 from millrace.serve.http.server_context import ServerContext
 from millrace.serve.http.sockets import listening
-from millrace.serve.http.uvicorn_server import MIN_FLUSH_S, Web
+from millrace.serve.http.uvicorn_server import MIN_FLUSH_S, UvicornServer
 from millrace.serve.ops.health import Phase
 from millrace.serve.ops.logs import Logging
 from millrace.serve.settings import ServerSettings
@@ -98,7 +98,10 @@ class Server:
         models = Models(ServerContext(self._settings), self._served)
         settings = models.serving.settings
         app, shortcut = create_app(models, self._protocols), create_shortcut(models)
-        web, doors = Web.of(app, settings, settings.max_connections, shortcut), create_listeners(models)
+        web, doors = (
+            UvicornServer.from_settings(app, settings, settings.max_connections, shortcut),
+            create_listeners(models),
+        )
         try:
             for door in doors:
                 await door.open()
@@ -113,7 +116,7 @@ class Server:
             models.close()
 
     async def _serve(
-        self, models: Models, web: Web, sock: socket.socket, url: str, doors: Sequence[Listener]
+        self, models: Models, web: UvicornServer, sock: socket.socket, url: str, doors: Sequence[Listener]
     ) -> None:  # fmt: skip
         web_ends = asyncio.create_task(web.serve(sockets=[sock]))
         warming = asyncio.create_task(self._get_ready(models, web, url, {door.name: door.url for door in doors}))
@@ -152,7 +155,7 @@ class Server:
         self.stuck = any(backend.stuck for backend in models.backends)
         models.serving.close()
 
-    async def _get_ready(self, models: Models, web: Web, url: str, also: Mapping[str, str]) -> None:
+    async def _get_ready(self, models: Models, web: UvicornServer, url: str, also: Mapping[str, str]) -> None:
         heartbeat = models.heartbeat
         troubles = await asyncio.gather(*(b.warm_up() for b in models.backends))
         while not web.started:

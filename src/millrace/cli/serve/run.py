@@ -140,7 +140,7 @@ def _to_serve(
             )  # fmt: skip
         known, loop = _known(opened, flags.served_model_name), opened.loop()
         return EncoderModel(
-            **known, loop=loop, max_queued=turns.max_queued, matryoshka=Matryoshka.of(opened.engine.folder)
+            **known, loop=loop, max_queued=turns.max_queued, matryoshka=Matryoshka.from_folder(opened.engine.folder)
         )
     if profile is not None:
         profile.check(opened.engine.manifest.identity, machine_name())

@@ -17,7 +17,7 @@ from millrace.errors import ConfigError, nearest
 from millrace.settings import read_given
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
-_MAX_BYTES, _MOST = 1 << 20, 10**9
+_MAX_BYTES, _MAX_LIMIT = 1 << 20, 10**9
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"[\w.-]{1,64}")
 
@@ -68,14 +68,14 @@ def _key(where: str, secret: str, *words: str) -> Key:
         what, _, value = word.partition("=")
         if what == "name" and _NAME.fullmatch(value):
             name = value
-        elif what in LIMITS and value.isascii() and value.isdigit() and 0 < int(value) <= _MOST:
+        elif what in LIMITS and value.isascii() and value.isdigit() and 0 < int(value) <= _MAX_LIMIT:
             limits[what] = int(value)
         elif what == "role" and value in ("admin", "user"):
             is_admin = value == "admin"
         elif what == "role":
             raise ConfigError(f"{where}: role is '{value:.40}'", "admin or user", "correct it")
         elif what in ("name", *LIMITS):
-            expected = "letters, digits, _, . or -" if what == "name" else f"a number from 1 to {_MOST}"
+            expected = "letters, digits, _, . or -" if what == "name" else f"a number from 1 to {_MAX_LIMIT}"
             raise ConfigError(f"{where}: {what} is '{value:.40}'", expected, "correct it")
         else:
             raise ConfigError(
@@ -112,7 +112,7 @@ def is_readable_by_all(path: Path) -> bool:
 
 def stamp_of(path: Path) -> tuple[int, ...]:
     try:
-        found = path.stat()
+        file_stat = path.stat()
     except OSError:
         return (-1,)
-    return (found.st_mtime_ns, found.st_size, found.st_ino) if stat.S_ISREG(found.st_mode) else ()
+    return (file_stat.st_mtime_ns, file_stat.st_size, file_stat.st_ino) if stat.S_ISREG(file_stat.st_mode) else ()

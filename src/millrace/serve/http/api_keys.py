@@ -55,13 +55,13 @@ class _Account:
 
     def allowance(self, limit: str, key: Key, now_s: float) -> _Allowance | None:
         per_minute = key.limits.get(limit)
-        found = self._allowances.get(limit)
+        allowance = self._allowances.get(limit)
         if per_minute is None:
             self._allowances.pop(limit, None)
             return None
-        if found is None or found.per_minute != per_minute:
-            found = self._allowances[limit] = _Allowance(per_minute, now_s)
-        return found
+        if allowance is None or allowance.per_minute != per_minute:
+            allowance = self._allowances[limit] = _Allowance(per_minute, now_s)
+        return allowance
 
     def tokens_wait_s(self, now_s: float) -> float:
         """Until one may be taken."""
@@ -90,7 +90,7 @@ class Grant:
         return "" if self.is_admin else self.tenant
 
     @property
-    def above(self) -> str:
+    def limit_reached(self) -> str:
         """Why nothing more is computed for it now, though it goes on; empty: there are tokens left."""
         wait_s = self._account.tokens_wait_s(self._clock()) if self._account is not None else 0.0
         return f"the API key has reached its limit tokens_per_minute; ask again in {math.ceil(wait_s)} s" * (wait_s > 0)
@@ -119,9 +119,9 @@ class Keys:
         self._file, self._clock, self._look_at_s = file, clock, 0.0
         self._numbers: dict[bytes, int] = {}  # of keys without a name, as long as the server runs
         self._accounts: dict[str, _Account] = {}
-        self._take(file.keys if file is not None else ())
+        self._use_keys(file.keys if file is not None else ())
 
-    def _take(self, keys: Sequence[Key]) -> None:
+    def _use_keys(self, keys: Sequence[Key]) -> None:
         self._keys = (*self._own, *keys)
         for key in self._keys:
             if not key.name:
@@ -140,14 +140,19 @@ class Keys:
     def admit(self, scope: Scope) -> None:
         """The request of this scope, whose end its call is told. raises HttpError with 401, or with 429 and when"""
         if self._keys:
-            given = header(scope, b"authorization"), header(scope, b"x-api-key")
+            credentials = header(scope, b"authorization"), header(scope, b"x-api-key")
             computes = scope["method"] == "POST" and not scope["path"].endswith("/cancel")
-            grant = self.grant(*given, computes=computes)
+            grant = self.grant(*credentials, computes=computes)
             call: RequestContext = scope[CALL]
             call.tenant, call.is_admin, call.ended = grant.tenant, grant.is_admin, grant.end
 
     def grant(
-        self, authorization: bytes | None, other: bytes | None, *, counts_refusals: bool = True, computes: bool = True
+        self,
+        authorization: bytes | None,
+        x_api_key: bytes | None,
+        *,
+        counts_refusals: bool = True,
+        computes: bool = True,
     ) -> Grant:
         """Grant a request by its headers.
 
@@ -159,8 +164,8 @@ class Keys:
             return Grant("", None, self._clock)
         now_s = self._clock()
         if now_s >= self._look_at_s:
-            self._look(now_s)
-        key = self._found(authorization, other)
+            self._reload_file(now_s)
+        key = self._find_key(authorization, x_api_key)
         name = key.name or f"key {self._numbers[key.secret]}"
         account = self._accounts.setdefault(name, _Account())
         _check(name, key, account, now_s, counts_refusals, computes)
@@ -168,22 +173,22 @@ class Keys:
         account.requests += 1
         return Grant(name if len(self._keys) > 1 else "", account, self._clock, key.is_admin)
 
-    def _found(self, authorization: bytes | None, other: bytes | None) -> Key:
-        given = authorization or b""
-        token = given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else b""
-        if not token and other is not None:  # Anthropic's clients
-            given = token = other.strip()
-        found = [hmac.compare_digest(token, key.secret) for key in self._keys]  # a list: all of them, always
-        if any(found):
-            return self._keys[found.index(True)]
-        what = "the API key is wrong" if given else "the API key is missing"
+    def _find_key(self, authorization: bytes | None, x_api_key: bytes | None) -> Key:
+        credentials = authorization or b""
+        token = credentials[len(_BEARER) :].strip() if credentials[: len(_BEARER)].lower() == _BEARER else b""
+        if not token and x_api_key is not None:  # Anthropic's clients
+            credentials = token = x_api_key.strip()
+        matches = [hmac.compare_digest(token, key.secret) for key in self._keys]  # a list: all of them, always
+        if any(matches):
+            return self._keys[matches.index(True)]
+        what = "the API key is wrong" if credentials else "the API key is missing"
         error = HttpError(
             401, "invalid_api_key", what, "Authorization: Bearer <key>", "send a key that the server was given"
         )
         error.headers["www-authenticate"] = "Bearer"
         raise error
 
-    def _look(self, now_s: float) -> None:
+    def _reload_file(self, now_s: float) -> None:
         """Read the file anew where it is another one; as long as it cannot be read its old keys hold."""
         self._look_at_s = now_s + LOOK_S
         if self._file is None or not self._file.stamp or (stamp := stamp_of(self._file.path)) == self._file.stamp:
@@ -194,7 +199,7 @@ class Keys:
         except ConfigError as error:
             log.error("the API keys stay as they were: %s", error)
             return
-        self._take(self._file.keys)
+        self._use_keys(self._file.keys)
         log.info("%s has changed: %d API keys", self._file.path, len(self._file.keys))
 
     def collect(self) -> Iterator[Metric]:
@@ -218,9 +223,9 @@ def _check(name: str, key: Key, account: _Account, now_s: float, counts_refusals
     """raises HttpError with 429; what is refused costs nothing"""
     requests = account.allowance("requests_per_minute", key, now_s)
     tokens = account.allowance("tokens_per_minute", key, now_s)
-    most = key.limits.get("concurrent")
+    max_concurrent = key.limits.get("concurrent")
     waits_s = {
-        "concurrent": 1.0 if computes and most is not None and account.running >= most else 0.0,
+        "concurrent": 1.0 if computes and max_concurrent is not None and account.running >= max_concurrent else 0.0,
         "requests_per_minute": requests.wait_s(1, now_s) if requests is not None else 0.0,
         "tokens_per_minute": tokens.wait_s(1, now_s) if computes and tokens is not None else 0.0,
     }

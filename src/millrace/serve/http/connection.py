@@ -17,8 +17,8 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from millrace.serve.http.errors import HttpError, problem_of
-from millrace.serve.http.fast_path import Answering, FastPath
-from millrace.serve.http.http_request import PIECE_BYTES, Parser, Together, fault_of_head, without_upgrade
+from millrace.serve.http.fast_path import FastPath, FastPathCycle
+from millrace.serve.http.http_request import PIECE_BYTES, CoalescingTransport, Parser, fault_of_head, without_upgrade
 from millrace.serve.http.server_context import Connections
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
@@ -42,21 +42,23 @@ class _ParserState(enum.Enum):
 class Connection(HttpToolsProtocol):
     """uvicorn's, with limits."""
 
-    def __init__(self, all_of_them: Connections, shortcut: Callable[[], FastPath] | None = None, **given: Any) -> None:
-        super().__init__(**given)
-        self._shortcut = shortcut() if shortcut is not None else None
+    def __init__(
+        self, connections: Connections, fast_path: Callable[[], FastPath] | None = None, **uvicorn_options: Any
+    ) -> None:
+        super().__init__(**uvicorn_options)
+        self._fast_path = fast_path() if fast_path is not None else None
         self.parser = Parser(self)
-        self._all, self._limits = all_of_them, all_of_them.limits
-        self._reading = _ParserState.START
+        self._all, self._limits = connections, connections.limits
+        self._state = _ParserState.START
         self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
         self._field_bytes = self._waiting_bytes = 0  # of this head's headers; of requests behind others
         self._trailer_bytes = 0  # of this body: headers behind it, and what came since its last content
         self._understood = False  # whether the parser made something of the last packet
         self._admitted = True
         self._head = b""  # that came alone: most clients send their body after it
-        self._held: asyncio.TimerHandle | None = None  # the usual path has not read `_head`, and will then
+        self._head_timer: asyncio.TimerHandle | None = None  # the usual path has not read `_head`, and will then
         self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle`: what came last
-        self._sends_no_more = self._was_asked = False  # the client has closed its side; and was told that we are here
+        self._sends_no_more = self._was_probed = False  # the client has closed its side; and was told that we are here
         self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
         self.n_unread = 0  # bytes of replies that the client has not taken, at the last sweep
         self.unread_since_s = 0.0  # when it last took some
@@ -69,15 +71,15 @@ class Connection(HttpToolsProtocol):
         self._admitted = self._all.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._held is not None:
-            self._taken_head()
+        if self._head_timer is not None:
+            self._take_head()
         self._abandon()
         super().connection_lost(exc)
         self._all.remove(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks for this; uvicorn gives nothing
         """The client sends no more. What it has asked for is answered (`nc -N`), unless a part of that is missing."""
-        if self._held is not None:
+        if self._head_timer is not None:
             self._read_head()
         http_1_1 = self._running is not None and self._running.scope["http_version"] == "1.1"  # see _look_for_client
         self._sends_no_more = http_1_1 and not self.is_waiting and not self.is_incomplete
@@ -86,47 +88,47 @@ class Connection(HttpToolsProtocol):
         return self._sends_no_more
 
     def data_received(self, data: bytes) -> None:
-        if self._held is not None:
-            data = self._taken_head() + data
-        if self._shortcut is None:
+        if self._head_timer is not None:
+            data = self._take_head() + data
+        if self._fast_path is None:
             self._read(data)
-        elif (self._reading, self.is_waiting) != (
+        elif (self._state, self.is_waiting) != (
             _ParserState.START,
             True,
         ):  # it is no begin, or others are in front of it
             head, self._head, n_heads = self._head, b"", self._n_heads
             self._read(data)
             if head:
-                self._show(self._shortcut, head + data, n_heads)
-        elif self._shortcut.knows(data):
-            self._head, self._held = data, self.loop.call_later(HOLD_S, self._read_head)
-        elif not self._answered_at_once(self._shortcut, data):
+                self._offer_to_fast_path(self._fast_path, head + data, n_heads)
+        elif self._fast_path.knows(data):
+            self._head, self._head_timer = data, self.loop.call_later(HOLD_S, self._read_head)
+        elif not self._answer_by_fast_path(self._fast_path, data):
             n_heads = self._n_heads + 1
             self._read(data)
             if self.is_incomplete and self._n_heads == n_heads and data.endswith(b"\r\n\r\n"):
                 self._head = data
             else:
-                self._show(self._shortcut, data, n_heads)
+                self._offer_to_fast_path(self._fast_path, data, n_heads)
 
-    def _show(self, shortcut: FastPath, packet: bytes, n_heads: int) -> None:
+    def _offer_to_fast_path(self, shortcut: FastPath, packet: bytes, n_heads: int) -> None:
         """Let it remember what the usual path has just read, if that was one request and nothing else."""
-        is_one = self._reading is _ParserState.START and self._n_heads == n_heads and not self.pipeline
+        is_one = self._state is _ParserState.START and self._n_heads == n_heads and not self.pipeline
         if is_one and self.scope["http_version"] == "1.1":
             shortcut.remember(self.scope["method"], self.scope["raw_path"], self.headers, packet)
 
-    def _taken_head(self) -> bytes:
-        assert self._held is not None, "a head is held"
-        self._held.cancel()
-        head, self._head, self._held = self._head, b"", None
+    def _take_head(self) -> bytes:
+        assert self._head_timer is not None, "a head is held"
+        self._head_timer.cancel()
+        head, self._head, self._head_timer = self._head, b"", None
         return head
 
     def _read_head(self) -> None:
         """Its body is long in coming: the usual path waits for it."""
-        head = self._taken_head()
+        head = self._take_head()
         self._read(head)
-        self._head = head if self._reading is _ParserState.BODY else b""
+        self._head = head if self._state is _ParserState.BODY else b""
 
-    def _answered_at_once(self, shortcut: FastPath, data: bytes) -> bool:
+    def _answer_by_fast_path(self, shortcut: FastPath, data: bytes) -> bool:
         if self.flow.write_paused or not self._admitted or self.transport.is_closing():
             return False
         response = shortcut.begin(data, self.server_state.default_headers, self)
@@ -137,15 +139,15 @@ class Connection(HttpToolsProtocol):
             self.server_state.total_requests += 1
         else:
             self.cycle = self._running = cast(RequestResponseCycle, response)
-        self._changed(_ParserState.START)
+        self._set_state(_ParserState.START)
         return True
 
-    def send(self, answered: Answering, response: bytes) -> None:
+    def send(self, answered: FastPathCycle, response: bytes) -> None:
         """As `Sending` has it."""
         self.transport.write(response)
-        self._sent(answered)
+        self._finish_response(answered)
 
-    async def send_in_pieces(self, answered: Answering, head: bytes, body: bytes) -> None:
+    async def send_in_pieces(self, answered: FastPathCycle, head: bytes, body: bytes) -> None:
         """As `Sending` has it."""
         answered.response_started = True
         self.transport.write(head)
@@ -155,9 +157,9 @@ class Connection(HttpToolsProtocol):
             await asyncio.sleep(0)  # a client that takes it at once would hold up all others
             if answered.disconnected:
                 return
-        self._sent(answered)
+        self._finish_response(answered)
 
-    def _sent(self, answered: Answering) -> None:
+    def _finish_response(self, answered: FastPathCycle) -> None:
         answered.response_started = answered.response_complete = True
         if not answered.keep_alive:
             self.transport.close()
@@ -167,76 +169,74 @@ class Connection(HttpToolsProtocol):
         if not self._admitted and not self.is_refused:
             self._refuse(503, "too_many_connections", "all connections are in use", "fewer at a time")
         for at in range(0, len(data), FEED_BYTES):
-            if self._reading is _ParserState.NOTHING or self.transport.is_closing():
+            if self._state is _ParserState.NOTHING or self.transport.is_closing():
                 return
             self._feed(data[at : at + FEED_BYTES])
 
     def _feed(self, data: bytes) -> None:
-        this_head = self._n_heads + (self._reading is _ParserState.START)
-        in_body, self._understood = self._reading is _ParserState.BODY, False
+        this_head = self._n_heads + (self._state is _ParserState.START)
+        in_body, self._understood = self._state is _ParserState.BODY, False
         super().data_received(data)
-        if in_body and self._reading is _ParserState.BODY and not self._understood:  # a line without an end
+        if in_body and self._state is _ParserState.BODY and not self._understood:  # a line without an end
             self._add_trailer(len(data))
-        if self._reading is _ParserState.HEAD and self._n_heads == this_head:  # it holds nothing else
+        if self._state is _ParserState.HEAD and self._n_heads == this_head:  # it holds nothing else
             self._head_bytes += len(data)
             self._check_head(self._head_bytes)
 
     # ------------------------------------------------------------------ the parser's
 
     def on_message_begin(self) -> None:
-        if self._reading is not _ParserState.NOTHING:
+        if self._state is not _ParserState.NOTHING:
             super().on_message_begin()
             self._head_bytes = self._field_bytes = 0
             self._n_heads += 1
-            self._changed(_ParserState.HEAD)
+            self._set_state(_ParserState.HEAD)
 
     def on_url(self, url: bytes) -> None:
-        if self._reading is _ParserState.HEAD:
+        if self._state is _ParserState.HEAD:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading is _ParserState.HEAD:
+        if self._state is _ParserState.HEAD:
             super().on_header(name, value)
             self._field_bytes += len(name) + len(value) + HEADER_BYTES
             self._check_head(self._field_bytes)
-        elif self._reading is _ParserState.BODY:  # behind the body, where nobody looks at it
+        elif self._state is _ParserState.BODY:  # behind the body, where nobody looks at it
             self._add_trailer(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
-        if self._reading is _ParserState.HEAD:
+        if self._state is _ParserState.HEAD:
             self._check_head(len(self.url) + self._field_bytes)
-        if self._reading is _ParserState.HEAD and self.parser.get_method() == b"CONNECT":
+        if self._state is _ParserState.HEAD and self.parser.get_method() == b"CONNECT":
             self._refuse(405, "method_not_allowed", "this server is no proxy", "GET or POST")
-        if self._reading is _ParserState.HEAD and (
-            fault := fault_of_head(self.parser.get_http_version(), self.headers)
-        ):
+        if self._state is _ParserState.HEAD and (fault := fault_of_head(self.parser.get_http_version(), self.headers)):
             self._refuse(*fault)
-        if self._reading is _ParserState.HEAD and not self.parser.should_upgrade():  # still: it was not refused
+        if self._state is _ParserState.HEAD and not self.parser.should_upgrade():  # still: it was not refused
             if not self.is_waiting and not self._has_pipeline_room(len(self.url) + self._field_bytes):
                 return
             super().on_headers_complete()
             self._trailer_bytes = 0
-            self._changed(_ParserState.BODY)
+            self._set_state(_ParserState.BODY)
             if self.pipeline:
                 self.flow.resume_reading()  # uvicorn would not read on, and so not notice that the client leaves
 
     def on_body(self, body: bytes) -> None:
-        if self._reading is not _ParserState.BODY:
+        if self._state is not _ParserState.BODY:
             return
         self._understood, self._trailer_bytes = True, 0
         if not self.pipeline or self._has_pipeline_room(len(body)):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._reading is _ParserState.BODY:
+        if self._state is _ParserState.BODY:
             super().on_message_complete()
-            self._changed(_ParserState.START)
+            self._set_state(_ParserState.START)
 
     # ------------------------------------------------------------------ uvicorn's
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        cycle.transport = cast(asyncio.Transport, Together(self.transport, self._close_behind_answer))
+        cycle.transport = cast(asyncio.Transport, CoalescingTransport(self.transport, self._close_behind_answer))
         super()._start_asgi_task(cycle, app)
 
     def _close_behind_answer(self) -> None:
@@ -245,7 +245,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         self.transport.write_eof()
-        self._changed(_ParserState.NOTHING)
+        self._set_state(_ParserState.NOTHING)
 
     def shutdown(self) -> None:
         """Answers are finished, and everything else ends."""
@@ -260,17 +260,17 @@ class Connection(HttpToolsProtocol):
         else:  # as uvicorn, but without its timer for each request: `_check_silence` closes what is silent
             self.server_state.total_requests += 1
             self.flow.resume_reading()
-        self._changed(self._reading)
+        self._set_state(self._state)
 
     def send_400_response(self, msg: str) -> None:
-        if self._reading is not _ParserState.NOTHING:
+        if self._state is not _ParserState.NOTHING:
             self._refuse(400, "invalid_http", "this is not HTTP", "HTTP/1.1 requests")
 
     # ------------------------------------------------------------------ ours
 
     def head_without_upgrade(self) -> bytes | None:
         """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
-        if self._reading is not _ParserState.HEAD:
+        if self._state is not _ParserState.HEAD:
             return None
         version = self.parser.get_http_version().encode()
         return without_upgrade(b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version), self.headers)
@@ -283,16 +283,16 @@ class Connection(HttpToolsProtocol):
     @property
     def is_incomplete(self) -> bool:
         """It sends a body, of which a part is missing, while nothing in front of it is being answered."""
-        return self._reading is _ParserState.BODY and not self.pipeline
+        return self._state is _ParserState.BODY and not self.pipeline
 
     @property
     def is_refused(self) -> bool:
         """It was told so."""
-        return self._reading is _ParserState.NOTHING
+        return self._state is _ParserState.NOTHING
 
-    def _changed(self, reading: _ParserState) -> None:
+    def _set_state(self, state: _ParserState) -> None:
         """Whatever it waits for begins now, with what the parser expects next."""
-        self._reading, self.since_s = reading, time.monotonic()
+        self._state, self.since_s = state, time.monotonic()
         self._all.touch(self)
 
     def check(self, now_s: float) -> None:
@@ -305,7 +305,7 @@ class Connection(HttpToolsProtocol):
             self._all.seldom.warn("a reader took nothing for too long, so that its connection is closed")
             self.abort()
         elif self.is_waiting and not self.transport.is_closing():
-            self._check_silence(now_s - self.since_s)
+            self._check_idle_time(now_s - self.since_s)
         elif self._sends_no_more:
             self._probe_half_closed_client()
 
@@ -336,13 +336,13 @@ class Connection(HttpToolsProtocol):
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.abort()
                 return
-        if not self._was_asked and self._running is not None and not self._running.response_started:
+        if not self._was_probed and self._running is not None and not self._running.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._was_asked = True
+            self._was_probed = True
 
-    def _check_silence(self, silent_s: float) -> None:
+    def _check_idle_time(self, silent_s: float) -> None:
         limits = self._limits
-        match self._reading:
+        match self._state:
             case _ParserState.HEAD if silent_s > limits.header_timeout_s:
                 self._refuse(408, "header_timeout", "the headers did not come", f"all in {limits.header_timeout_s:g} s")
             case _ParserState.START if not self._admitted and silent_s > LINGER_S:
@@ -367,7 +367,7 @@ class Connection(HttpToolsProtocol):
     def _has_pipeline_room(self, n_bytes: int) -> bool:
         """Whether there is room for these behind what is being answered; otherwise nothing more is read."""
         self._waiting_bytes = n_bytes + (self._waiting_bytes if self.pipeline else 0)
-        in_head, n_waiting = self._reading is _ParserState.HEAD, len(self.pipeline)
+        in_head, n_waiting = self._state is _ParserState.HEAD, len(self.pipeline)
         if self._waiting_bytes <= MAX_WAITING_BYTES and n_waiting + in_head <= MAX_PIPELINED:
             return True
         self._all.seldom.warn("too many requests came at once, so that only the first ones are answered")
@@ -376,13 +376,13 @@ class Connection(HttpToolsProtocol):
 
     def _stop_reading(self) -> None:
         """Whatever still comes is thrown away. The requests so far are answered, then the connection closes."""
-        if self._reading is _ParserState.BODY and self.pipeline:  # that of a request of which nobody has begun anything
+        if self._state is _ParserState.BODY and self.pipeline:  # that of a request of which nobody has begun anything
             self.pipeline.popleft()
             assert self._running is not None
             self.cycle = self.pipeline[0][0] if self.pipeline else self._running
         if self.cycle is not None:
             self.cycle.keep_alive = False
-        self._changed(_ParserState.NOTHING)
+        self._set_state(_ParserState.NOTHING)
 
     def _add_trailer(self, n_bytes: int) -> None:
         self._understood = True
@@ -397,7 +397,7 @@ class Connection(HttpToolsProtocol):
         """Say so in place of an answer, and read nothing more; answers to earlier requests are not touched."""
         self._all.seldom.warn(f"{status} {code}: {what}")
         is_own = (
-            self._reading is _ParserState.BODY and not self.pipeline
+            self._state is _ParserState.BODY and not self.pipeline
         )  # it is about the request that is being answered
         self._stop_reading()
         if is_own and self.cycle.response_complete:
@@ -407,12 +407,12 @@ class Connection(HttpToolsProtocol):
             return
         if is_own:
             self._abandon()
-            self._changed(_ParserState.NOTHING)
+            self._set_state(_ParserState.NOTHING)
         elif not self.is_waiting:
             return
         refusal = HttpError(status, code, what, expected, "open a new connection for the next request")
         if status == 405:
             refusal.headers["allow"] = "GET, POST"
-        self.transport.write(problem_of(refusal, accepting=True).whole_response(refusal.headers))
+        self.transport.write(problem_of(refusal, accepting=True).raw_response(refusal.headers))
         if self.transport.can_write_eof():
             self.transport.write_eof()

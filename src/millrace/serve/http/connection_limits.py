@@ -11,16 +11,16 @@ MAX_CONNECTIONS = 4096  # where there are files for more
 log = logging.getLogger(__name__)
 
 
-def number_of_connections(asked: int | None) -> int:
+def number_of_connections(max_connections: int | None) -> int:
     """As many as were asked for, or MAX_CONNECTIONS; fewer where there are no files left for so many."""
-    wanted, most_files = asked or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most_files == resource.RLIM_INFINITY:
-        return wanted
+    limit, max_files = max_connections or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_files == resource.RLIM_INFINITY:
+        return limit
     n_open = sum(1 for _ in Path("/dev/fd").iterdir())
-    room = max(4, most_files - n_open - RESERVED_FILES - MAX_REFUSED)
-    if asked is not None and room < asked:
-        log.warning("max_connections is %d, but there are files for %d (raise `ulimit -n`)", asked, room)
-    return min(wanted, room)
+    room = max(4, max_files - n_open - RESERVED_FILES - MAX_REFUSED)
+    if max_connections is not None and room < max_connections:
+        log.warning("max_connections is %d, but there are files for %d (raise `ulimit -n`)", max_connections, room)
+    return min(limit, room)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

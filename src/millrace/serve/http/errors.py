@@ -40,7 +40,7 @@ class ClientGoneError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class HttpProblem:
     """One error, before a protocol writes it."""
 
     status: int
@@ -64,15 +64,15 @@ class Problem:
             ErrorReply(error=ErrorBody(message=self.message, type=self.type, param=self.param, code=self.code))
         )
 
-    def named(self, names: Mapping[str, str]) -> "Problem":
+    def with_field_names(self, names: Mapping[str, str]) -> "HttpProblem":
         """In a protocol's words. names: of fields, ours to theirs
 
         A name that is also a word of English (stop, seed) is one only in an error about that field.
         """
-        found = [name for name in names if "_" in name or "." in name or name == self.param]
-        if not found:
+        relevant = [name for name in names if "_" in name or "." in name or name == self.param]
+        if not relevant:
             return self
-        ours = "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
+        ours = "|".join(map(re.escape, sorted(relevant, key=len, reverse=True)))
         message = re.sub(rf"(?<![\w.])({ours})(?!\w)", lambda name: names[name[0]], self.message)
         return replace(self, message=message, param=names.get(self.param or "", self.param))
 
@@ -82,16 +82,21 @@ class Problem:
             all_headers["retry-after"] = str(math.ceil(self.retry_after_s))
         return Response(write(self), self.status, all_headers, media_type="application/json")
 
-    def whole_response(self, headers: Mapping[str, str]) -> bytes:
+    def raw_response(self, headers: Mapping[str, str]) -> bytes:
         """As it is written where no request was understood: the connection's last words."""
         body = self.body()
-        known = {"content-type": "application/json", "content-length": len(body), "connection": "close", **headers}
-        lines = (f"{name}: {value}\r\n" for name, value in known.items())
+        all_headers = {
+            "content-type": "application/json",
+            "content-length": len(body),
+            "connection": "close",
+            **headers,
+        }
+        lines = (f"{name}: {value}\r\n" for name, value in all_headers.items())
         return f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n{''.join(lines)}\r\n".encode() + body
 
 
-ErrorWriter = Callable[[Problem], bytes]  # a protocol's: the JSON of a reply that is an error
-BUG = Problem(500, "The server failed at this request; its log says why.", code="internal_error")
+ErrorWriter = Callable[[HttpProblem], bytes]  # a protocol's: the JSON of a reply that is an error
+BUG = HttpProblem(500, "The server failed at this request; its log says why.", code="internal_error")
 
 
 MACHINE_RETRY_S = 5.0  # memory may be free again then
@@ -102,34 +107,34 @@ def one_line(error: MillraceError) -> str:
     return f"{error.what}; expected: {error.expected}; to mend: {error.mend}"
 
 
-def problem_of(error: MillraceError, *, accepting: bool) -> Problem:
+def problem_of(error: MillraceError, *, accepting: bool) -> HttpProblem:
     """`accepting`: the engine runs and takes requests, so that BusyError means a full queue."""
     message = one_line(error)
     match error:
         case HttpError():
-            return Problem(error.status, message, error.param, error.code)
+            return HttpProblem(error.status, message, error.param, error.code)
         case ContextError():
-            return Problem(400, message, error.param, code="context_length_exceeded")
+            return HttpProblem(400, message, error.param, code="context_length_exceeded")
         case RequestError():
-            return Problem(400, message, param=error.param, code="invalid_value")
+            return HttpProblem(400, message, param=error.param, code="invalid_value")
         case BusyError() if accepting:
-            return Problem(429, message, code="queue_full", retry_after_s=error.retry_after_s)
+            return HttpProblem(429, message, code="queue_full", retry_after_s=error.retry_after_s)
         case BusyError():
-            return Problem(503, message, code="unavailable", retry_after_s=error.retry_after_s)
+            return HttpProblem(503, message, code="unavailable", retry_after_s=error.retry_after_s)
         case MachineError():
-            return Problem(503, message, code="unavailable", retry_after_s=MACHINE_RETRY_S)
+            return HttpProblem(503, message, code="unavailable", retry_after_s=MACHINE_RETRY_S)
         case CheckpointError():  # the chat template cannot digest it; asking again would not help
-            return Problem(422, message, param="messages", code="chat_template_failed")
-    return Problem(500, message, code="server_error")
+            return HttpProblem(422, message, param="messages", code="chat_template_failed")
+    return HttpProblem(500, message, code="server_error")
 
 
 ABORTED = "it was aborted, for the server is shutting down"
 
 
-def generation_failed(why: str | None, *, status: int = 500) -> Problem:
+def generation_failed(reason: str | None, *, status: int = 500) -> HttpProblem:
     """An answer that the engine could not finish."""
-    message = f"The answer could not be finished: {why or ABORTED}"
-    return Problem(status, message, code="generation_failed", retry_after_s=5.0 if status == 503 else None)
+    message = f"The answer could not be finished: {reason or ABORTED}"
+    return HttpProblem(status, message, code="generation_failed", retry_after_s=5.0 if status == 503 else None)
 
 
 class GenerationFailedError(Exception):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Answering(Protocol):
+class FastPathCycle(Protocol):
     """A request that is answered without ASGI, in place of uvicorn's RequestResponseCycle."""
 
     keep_alive: bool
@@ -13,13 +13,13 @@ class Answering(Protocol):
     response_complete: bool
 
 
-class Sending(Protocol):
+class ResponseWriter(Protocol):
     """A connection that writes such responses."""
 
-    def send(self, answered: Answering, response: bytes) -> None:
+    def send(self, answered: FastPathCycle, response: bytes) -> None:
         """Send a whole response, its head included."""
 
-    async def send_in_pieces(self, answered: Answering, head: bytes, body: bytes) -> None:
+    async def send_in_pieces(self, answered: FastPathCycle, head: bytes, body: bytes) -> None:
         """Send a long response as fast as the client reads it."""
 
 
@@ -33,8 +33,8 @@ class FastPath(Protocol):
         """Return whether `head` was remembered with a body, which must follow."""
 
     def begin(
-        self, packet: bytes, dates: Sequence[tuple[bytes, bytes]], connection: Sending
-    ) -> Answering | bytes | None:
+        self, packet: bytes, dates: Sequence[tuple[bytes, bytes]], connection: ResponseWriter
+    ) -> FastPathCycle | bytes | None:
         """Return the response to `packet`, or what `connection` sends later; None: ASGI must answer.
 
         dates: headers that every response has

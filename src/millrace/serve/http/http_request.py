@@ -16,10 +16,10 @@ from starlette.types import Scope
 from millrace.serve.http.errors import HttpError
 
 ACCESS = "millrace.serve.access"  # the logger of requests
-IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
+LOG_ATTRIBUTE = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
 EVENT_STREAM = b"text/event-stream; charset=utf-8"  # the content type of server-sent events
-UNHELD = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold events back
-LATER_S, MOST_LATER = 0.1, 500
+UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold events back
+LOG_DELAY_S, MAX_BUFFERED_LINES = 0.1, 500
 PIECE_BYTES = 256 * 1024  # of a long response, written at once
 QUIET_PATHS = (
     "/health", "/v1/health/", "/v2/health/", "/metrics", "/v1/metrics", "/grpc.health.v1.Health/",
@@ -51,25 +51,29 @@ class RequestLog:
 
     def to_dict(self) -> dict[str, object]:
         """Rounded, and without what does not apply."""
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         for name in _NAMES:
             value = getattr(self, name)
             if value is not None:
-                found[name] = round(value, 1) if isinstance(value, float) else value
-        return found
+                values[name] = round(value, 1) if isinstance(value, float) else value
+        return values
 
     def __str__(self) -> str:
-        known = self.to_dict()
-        del known["method"], known["path"]
-        return " ".join([self.method, self.path, *[f"{key}={_quoted(value)}" for key, value in known.items()]])
+        values = self.to_dict()
+        del values["method"], values["path"]
+        return " ".join([self.method, self.path, *[f"{key}={_quoted(value)}" for key, value in values.items()]])
 
 
 _NAMES = tuple(f.name for f in fields(RequestLog))
 
 
-def id_of(given: bytes | None) -> str:
+def request_id_of(header_value: bytes | None) -> str:
     """Of a request, by its header x-request-id: its own, or a new one."""
-    return given.decode() if given and _SANE_ID.fullmatch(given) else f"{_RANDOM.getrandbits(128):032x}"
+    return (
+        header_value.decode()
+        if header_value and _SANE_ID.fullmatch(header_value)
+        else f"{_RANDOM.getrandbits(128):032x}"
+    )
 
 
 def _quoted(value: object) -> object:
@@ -80,7 +84,7 @@ def _quoted(value: object) -> object:
 def log_request(entry: RequestLog) -> None:
     quiet = entry.path.startswith(QUIET_PATHS) and (entry.status or 0) < 400
     level = logging.DEBUG if quiet else logging.INFO
-    logging.getLogger(ACCESS).log(level, "%s", entry, extra={IN_RECORD: entry})
+    logging.getLogger(ACCESS).log(level, "%s", entry, extra={LOG_ATTRIBUTE: entry})
 
 
 class BufferedRequestLog:
@@ -97,20 +101,20 @@ class BufferedRequestLog:
         if not self._logger.isEnabledFor(logging.INFO):
             return
         if not self._lines:
-            asyncio.get_running_loop().call_later(LATER_S, self.write)
+            asyncio.get_running_loop().call_later(LOG_DELAY_S, self.write)
         self._lines.append((time.time(), method, path, request_id, status, total_ms, error))
-        if len(self._lines) >= MOST_LATER:
+        if len(self._lines) >= MAX_BUFFERED_LINES:
             self.write()
 
     def write(self) -> None:
         if self._lines:
-            found, self._lines = self._lines, []
-            drawn = _RANDOM.getrandbits(128 * len(found)).to_bytes(16 * len(found)).hex()
+            rows, self._lines = self._lines, []
+            random_hex = _RANDOM.getrandbits(128 * len(rows)).to_bytes(16 * len(rows)).hex()
             lines = BatchedRequestLogs(
-                (row[0], row[1], row[2], row[3] or drawn[32 * i : 32 * i + 32], row[4], row[5], row[6])
-                for i, row in enumerate(found)
+                (row[0], row[1], row[2], row[3] or random_hex[32 * i : 32 * i + 32], row[4], row[5], row[6])
+                for i, row in enumerate(rows)
             )
-            self._logger.info("%s", lines, extra={IN_RECORD: lines})
+            self._logger.info("%s", lines, extra={LOG_ATTRIBUTE: lines})
 
 
 Line = tuple[float, str, str, str, int, float, str]  # time.time(), method, path, id, status, total_ms, error
@@ -186,7 +190,7 @@ def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple
     return None
 
 
-class Together:
+class CoalescingTransport:
     """A transport for one answer: its head is sent with the first of its body, where that comes in the same turn."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
@@ -244,10 +248,10 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 def combine_duplicate_headers(headers: Iterable[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyStr, AnyStr]:
     """By name. One that comes several times is one with commas between (RFC 9110, 5.3): a longer list, or, of what has
     to come once, none that is right."""
-    found: dict[AnyStr, AnyStr] = {}
+    combined: dict[AnyStr, AnyStr] = {}
     for name, value in headers:
-        found[name] = found[name] + comma + value if name in found else value
-    return found
+        combined[name] = combined[name] + comma + value if name in combined else value
+    return combined
 
 
 def check_content_type(scope: Scope) -> None:

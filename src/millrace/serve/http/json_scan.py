@@ -34,8 +34,8 @@ class Piece:
 
     @property
     def commas(self) -> Flags:
-        found: Flags = (self.data == _COMMA) & self.plain
-        return found
+        flags: Flags = (self.data == _COMMA) & self.plain
+        return flags
 
 
 def pieces(text: bytes | memoryview, depth: int = 0) -> Iterator[Piece]:
@@ -83,7 +83,7 @@ class Counts:
     containers: int
 
 
-def counts(text: bytes) -> Counts:
+def count_values(text: bytes) -> Counts:
     """Count the values of a text; if it has few commas and brackets, those within strings are counted, too."""
     n_containers = text.count(_OPENING[:1]) + text.count(_OPENING[1:])
     n_values = text.count(b",") + n_containers + 1

@@ -52,7 +52,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class ServerDescription:
     """What the document says of this very server."""
 
     models: Mapping[str, str]  # path -> the model that answers there
@@ -60,7 +60,7 @@ class About:
     needs_key: bool
 
 
-def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
+def openapi_document(operations: Sequence[Operation], about: ServerDescription) -> dict[str, Any]:
     """OpenAPI 3.1. Every operation has an example that runs, in `x-codeSamples`; {origin} is the server's address."""
     types: dict[type[msgspec.Struct], None] = {}
     for operation in operations:
@@ -73,7 +73,7 @@ def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
         if operation.request is not None:
             _add_other_fields(operation.request, schemas[operation.request.__name__])
     for schema in schemas.values():
-        _say_defaults(schema, about.defaults)
+        _set_defaults(schema, about.defaults)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, by_type, about)
@@ -110,20 +110,20 @@ def _add_other_fields(kind: type[Body], schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = False
 
 
-def _say_defaults(schema: dict[str, Any], defaults: Mapping[str, object]) -> None:
+def _set_defaults(schema: dict[str, Any], defaults: Mapping[str, object]) -> None:
     """null is how a field is left out, and no value of its own: what happens then is said instead."""
-    for name, said in schema.get("properties", {}).items():
-        if "default" in said and said["default"] is None:
-            del said["default"]
-        if (default := said.pop("x-default", None)) is not None:
-            said["default"] = defaults.get(name, default)
+    for name, field_schema in schema.get("properties", {}).items():
+        if "default" in field_schema and field_schema["default"] is None:
+            del field_schema["default"]
+        if (default := field_schema.pop("x-default", None)) is not None:
+            field_schema["default"] = defaults.get(name, default)
 
 
-def _example(operation: Operation, about: About) -> dict[str, object] | None:
+def _example(operation: Operation, about: ServerDescription) -> dict[str, object] | None:
     return None if operation.request is None else {"model": about.models[operation.path], **operation.example}
 
 
-def _curl(operation: Operation, about: About) -> str:
+def _curl(operation: Operation, about: ServerDescription) -> str:
     parts = ["curl", shlex.quote("{origin}" + operation.path.replace("{model}", quote(about.models[operation.path])))]
     if operation.protected and about.needs_key:
         parts += ["-H", '"authorization: Bearer $KEY"']
@@ -135,7 +135,9 @@ def _curl(operation: Operation, about: About) -> str:
     return " ".join(parts)
 
 
-def _operation(operation: Operation, by_type: dict[type[msgspec.Struct], Any], about: About) -> dict[str, Any]:
+def _operation(
+    operation: Operation, by_type: dict[type[msgspec.Struct], Any], about: ServerDescription
+) -> dict[str, Any]:
     described: dict[str, Any] = {
         "summary": operation.summary,
         "x-codeSamples": [{"lang": "Shell", "source": _curl(operation, about)}],
@@ -152,9 +154,9 @@ def _operation(operation: Operation, by_type: dict[type[msgspec.Struct], Any], a
     if operation.request is not None:
         content = {"application/json": {"schema": by_type[operation.request], "example": _example(operation, about)}}
         described["requestBody"] = {"required": True, "content": content}
-        for status, why in _STATUSES.items():
+        for status, meaning in _STATUSES.items():
             error = {"application/json": {"schema": by_type[operation.error]}}
-            described["responses"][status] = {"description": why, "content": error}
+            described["responses"][status] = {"description": meaning, "content": error}
     return described
 
 

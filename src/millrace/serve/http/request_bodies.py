@@ -112,12 +112,12 @@ class BodyLimiter:
 
     def _evict_largest_client(self, incoming: IncomingBody, more: int) -> None:
         """One gives way: perhaps `incoming` itself."""
-        held = Counter({incoming.client: more})
-        for one in self._arriving:
-            held[one.client] += one.counted_bytes
-        most = max(held.values())
+        held_bytes = Counter({incoming.client: more})
+        for body in self._arriving:
+            held_bytes[body.client] += body.counted_bytes
+        largest = max(held_bytes.values())
         holding = (one for one in self._arriving if one.counted_bytes or one is incoming)
-        first = next(one for one in holding if held[one.client] == most)
+        first = next(one for one in holding if held_bytes[one.client] == largest)
         self._left_bytes += first.counted_bytes
         first.counted_bytes, first.gave_way = 0, True
         self._arriving.pop(first).reschedule(0)
@@ -158,11 +158,11 @@ def _too_many() -> HttpError:
     return error
 
 
-def _too_large(what: str, most: int) -> HttpError:
+def _too_large(what: str, limit: int) -> HttpError:
     return HttpError(
         413,
         "body_too_large",
         f"the body has {what}",
-        f"at most {most}",
+        f"at most {limit}",
         "send less, or raise the server's --max-body-bytes",
     )

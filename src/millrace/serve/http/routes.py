@@ -33,7 +33,7 @@ from millrace.serve.http.errors import (
     ErrorWriter,
     GenerationFailedError,
     HttpError,
-    Problem,
+    HttpProblem,
     problem_of,
 )
 from millrace.serve.http.http_request import (
@@ -42,8 +42,8 @@ from millrace.serve.http.http_request import (
     RequestLog,
     check_content_type,
     header,
-    id_of,
     log_request,
+    request_id_of,
 )
 from millrace.serve.http.openapi import Operation
 from millrace.serve.http.request_bodies import BodyLimiter, read_body
@@ -53,28 +53,28 @@ from millrace.serve.ops.management_api import not_found_error
 from millrace.serve.ops.otel_genai import trace
 
 # the first: the endpoint's kind of Backend; the last: the struct that its requests are
-Posted = Callable[[Any, RequestContext, Any], Awaitable[ASGIApp]]
-Asked = Callable[[Models, Scope], Response]
+PostHandler = Callable[[Any, RequestContext, Any], Awaitable[ASGIApp]]
+GetHandler = Callable[[Models, Scope], Response]
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class HttpEndpoint:
     """One route: what it does, and what the documentation says about it.
 
     names: of our fields, as errors have to name them to its clients, where they know them by others
     """
 
     operation: Operation
-    posted: Posted | None = None
+    post_handler: PostHandler | None = None
     backend: type[Backend] | None = None  # with `posted`: the models that can answer
-    asked: Asked | None = None  # one of the two
+    get_handler: GetHandler | None = None  # one of the two
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
         return self.operation.path
 
-    def also(self, method: str, path: str) -> "Endpoint":
+    def also(self, method: str, path: str) -> "HttpEndpoint":
         """The same under another path, as other servers have it."""
         summary = f"The same as {self.path}"
         operation = replace(self.operation, method=method, path=path, summary=summary, same_as=self.path)
@@ -90,7 +90,7 @@ class Protocol:
     header: which its clients send with every request, also to paths of other protocols; b"": none
     """
 
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[HttpEndpoint, ...]
     write_error: ErrorWriter
     any_type: bool = False
     below: str = ""
@@ -102,20 +102,20 @@ class Protocol:
         return bool(self.below) and f"{path}/".startswith(f"{self.below}/") and not path.startswith(f"{self.below}/v1/")
 
 
-def get(path: str, handler: Asked, summary: str, reply: type | None, protected: bool = False) -> Endpoint:
-    return Endpoint(Operation("GET", path, summary, protected, None, reply), asked=handler)
+def get(path: str, handler: GetHandler, summary: str, reply: type | None, protected: bool = False) -> HttpEndpoint:
+    return HttpEndpoint(Operation("GET", path, summary, protected, None, reply), get_handler=handler)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handler:
     """An endpoint as the application of its route: key, body, model, answer."""
 
-    endpoint: Endpoint
+    endpoint: HttpEndpoint
     protocol: Protocol
     models: Models
     keys: Keys | None  # None: anyone may ask
     bodies: BodyLimiter
-    all_endpoints: Sequence[Endpoint]  # for whoever asks a model for what it cannot do
+    all_endpoints: Sequence[HttpEndpoint]  # for whoever asks a model for what it cannot do
 
     def route(self) -> Route:
         path = self.endpoint.path.replace("{model}", "{model:path}")  # names of models may have slashes
@@ -124,8 +124,8 @@ class Handler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.keys is not None and self.endpoint.operation.protected:
             self.keys.admit(scope)
-        if self.endpoint.asked is not None:
-            await self.endpoint.asked(self.models, scope)(scope, receive, send)
+        if self.endpoint.get_handler is not None:
+            await self.endpoint.get_handler(self.models, scope)(scope, receive, send)
         else:
             with ExitStack() as admitted:
                 request = await self._read(scope, receive, admitted)
@@ -142,7 +142,9 @@ class Handler:
             admitted.enter_context(self.models.serving.admission.admitted())
             call.body_bytes = len(body)
             try:
-                request, unknown = await self.models.serving.decoded(partial(read_request, body, kind), len(body))
+                request, unknown = await self.models.serving.decode_off_loop(
+                    partial(read_request, body, kind), len(body)
+                )
             except HttpError:
                 check_content_type(scope)  # a form was sent, and not JSON under another name
                 raise
@@ -154,8 +156,8 @@ class Handler:
         call: RequestContext = scope[CALL]
         backend = self._backend(request.model)
         call.model = call.log.model = request.model or backend.model.name
-        assert self.endpoint.posted is not None, self.endpoint.path
-        await (await self.endpoint.posted(backend, call, request))(scope, receive, send)
+        assert self.endpoint.post_handler is not None, self.endpoint.path
+        await (await self.endpoint.post_handler(backend, call, request))(scope, receive, send)
 
     def _backend(self, name: str | None) -> Backend:
         """The model of that name, which must be able to answer here; None: the first that is.
@@ -246,7 +248,7 @@ class AsgiEdge:
             problem = BUG
         call.log.error = problem.brief
         if call.log.status is None:  # otherwise the response is under way, and can only be cut off
-            await problem.named(call.names).response(self._writer(scope), headers)(scope, receive, send)
+            await problem.with_field_names(call.names).response(self._writer(scope), headers)(scope, receive, send)
 
     def _writer(self, scope: Scope) -> ErrorWriter:
         """Of the protocol in which it was asked."""
@@ -259,7 +261,7 @@ class AsgiEdge:
         path = raw_path(scope)
         return next((p for p in self._protocols if p.owns(path)), self._protocols[0]).write_error
 
-    def _of_route(self, scope: Scope, error: HTTPException) -> Problem:
+    def _of_route(self, scope: Scope, error: HTTPException) -> HttpProblem:
         path = raw_path(scope)
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
@@ -286,5 +288,5 @@ def raw_path(scope: Scope) -> str:
 
 
 def _call(scope: Scope) -> RequestContext:
-    request_id = id_of(header(scope, b"x-request-id"))
+    request_id = request_id_of(header(scope, b"x-request-id"))
     return RequestContext(request_id, time.perf_counter(), RequestLog(scope["method"], raw_path(scope), request_id))

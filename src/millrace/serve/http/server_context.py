@@ -105,9 +105,9 @@ class Connections:
 
     def _end_refused(self) -> None:
         """One that was told, and is only listened to so that it hears it, makes place for one that was not."""
-        told = next((c for c in self._refused if c.is_refused), None) or next(iter(self._refused))
-        self.remove(told)
-        told.close_gracefully()
+        evicted = next((c for c in self._refused if c.is_refused), None) or next(iter(self._refused))
+        self.remove(evicted)
+        evicted.close_gracefully()
 
     def abort(self) -> None:
         """Whatever is still open, and all that is unread."""
@@ -315,21 +315,21 @@ class UnsentBytes:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.n_bytes = max_bytes, 0
 
-    def share(self) -> "UnsentBytesLease":
+    def lease(self) -> "UnsentBytesLease":
         return UnsentBytesLease(self)
 
 
 class UnsentBytesLease:
     """That of one answer."""
 
-    def __init__(self, of: UnsentBytes) -> None:
-        self._of, self._n_bytes = of, 0
+    def __init__(self, pool: UnsentBytes) -> None:
+        self._pool, self._n_bytes = pool, 0
 
     def add(self, n_bytes: int) -> None:
         """raises HttpError with 503 where that is too much beside others"""
         self._n_bytes += n_bytes
-        self._of.n_bytes += n_bytes
-        if self._of.n_bytes > self._of.max_bytes and self._of.n_bytes > self._n_bytes:
+        self._pool.n_bytes += n_bytes
+        if self._pool.n_bytes > self._pool.max_bytes and self._pool.n_bytes > self._n_bytes:
             what = "the answers that are being computed for others take all the memory for answers"
             mend = "come back later, or set stream to true"
             error = HttpError(503, "too_many_answers", what, "fewer large answers at a time", mend)
@@ -337,7 +337,7 @@ class UnsentBytesLease:
             raise error
 
     def release(self) -> None:
-        self._of.n_bytes -= self._n_bytes
+        self._pool.n_bytes -= self._n_bytes
         self._n_bytes = 0
 
 
@@ -373,7 +373,7 @@ class ServerContext:
 
         task.add_done_callback(done)
 
-    async def decoded(self, work: Callable[[], T], n_bytes: int) -> T:
+    async def decode_off_loop(self, work: Callable[[], T], n_bytes: int) -> T:
         """`work()` on a body of so many bytes, in a thread where they are many. raises as `off_loop`"""
         return await self._bodies.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
 

@@ -16,21 +16,21 @@ from msgspec import UNSET, inspect
 from millrace.errors import RequestError
 from millrace.serve.http.errors import not_yet
 from millrace.serve.llm.reasoning import wants_thoughts
-from millrace.serve.llm.unsupported_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAMES, asks_nothing, written
+from millrace.serve.llm.unsupported_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAMES, format_value, is_neutral
 
 MAX_NAME = 64  # characters of a name that is given back
 MAX_NAMES = 64  # that the header has at most
 MAX_UNKNOWN = 128  # fields of one object: comparing names takes time
 MAX_DIFFERENT = 1024  # different ones of one request
-_MOST_LETTERS = 2
+_MAX_EDITS = 2
 _SHORT, _SHORTEST = 5, 4  # letters of known names that may differ in one letter; shorter ones in none
 _PROMPTS, _SYSTEM = frozenset(["messages", "prompt", "input"]), frozenset(["system", "instructions"])
 _MEDIA = frozenset(["image", "images", "image_url", "audio", "input_audio", "video", "video_url", "file", "files"])
 
 
 def ignored_names(
-    given: Mapping[str, object],
-    known: Collection[str],
+    fields: Mapping[str, object],
+    known_names: Collection[str],
     where: str,
     param: str = "",
     harmless: set[str] | None = None,
@@ -43,20 +43,20 @@ def ignored_names(
     raises RequestError for a name that was probably meant to be a known one, or for too many of them
     """
     harmless = set() if harmless is None else harmless
-    unknown = [name for name in given if name not in known]
+    unknown = [name for name in fields if name not in known_names]
     if len(unknown) > MAX_UNKNOWN:
         what = f"{where or 'the request'} has {len(unknown)} unknown fields"
         raise RequestError(what, f"at most {MAX_UNKNOWN}", "leave them out", (param or where)[:100] or None)
-    ignored = [name for name in unknown if given[name] is not None]
+    ignored = [name for name in unknown if fields[name] is not None]
     for name in unknown:
         if name in harmless:
-            del given[name]  # type: ignore[attr-defined]
+            del fields[name]  # type: ignore[attr-defined]
             continue
-        if (meant := closest_name(name, known if useful is None else useful)) is not None:
+        if (meant := closest_name(name, known_names if useful is None else useful)) is not None:
             path = f"{where}.{name}" if where else name
             raise unknown_field(path, f'did you mean "{meant}"?', param=param)
         harmless.add(name)
-        del given[name]  # type: ignore[attr-defined]
+        del fields[name]  # type: ignore[attr-defined]
     if len(harmless) > MAX_DIFFERENT:
         what, expected = (
             f"the request has more than {MAX_DIFFERENT} different unknown fields",
@@ -81,27 +81,27 @@ def header_name(name: str) -> str:
     )
 
 
-def closest_name(name: str, known: Collection[str]) -> str | None:
+def closest_name(name: str, known_names: Collection[str]) -> str | None:
     """Return the known name that `name` differs from by two letters at most; of short ones by one, or none.
 
     Never by half of either or more.
     """
     if len(name) > MAX_NAME:
         return None
-    found = [
+    candidates = [
         (letters, other)
-        for other in known
-        if abs(len(other) - len(name)) <= _MOST_LETTERS
-        and len(set(name.casefold()) ^ set(other.casefold())) <= 2 * _MOST_LETTERS  # much faster than what follows
-        and (letters := _letters(name.casefold(), other.casefold())) <= _MOST_LETTERS
+        for other in known_names
+        if abs(len(other) - len(name)) <= _MAX_EDITS
+        and len(set(name.casefold()) ^ set(other.casefold())) <= 2 * _MAX_EDITS  # much faster than what follows
+        and (letters := _edit_distance(name.casefold(), other.casefold())) <= _MAX_EDITS
         and 2 * letters < min(len(name), len(other))
         and (letters <= 1 or len(other) > _SHORT)
         and (letters == 0 or len(other) >= _SHORTEST)
     ]
-    return min(found)[1] if found else None
+    return min(candidates)[1] if candidates else None
 
 
-def _letters(a: str, b: str) -> int:
+def _edit_distance(a: str, b: str) -> int:
     """Letters to add, remove, replace or swap with the next one, to get from a to b."""
     before: list[int] = []
     row = list(range(len(b) + 1))
@@ -131,12 +131,12 @@ class UnknownFields:
         self._kind, self._served, self._useful = kind, served, useful
         self._names, self._answers = names, answers
 
-    def taken_from(self, request: dict[str, object]) -> list[str]:
+    def remove_from(self, request: dict[str, object]) -> list[str]:
         """Remove what the struct does not have, also from structs within; return it. raises RequestError"""
-        known = self._kind.__struct_fields__
-        for name in [name for name in request if name not in known]:
+        field_names = self._kind.__struct_fields__
+        for name in [name for name in request if name not in field_names]:
             self._check(name, request)
-        ignored = ignored_names(request, known, "", useful=self._useful)
+        ignored = ignored_names(request, field_names, "", useful=self._useful)
         harmless: dict[type[msgspec.Struct], set[str]] = {}
         for name, value in request.items():
             for where, part, struct in _structs(_field_types(self._kind).get(name), value, name):
@@ -159,7 +159,7 @@ class UnknownFields:
                 continue
             if request[name] == request.get(theirs):  # some clients send all names of a field
                 return
-            if (ours not in _PROMPTS or name in _SYSTEM) and asks_nothing(request[name], CHANGING.get(ours, ())):
+            if (ours not in _PROMPTS or name in _SYSTEM) and is_neutral(request[name], CHANGING.get(ours, ())):
                 if "." not in theirs and request[name] and request.get(theirs) is None:
                     request[theirs] = request.pop(name)  # what is neutral may differ from the model's own default
                 return
@@ -184,9 +184,9 @@ def meanings(name: str) -> tuple[str, ...]:
 def check_changing(name: str, value: object, path: str) -> None:
     """raises RequestError if a field of this name and value would change the answer where it is supported"""
     neutral = CHANGING.get(name)
-    if neutral is None or asks_nothing(value, neutral):
+    if neutral is None or is_neutral(value, neutral):
         return
-    also = f", or with {' or '.join(map(written, neutral))}" if neutral else ""
+    also = f", or with {' or '.join(map(format_value, neutral))}" if neutral else ""
     raise RequestError(
         f"{path} is not supported here", f"a request without it{also}", f"leave it out{INSTEAD.get(name, '')}", path
     )
@@ -194,12 +194,12 @@ def check_changing(name: str, value: object, path: str) -> None:
 
 def check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
     """raises RequestError if it asks for what is not supported yet; neutral: values that do not"""
-    if value is not UNSET and not asks_nothing(value, neutral):
+    if value is not UNSET and not is_neutral(value, neutral):
         raise not_yet(name, _fix_hint(name, neutral))
 
 
 def _fix_hint(name: str, neutral: tuple[object, ...]) -> str:
-    values = " or ".join(map(written, neutral))
+    values = " or ".join(map(format_value, neutral))
     return "leave it out" + (f", or send {values}" if values else "") + INSTEAD.get(name, "")
 
 
@@ -222,9 +222,9 @@ def _structs(
 
 @cache
 def _field_types(kind: type[msgspec.Struct]) -> Mapping[str, inspect.Type]:
-    known = inspect.type_info(kind)
-    assert isinstance(known, inspect.StructType)
-    return {field.encode_name: _plain(field.type) for field in known.fields}
+    struct_type = inspect.type_info(kind)
+    assert isinstance(struct_type, inspect.StructType)
+    return {field.encode_name: _plain(field.type) for field in struct_type.fields}
 
 
 def _plain(kind: inspect.Type) -> inspect.Type:

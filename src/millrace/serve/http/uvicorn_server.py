@@ -19,11 +19,11 @@ from millrace.serve.settings import ServerSettings
 
 TICK_S = 0.1
 SWEEP_TICKS = 5
-FIRST_LOOK_S = 0.001  # at connections that were closed: most are gone at once
+FIRST_CHECK_S = 0.001  # at connections that were closed: most are gone at once
 MIN_FLUSH_S = 0.25  # for answers that are complete to reach their clients, at the end
 
 
-class Web(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """Signals are ours: uvicorn would raise them again after its shutdown, and the exit status would not be 0."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
@@ -31,10 +31,10 @@ class Web(uvicorn.Server):
         self._all_connections, self._ending = connections, asyncio.Event()
 
     @classmethod
-    def of(
+    def from_settings(
         cls, app: ASGIApp, settings: ServerSettings, max_connections: int | None,
-        shortcut: Callable[[], FastPath] | None = None,
-    ) -> "Web":  # fmt: skip
+        fast_path: Callable[[], FastPath] | None = None,
+    ) -> "UvicornServer":  # fmt: skip
         """max_connections: None for as many as there are files for; shortcut: what a connection asks before the app"""
         connections = Connections(
             ConnectionLimits(
@@ -43,7 +43,7 @@ class Web(uvicorn.Server):
                 max_unread_bytes=settings.max_unread_bytes,
             )
         )  # fmt: skip
-        http = functools.partial(Connection, connections, shortcut)
+        http = functools.partial(Connection, connections, fast_path)
         config = uvicorn.Config(
             app, interface="asgi3", loop="none", http=cast(type[asyncio.Protocol], http),  # uvicorn only calls it
             ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
@@ -74,7 +74,7 @@ class Web(uvicorn.Server):
             listener.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        pause_s = FIRST_LOOK_S
+        pause_s = FIRST_CHECK_S
         while (self.server_state.connections or self.server_state.tasks) and not self.force_exit:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, TICK_S)

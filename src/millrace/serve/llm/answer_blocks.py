@@ -19,7 +19,7 @@ class BlockKind(Enum):
 
 
 @dataclass(slots=True)
-class Block:
+class AnswerBlock:
     """name, call_id: of a call, whose text is its arguments' JSON"""
 
     index: int
@@ -37,10 +37,10 @@ class Block:
     def arguments(self) -> dict[str, Any]:
         """Of a call, for protocols that have objects only: what is none is handed on under a name of its own."""
         try:
-            given = json.loads(self.text)
+            arguments = json.loads(self.text)
         except (ValueError, RecursionError):
-            given = None
-        return given if isinstance(given, dict) else {"_not_an_object": self.text}
+            arguments = None
+        return arguments if isinstance(arguments, dict) else {"_not_an_object": self.text}
 
 
 class BlockEvent(Enum):
@@ -49,62 +49,62 @@ class BlockEvent(Enum):
     CLOSED = auto()
 
 
-Happening = tuple[BlockEvent, Block, str]  # the text that was added
+BlockChange = tuple[BlockEvent, AnswerBlock, str]  # the text that was added
 
 
 class Blocks:
     """Of one answer, as far as it has come."""
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
-        self.all: list[Block] = []
+        self.all: list[AnswerBlock] = []
         self._new_call_id = new_call_id
 
-    def add(self, said: ParsedDelta) -> Iterator[Happening]:
+    def add(self, delta: ParsedDelta) -> Iterator[BlockChange]:
         """What it does to the blocks. What goes on with a call comes before all else that was said with it."""
-        calls = said.calls
+        calls = delta.calls
         if calls and calls[0].name is None:
-            yield self._more(calls[0].arguments)
+            yield self._append(calls[0].arguments)
             calls = calls[1:]
-        for kind, text in ((BlockKind.REASONING, said.reasoning), (BlockKind.TEXT, said.content)):
+        for kind, text in ((BlockKind.REASONING, delta.reasoning), (BlockKind.TEXT, delta.content)):
             if text:
                 if self._open is None or self._open.kind is not kind:
                     yield from self._begin(kind)
-                yield self._more(text)
+                yield self._append(text)
         for part in calls:
             yield from self._begin(BlockKind.CALL, part)
             if part.arguments:
-                yield self._more(part.arguments)
+                yield self._append(part.arguments)
 
-    def take(self, said: ParsedDelta) -> None:
+    def push(self, delta: ParsedDelta) -> None:
         """`add` for whoever wants the blocks alone."""
-        for _ in self.add(said):
+        for _ in self.add(delta):
             pass
 
     def text(self, kind: BlockKind) -> str:
         """Of all blocks of a kind."""
         return "".join(block.text for block in self.all if block.kind is kind)
 
-    def calls(self) -> list[Block]:
+    def calls(self) -> list[AnswerBlock]:
         return [block for block in self.all if block.kind is BlockKind.CALL]
 
-    def close(self) -> Iterator[Happening]:
+    def close(self) -> Iterator[BlockChange]:
         """The answer is over, or another block begins."""
         if self._open is not None:
             self._open.closed = True
             yield BlockEvent.CLOSED, self.all[-1], ""
 
     @property
-    def _open(self) -> Block | None:
+    def _open(self) -> AnswerBlock | None:
         return self.all[-1] if self.all and not self.all[-1].closed else None
 
-    def _begin(self, kind: BlockKind, part: CallPart | None = None) -> Iterator[Happening]:
+    def _begin(self, kind: BlockKind, part: CallPart | None = None) -> Iterator[BlockChange]:
         yield from self.close()
-        block = Block(len(self.all), kind)
+        block = AnswerBlock(len(self.all), kind)
         if part is not None:
             block.name, block.call_id = part.name or "", self._new_call_id()
         self.all.append(block)
         yield BlockEvent.OPENED, block, ""
 
-    def _more(self, text: str) -> Happening:
+    def _append(self, text: str) -> BlockChange:
         self.all[-1].pieces.append(text)
         return BlockEvent.ADDED, self.all[-1], text

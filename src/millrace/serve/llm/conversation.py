@@ -28,10 +28,10 @@ class Rendering:
     thinking: Thinking | None = None
 
 
-PLAINLY = Rendering()
+DEFAULT_RENDERING = Rendering()
 
 
-class AsksRendering(Protocol):
+class RenderingFields(Protocol):
     """A request with these fields, and those of `reasoning.py`."""
 
     add_generation_prompt: bool | None
@@ -43,10 +43,10 @@ class AsksRendering(Protocol):
     def messages(self) -> Sequence[Message] | None: ...
 
 
-def rendering_of(asked: AsksRendering) -> Rendering:
+def rendering_of(request: RenderingFields) -> Rendering:
     """raises RequestError where they contradict one another"""
-    opens, prefixed = asked.add_generation_prompt, prefixed_by(asked.messages or ())
-    continued = asked.continue_final_message
+    opens, prefixed = request.add_generation_prompt, prefixed_by(request.messages or ())
+    continued = request.continue_final_message
     if prefixed and continued is False:
         raise RequestError(
             f"{prefixed} is true, and continue_final_message is false", "one of them", "leave one out",
@@ -58,9 +58,9 @@ def rendering_of(asked: AsksRendering) -> Rendering:
             f"{prefixed or 'continue_final_message'} and add_generation_prompt are both true",
             "one of them: an answer begins once", "leave add_generation_prompt out", "continue_final_message",
         )  # fmt: skip
-    extra = asked.chat_template_kwargs or {}
+    extra = request.chat_template_kwargs or {}
     opens = opens is not False and not continued
-    return Rendering(extra, opens, continued, bool(asked.add_special_tokens), thinking_of(asked))
+    return Rendering(extra, opens, continued, bool(request.add_special_tokens), thinking_of(request))
 
 
 def prefixed_by(messages: Sequence[Message]) -> str:
@@ -83,9 +83,9 @@ def prefixed_by(messages: Sequence[Message]) -> str:
     return ""
 
 
-def continue_last_assistant_message(rendering: Rendering, said: Sequence[Message]) -> Rendering:
+def continue_last_assistant_message(rendering: Rendering, messages: Sequence[Message]) -> Rendering:
     """Where the assistant said the last, the answer goes on with it: as Anthropic's and Ollama's clients mean it."""
-    last = said[-1] if said else None
+    last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.tool_calls or not isinstance(last.content, str):
         return rendering
     return replace(rendering, opens=False, continued=True)
@@ -101,7 +101,7 @@ class Conversation:
     params: SamplingParams
     terms: RequestOptions = FREELY
     tools: Tools | None = None
-    rendering: Rendering = PLAINLY
+    rendering: Rendering = DEFAULT_RENDERING
     whole_bytes: int | None = None
     capped: bool = False
 

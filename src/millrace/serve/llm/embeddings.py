@@ -135,32 +135,32 @@ class EncoderBackend(Backend):
         return self._stuck
 
 
-async def embeddings(backend: EncoderBackend, call: RequestContext, asked: EmbeddingRequest) -> ASGIApp:
+async def embeddings(backend: EncoderBackend, call: RequestContext, request: EmbeddingRequest) -> ASGIApp:
     """A vector for each text of the request, in their order. raises MillraceError"""
-    _check(asked, backend)
-    special, cut = asked.add_special_tokens is not False, asked.truncate_prompt_tokens
-    texts = await token_ids(backend, asked.input, "input", special, cut)
-    in_base64 = asked.encoding_format == "base64"
-    drop_large_fields(asked)
+    _check(request, backend)
+    special, cut = request.add_special_tokens is not False, request.truncate_prompt_tokens
+    texts = await token_ids(backend, request.input, "input", special, cut)
+    in_base64 = request.encoding_format == "base64"
+    drop_large_fields(request)
     n_tokens = sum(map(len, texts))
     call.log.prompt_tokens = n_tokens
-    held = backend.unsent.share()
+    lease = backend.unsent.lease()
     try:
-        held.add(len(texts) * backend.limits.width * FLOAT_BYTES)
-        vectors = shorten(await backend.vectors(texts), asked.dimensions)
+        lease.add(len(texts) * backend.limits.width * FLOAT_BYTES)
+        vectors = shorten(await backend.vectors(texts), request.dimensions)
         reply = EmbeddingReply(f"embd-{call.id}", int(time.time()), call.model, [], EmbeddingUsage(n_tokens, n_tokens))
 
-        def written() -> bytes:
+        def encode_reply() -> bytes:
             reply.data = [Embedding(i, _base64(v) if in_base64 else v.tolist()) for i, v in enumerate(vectors)]
             return msgspec.json.encode(reply)
 
-        content = await backend.off_loop(vectors.size > LARGE, written)
+        content = await backend.off_loop(vectors.size > LARGE, encode_reply)
     finally:
-        held.release()
-    return replied(backend, call, content)
+        lease.release()
+    return finish_reply(backend, call, content)
 
 
-def replied(backend: EncoderBackend, call: RequestContext, content: bytes) -> Response:
+def finish_reply(backend: EncoderBackend, call: RequestContext, content: bytes) -> Response:
     backend.metrics.e2e.observe(time.perf_counter() - call.arrived_s)
     backend.metrics.prompt_tokens.observe(call.log.prompt_tokens or 0)
     return Response(content, media_type="application/json")
@@ -170,39 +170,41 @@ def _base64(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
     return binascii.b2a_base64(vector.astype("<f4").tobytes(), newline=False).decode()
 
 
-def _check(asked: EmbeddingRequest, backend: EncoderBackend) -> None:
+def _check(request: EmbeddingRequest, backend: EncoderBackend) -> None:
     """What does not depend on the texts. raises RequestError"""
-    if asked.encoding_format not in (None, *FORMATS):
+    if request.encoding_format not in (None, *FORMATS):
         raise RequestError(
-            f"encoding_format is {asked.encoding_format!r:.60}", '"float" or "base64"', "choose one of them",
+            f"encoding_format is {request.encoding_format!r:.60}", '"float" or "base64"', "choose one of them",
             "encoding_format",
         )  # fmt: skip
-    check_dimensions(asked.dimensions, backend.limits.width, backend.model.matryoshka)
+    check_dimensions(request.dimensions, backend.limits.width, backend.model.matryoshka)
 
 
 async def token_ids(
-    backend: EncoderBackend, asked: TextsOrIds, field: str, special: bool = True, truncate: int | None = None
+    backend: EncoderBackend, value: TextsOrIds, field: str, special: bool = True, truncate: int | None = None
 ) -> list[Ids]:
     """Of each text, checked. field: of the request, as errors name it. raises RequestError, BusyError"""
     limits = backend.limits
-    most = truncation(truncate, limits.max_context)
-    given = texts_or_ids(asked, field)
-    if len(given) > MAX_INPUTS:
-        raise RequestError(f"{field} has {len(given)} texts", f"at most {MAX_INPUTS}", "send several requests", field)
-    texts = [text for text in given if isinstance(text, str)]
-    found = await backend.texts.encode(texts, special) if texts else [ids for ids in given if isinstance(ids, list)]
+    max_tokens = truncation(truncate, limits.max_context)
+    inputs = texts_or_ids(value, field)
+    if len(inputs) > MAX_INPUTS:
+        raise RequestError(f"{field} has {len(inputs)} texts", f"at most {MAX_INPUTS}", "send several requests", field)
+    texts = [text for text in inputs if isinstance(text, str)]
+    encoded = await backend.texts.encode(texts, special) if texts else [ids for ids in inputs if isinstance(ids, list)]
 
     around = backend.model.tokenizer.special_around if texts and special else (0, 0)
 
-    def checked() -> list[Ids]:
-        kept: list[Ids] = []
-        for i, ids in enumerate(found):
-            cut = ids if most is None else truncated(ids, most, around)
-            kept.append(checked_ids(cut, limits, f"{field} {i}" if len(found) > 1 else f"the {field}", field))
-        return kept
+    def check_all() -> list[Ids]:
+        checked_ids_of_texts: list[Ids] = []
+        for i, ids in enumerate(encoded):
+            cut = ids if max_tokens is None else truncated(ids, max_tokens, around)
+            checked_ids_of_texts.append(
+                checked_ids(cut, limits, f"{field} {i}" if len(encoded) > 1 else f"the {field}", field)
+            )
+        return checked_ids_of_texts
 
-    n_ids = sum(map(len, found))
-    return await backend.off_loop(n_ids > LARGE, checked)
+    n_ids = sum(map(len, encoded))
+    return await backend.off_loop(n_ids > LARGE, check_all)
 
 
 def _retry_after_s(stats: EncoderStats) -> float:

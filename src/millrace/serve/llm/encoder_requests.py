@@ -10,7 +10,7 @@ from millrace.serve.llm.unsupported_fields import EMBEDDING_NOT_YET, HARMLESS, I
 
 class EmbeddingRequest(Body, kw_only=True):
     NOT_YET: ClassVar = EMBEDDING_NOT_YET
-    OTHERS: ClassVar = HARMLESS | IGNORED
+    IGNORED_FIELDS: ClassVar = HARMLESS | IGNORED
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     input: Annotated[
@@ -32,7 +32,7 @@ class EmbeddingRequest(Body, kw_only=True):
 
 class ScoreRequest(Body, kw_only=True):
     NOT_YET: ClassVar = NEARNESS_NOT_YET
-    OTHERS: ClassVar = HARMLESS | IGNORED
+    IGNORED_FIELDS: ClassVar = HARMLESS | IGNORED
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     text_1: Annotated[str | list[str], described("a text, which meets every one of text_2, or as many as these")]
@@ -48,7 +48,7 @@ class Document(Struct, forbid_unknown_fields=True, gc=False):
 
 class RerankRequest(Body, kw_only=True):
     NOT_YET: ClassVar = NEARNESS_NOT_YET
-    OTHERS: ClassVar = (HARMLESS | IGNORED) - {"top_n"}
+    IGNORED_FIELDS: ClassVar = (HARMLESS | IGNORED) - {"top_n"}
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     query: Annotated[str, described("a text")]

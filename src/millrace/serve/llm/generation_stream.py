@@ -31,12 +31,12 @@ from millrace.runtime.request.sampling_params import (
     with_length,
 )
 from millrace.runtime.service import RequestHandle
-from millrace.serve.http.errors import GenerationFailedError, Problem
-from millrace.serve.http.http_request import EVENT_STREAM, UNHELD, RequestContext
+from millrace.serve.http.errors import GenerationFailedError, HttpProblem
+from millrace.serve.http.http_request import EVENT_STREAM, UNBUFFERED, RequestContext
 from millrace.serve.http.server_context import LARGE, LARGE_BODY, LARGE_RESUME, LARGE_STEP
 from millrace.serve.llm.conversation import Conversation
 from millrace.serve.llm.language_model import TextBackend
-from millrace.serve.llm.logprobs import check_whole
+from millrace.serve.llm.logprobs import check_reply_bytes
 from millrace.serve.llm.output_parsing import PLAIN_TEXT, OutputReaderFactory
 from millrace.serve.llm.reasoning import FIELDS
 from millrace.serve.llm.request_types import StreamOptions
@@ -63,18 +63,18 @@ class GenerationStream:
         params: SamplingParams,
         call: RequestContext,
         backend: TextBackend,
-        heard: OutputReaderFactory,
+        readers: OutputReaderFactory,
     ) -> None:
         """heard: how its answers are read"""
         self.handle = handle
         self.params = params
         n = len(handle.requests) * params.n
-        self._readers = None if heard.new_reader is None else [heard.new_reader() for _ in range(n)]
-        self._known = backend.model.metadata
+        self._readers = None if readers.new_reader is None else [readers.new_reader() for _ in range(n)]
+        self._metadata = backend.model.metadata
         self._digests: list[hashlib.blake2b] = []  # of each choice's tokens, for a receipt
         self.new_call_id = short_call_id if backend.speech_for(True).calls.short_ids else call_id
         self._call, self._metrics = call, backend.metrics
-        self._held = backend.unsent.share()
+        self._unsent = backend.unsent.lease()
         self._n_generated = [0] * self.n_choices
         self._last_s: dict[int, float] = {}  # when each choice last got a token
         self._first_token_seen = False
@@ -113,11 +113,11 @@ class GenerationStream:
         return usage_of(len(request.prompt), self._n_generated[choice], request.n_cached, n_thought)
 
     @property
-    def asked(self) -> SeedEcho:
+    def seed_echo(self) -> SeedEcho:
         seeds = [request.resolved.seed for request in self.handle.requests]
         if self._digests:
             (request,) = self.handle.requests
-            engine, isa = (str(self._known.get(name, "")) for name in ("engine", "isa"))
+            engine, isa = (str(self._metadata.get(name, "")) for name in ("engine", "isa"))
             answers = [digest.hexdigest() for digest in self._digests]
             path, prompt = self._call.log.path, digest_of(request.prompt)
             return SeedEcho(seeds[0], receipt=Receipt(path, __version__, engine, isa, seeds[0], prompt, answers))
@@ -135,7 +135,7 @@ class GenerationStream:
 
     def reserve_unsent_bytes(self, n_bytes: int) -> None:
         """Of log probabilities, until this is left. raises HttpError with 503 where all answers' are too many"""
-        self._held.add(n_bytes)
+        self._unsent.add(n_bytes)
 
     def is_expensive_to_encode(self, deltas: list[Delta]) -> bool:
         """Naming their tokens takes more than about a millisecond."""
@@ -146,7 +146,7 @@ class GenerationStream:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._held.release()
+        self._unsent.release()
         self.handle.cancel()
         self._record_metrics()
 
@@ -220,31 +220,37 @@ def short_call_id() -> str:
     return uuid.uuid4().hex[:9]
 
 
-def ignore_thinking(backend: TextBackend, call: RequestContext, asked: object) -> None:
+def ignore_thinking(backend: TextBackend, call: RequestContext, request: object) -> None:
     """List the fields about thoughts as ignored if the model has none."""
-    if backend.texts.never_thinks and (given := [name for name in FIELDS if getattr(asked, name) is not None]):
-        call.ignored = tuple(sorted({*call.ignored, *given}))
+    if backend.texts.never_thinks and (ignored := [name for name in FIELDS if getattr(request, name) is not None]):
+        call.ignored = tuple(sorted({*call.ignored, *ignored}))
 
 
-async def start_chat_generation(backend: TextBackend, call: RequestContext, asked: Conversation) -> GenerationStream:
+async def start_chat_generation(
+    backend: TextBackend, call: RequestContext, conversation: Conversation
+) -> GenerationStream:
     """Have a conversation answered; its answers are read by `GenerationStream.parse_delta`. raises MillraceError"""
-    tools, params = asked.tools, asked.params
+    tools, params = conversation.tools, conversation.params
     speech = backend.speech_for(tools is not None)
     specs = tools.specs if tools else ()
-    ids = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
+    ids = await backend.texts.encode_chat(
+        conversation.messages, conversation.rendering, tools=specs, body_bytes=call.body_bytes
+    )
     prompt = list(ids)
-    begun = asked.answer_prefix if asked.rendering.continued else ""
-    asked.messages = ()  # they may be many times the body, and the answer may take minutes
-    params = capped(params, len(prompt), backend.model.engine.limits.context_tokens) if asked.capped else params
+    begun = conversation.answer_prefix if conversation.rendering.continued else ""
+    conversation.messages = ()  # they may be many times the body, and the answer may take minutes
+    params = capped(params, len(prompt), backend.model.engine.limits.context_tokens) if conversation.capped else params
     check_context(len(prompt), params.max_tokens, backend.model.engine.limits.context_tokens, "messages")
     if tools is None and speech.thoughts is None:
-        return await submit_prompts(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
+        return await submit_prompts(
+            backend, [prompt], params, call, conversation.terms, whole_bytes=conversation.whole_bytes
+        )
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
     params = await backend.off_loop(is_large, partial(speech.params, params, tools))
-    heard = speech.heard(tools, speech.place(prompt, begun), params.structured_outputs is not None)
-    asked.tools = None  # of them names are enough from here on
+    readers = speech.reader_factory(tools, speech.reasoning_state(prompt, begun), params.structured_outputs is not None)
+    conversation.tools = None  # of them names are enough from here on
     return await submit_prompts(
-        backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard
+        backend, [prompt], params, call, conversation.terms, whole_bytes=conversation.whole_bytes, readers=readers
     )
 
 
@@ -257,7 +263,7 @@ async def submit_prompts(
     *,
     continues: bool = False,
     whole_bytes: int | None = None,
-    heard: OutputReaderFactory = PLAIN_TEXT,
+    readers: OutputReaderFactory = PLAIN_TEXT,
 ) -> GenerationStream:
     """Submit all prompts, or none.
 
@@ -268,27 +274,27 @@ async def submit_prompts(
     raises RequestError, BusyError
     """
     engine, context = backend.model.engine, backend.model.engine.limits.context_tokens
-    each = [with_length(params, len(prompt), context) if continues else params for prompt in prompts]
+    own_params = [with_length(params, len(prompt), context) if continues else params for prompt in prompts]
     if whole_bytes is not None and params.logprobs is not None:
         n_tokens = params.n * sum(
             (own.max_tokens or max(0, context - len(prompt))) + (len(prompt) if own.prompt_logprobs is not None else 0)
-            for own, prompt in zip(each, prompts, strict=True)
+            for own, prompt in zip(own_params, prompts, strict=True)
         )
-        check_whole(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes, params.n)
+        check_reply_bytes(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes, params.n)
     stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
-    matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), heard.thoughts)
+    matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), readers.thoughts)
     if call.tenant and not terms.claim.tenant:
         terms = replace(terms, claim=replace(terms.claim, tenant=call.tenant))
     if call.tenant and not backend.settings.share_prefix_cache:
         terms = replace(terms, cache=replace(terms.cache, salt=_salt_of(call.tenant, terms.cache.salt)))
     if not terms.delivered:
         return GenerationStream(
-            engine.submit(prompts, each, call.id, stops, terms, matchers), params, call, backend, heard
+            engine.submit(prompts, own_params, call.id, stops, terms, matchers), params, call, backend, readers
         )
-    prepare = partial(engine.prepare, prompts, each, call.id, stops, terms, matchers)
+    prepare = partial(engine.prepare, prompts, own_params, call.id, stops, terms, matchers)
     handle = await backend.off_loop(sum(map(len, terms.delivered)) > LARGE_RESUME, prepare)
     engine.queue(handle)
-    return GenerationStream(handle, params, call, backend, heard)
+    return GenerationStream(handle, params, call, backend, readers)
 
 
 def _salt_of(tenant: str, salt: str) -> str:
@@ -309,16 +315,18 @@ def _merge_deltas(a: Delta, b: Delta) -> Delta:
         index=a.index,
         text=a.text + b.text,
         token_ids=a.token_ids + b.token_ids,
-        logprobs=_both(a.logprobs, b.logprobs),
+        logprobs=_concat_logprobs(a.logprobs, b.logprobs),
         finish_reason=b.finish_reason,
         stop_reason=b.stop_reason,
         error=b.error,
         fault=b.fault,
-        prompt_logprobs=_both(a.prompt_logprobs, b.prompt_logprobs),
+        prompt_logprobs=_concat_logprobs(a.prompt_logprobs, b.prompt_logprobs),
     )
 
 
-def _both(a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | None) -> tuple[TokenLogprobs, ...] | None:
+def _concat_logprobs(
+    a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | None
+) -> tuple[TokenLogprobs, ...] | None:
     return None if a is None and b is None else (a or ()) + (b or ())
 
 
@@ -327,7 +335,7 @@ class StreamFraming:
     """How a protocol writes a stream. failed: of an answer that cannot be finished; end: behind everything"""
 
     content_type: bytes
-    failed: Callable[[Problem], bytes]
+    failed: Callable[[HttpProblem], bytes]
     end: bytes = b""
 
 
@@ -339,19 +347,19 @@ log = logging.getLogger(__name__)
 class StreamUsage:
     """What a stream says of its usage: nothing, or null until its last event, or the numbers so far in every event."""
 
-    def __init__(self, asked: StreamOptions | None, generation: GenerationStream) -> None:
-        self.at_end = asked is not None and bool(asked.include_usage)
-        self.always = self.at_end and asked is not None and bool(asked.continuous_usage_stats)
+    def __init__(self, options: StreamOptions | None, generation: GenerationStream) -> None:
+        self.at_end = options is not None and bool(options.include_usage)
+        self.always = self.at_end and options is not None and bool(options.continuous_usage_stats)
         self._generation = generation
 
-    def of(self, choice: int) -> Usage | UnsetType | None:
+    def for_choice(self, choice: int) -> Usage | UnsetType | None:
         """For an event about that choice."""
         if not self.at_end:
             return UNSET
         return self._generation.usage_so_far(choice) if self.always else None
 
 
-def events(replies: Iterable[msgspec.Struct]) -> bytes:
+def encode_events(replies: Iterable[msgspec.Struct]) -> bytes:
     """Each reply as one event."""
     return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
 
@@ -367,12 +375,12 @@ class TextDeltaEncoder:
     def event(self, choice: int, text: str) -> bytes:
         around = self._around.get(choice)
         if around is None:  # within a string of JSON no quote stands without a backslash: the first is the field
-            before, _, after = events([self._empty(choice)]).partition(self._field)
+            before, _, after = encode_events([self._empty(choice)]).partition(self._field)
             around = self._around[choice] = before + self._field[:-2], after
         return around[0] + _ENCODER.encode(text) + around[1]
 
 
-def named_event(name: str, reply: msgspec.Struct) -> bytes:
+def encode_named_event(name: str, reply: msgspec.Struct) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(reply) + b"\n\n"
 
 
@@ -387,19 +395,24 @@ class EventStream:
         self,
         generation: GenerationStream,
         blocks: AsyncIterator[bytes],
-        form: StreamFraming = EVENTS,
+        framing: StreamFraming = EVENTS,
         *,
-        goes_on: bool = False,
+        outlives_connection: bool = False,
     ) -> None:
         """goes_on: somebody else sees to the generation, whatever becomes of this connection"""
-        self._generation, self._blocks, self._form, self._goes_on = generation, blocks, form, goes_on
+        self._generation, self._blocks, self._framing, self._outlives_connection = (
+            generation,
+            blocks,
+            framing,
+            outlives_connection,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-        headers = [(b"content-type", self._form.content_type), *UNHELD]
-        async with contextlib.nullcontext() if self._goes_on else self._generation:
+        headers = [(b"content-type", self._framing.content_type), *UNBUFFERED]
+        async with contextlib.nullcontext() if self._outlives_connection else self._generation:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for block in self._blocks:
@@ -407,5 +420,5 @@ class EventStream:
                         await send({"type": "http.response.body", "body": block, "more_body": True})
             except GenerationFailedError as error:
                 log.log(error.log_level, "answer %s failed: %s", self._generation.handle.request_id, error)
-                await write(self._form.failed(error.problem))
-        await write(self._form.end, more=False)
+                await write(self._framing.failed(error.problem))
+        await write(self._framing.end, more=False)

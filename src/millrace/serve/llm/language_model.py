@@ -33,7 +33,7 @@ from millrace.runtime.structured_output.grammar import Matcher, ReasoningSpan
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.server_context import BoundedExecutor, ServerContext
-from millrace.serve.llm.conversation import PLAINLY, Rendering
+from millrace.serve.llm.conversation import DEFAULT_RENDERING, Rendering
 from millrace.serve.llm.logprobs import Echo
 from millrace.serve.llm.output_parsing import OutputFormat
 from millrace.serve.llm.prompt_warmup import WarmPrompt, warm_prefix_cache
@@ -79,7 +79,7 @@ class TextProcessor:
         self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
 
     async def encode(
-        self, texts: Sequence[str], add_special_tokens: bool, bounded_as: str | None = None
+        self, texts: Sequence[str], add_special_tokens: bool, bounded_field: str | None = None
     ) -> list[Sequence[int]]:
         """Tokens of each text.
 
@@ -92,17 +92,17 @@ class TextProcessor:
         encoder = self._medium if n <= LONG_CHARACTERS else self._long if n <= VERY_LONG_CHARACTERS else self._very_long
 
         def work() -> list[Sequence[int]]:
-            if bounded_as is not None and n > LONG_CHARACTERS:
+            if bounded_field is not None and n > LONG_CHARACTERS:
                 for text in texts:
-                    self._least.check(text, bounded_as)
+                    self._least.check(text, bounded_field)
             return [encoder.encode(text, add_special_tokens) for text in texts]
 
         return await encoder.lane.run(work, n)
 
     def pause_workers_while_stepping(self, on_all_cores: bool) -> None:
         """From the engine's thread: long texts wait meanwhile."""
-        self._long.hold(on_all_cores)
-        self._very_long.hold(on_all_cores)
+        self._long.pause(on_all_cores)
+        self._very_long.pause(on_all_cores)
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """raises BusyError"""
@@ -110,7 +110,7 @@ class TextProcessor:
             return self.tokenizer.decode(ids, skip_special_tokens)
         return await self._decoding.run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
 
-    async def echo(self, said: str | Sequence[int], ids: Sequence[int], special: bool, skip: bool) -> Echo:
+    async def echo(self, prompt: str | Sequence[int], ids: Sequence[int], special: bool, skip: bool) -> Echo:
         """A prompt as it was said, a text or its tokens, to be given back.
 
         special: special tokens were put around a text. skip: those of token ids are not shown
@@ -119,16 +119,16 @@ class TextProcessor:
         tokenizer = self.tokenizer
 
         def work() -> Echo:
-            if not isinstance(said, str):
+            if not isinstance(prompt, str):
                 return Echo.of_ids(tokenizer, ids, skip)
-            return Echo.of_text(tokenizer, said, ids, tokenizer.special_around if special else (0, 0))
+            return Echo.of_text(tokenizer, prompt, ids, tokenizer.special_around if special else (0, 0))
 
         return work() if len(ids) <= SHORT_CHARACTERS else await self._decoding.run(work)
 
     async def encode_chat(
         self,
         messages: Sequence[Message],
-        rendering: Rendering = PLAINLY,
+        rendering: Rendering = DEFAULT_RENDERING,
         *,
         tools: Sequence[Mapping[str, object]] = (),
         body_bytes: int = 0,
@@ -190,9 +190,9 @@ class _Encoder:
             refusal.headers["retry-after"] = "10"
             raise refusal from None
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         if self._process is not None:
-            self._process.hold(held)
+            self._process.hold(paused)
 
 
 def _make_encoder(tokenizer: Tokenizer, folder: Path | None, name: str, max_pending: int) -> _Encoder:
@@ -321,17 +321,17 @@ class TextBackend(Backend):
         return self.texts.speech_of_tools if has_tools else self.texts.speech
 
     async def matchers(
-        self, asked: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
+        self, constraint: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
     ) -> Sequence[Matcher]:
         """Compile for n answers, beside event loop and engine. raises RequestError, BusyError, MachineError
 
         thoughts: what may go before each
         """
-        if asked is None:
+        if constraint is None:
             return ()
         grammars = self.model.engine.grammars
-        lane = self._grammars if asked.is_short else self._long_grammars
-        return await lane.run(lambda: grammars.matchers(asked, n, thoughts))
+        lane = self._grammars if constraint.is_short else self._long_grammars
+        return await lane.run(lambda: grammars.matchers(constraint, n, thoughts))
 
     def start(self) -> None:
         self.model.engine.start(self.texts.pause_workers_while_stepping)
@@ -361,8 +361,8 @@ class TextBackend(Backend):
         if clock is not None:
             yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
         profile, steps = self.model.profile, tuple(self.model.engine.loop.history.steps)
-        if profile is not None and (seen := predicted_vs_measured(profile, steps)) is not None:
-            yield from step_metrics(self.model.name, *seen)
+        if profile is not None and (comparison := predicted_vs_measured(profile, steps)) is not None:
+            yield from step_metrics(self.model.name, *comparison)
 
     async def abort(self, within_s: float) -> None:
         await self.model.engine.close(within_s)

@@ -61,9 +61,9 @@ class Echo:
         for i, token_id in enumerate(ids):
             if i in shown and token_id in spelled:
                 spelling = tokenizer.token_text(token_id)
-                if (found := text.find(spelling, spelled_to)) >= 0:
-                    offsets[n_settled:] = [min(offset, found) for offset in offsets[n_settled:]]
-                    at, spelled_to, n_settled = found, found + len(spelling), len(offsets) + 1
+                if (position := text.find(spelling, spelled_to)) >= 0:
+                    offsets[n_settled:] = [min(offset, position) for offset in offsets[n_settled:]]
+                    at, spelled_to, n_settled = position, position + len(spelling), len(offsets) + 1
                 else:
                     spelled.remove(token_id)  # the unknown token: a text is not searched for it again and again
             offsets.append(at)
@@ -133,7 +133,7 @@ class ContentLogprobs:
         self._n_content = 0  # of them, where all is content
         self._tokens = deque[tuple[int, int, TokenLogprobs]]()  # not settled: where each begins and ends
 
-    def take(self, delta: Delta, said: ParsedDelta) -> list[TokenLogprobs]:
+    def take(self, delta: Delta, parsed: ParsedDelta) -> list[TokenLogprobs]:
         """Those of `said.content`, which is what was read from this delta; each delta once, in order."""
         tokens = delta.logprobs or ()
         if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
@@ -143,17 +143,17 @@ class ContentLogprobs:
             self._n_text += len(self._detokenizer.push((token.token_id,)))
             self._tokens.append((begin, self._n_text, token))
         own: list[TokenLogprobs] = []
-        for begin, end in self._spans(said):
+        for begin, end in self._spans(parsed):
             self._leave(begin)
             while self._tokens and self._tokens[0][0] < end:
                 own.append(self._tokens.popleft()[2])
-        self._leave(said.n_settled)
+        self._leave(parsed.n_settled)
         return own
 
-    def _spans(self, said: ParsedDelta) -> Sequence[tuple[int, int]]:
-        if said.spans is not None:
-            return said.spans
-        begin, self._n_content = self._n_content, self._n_content + len(said.content)
+    def _spans(self, parsed: ParsedDelta) -> Sequence[tuple[int, int]]:
+        if parsed.spans is not None:
+            return parsed.spans
+        begin, self._n_content = self._n_content, self._n_content + len(parsed.content)
         return [(begin, self._n_content)]
 
     def _leave(self, at: int) -> None:
@@ -180,13 +180,13 @@ class JsonList:
         """For a reply that is encoded, while more may come."""
         return cast(list[Any], msgspec.Raw(self._json + b"]"))
 
-    def whole(self) -> list[Any]:
+    def finish(self) -> list[Any]:
         """For a reply that is encoded. Nothing can be added afterwards."""
         self._json += b"]"
         return cast(list[Any], msgspec.Raw(self._json))
 
 
-class WholeChat:
+class CollectedChatLogprobs:
     """The log probabilities of one choice of a chat."""
 
     def __init__(self) -> None:
@@ -196,11 +196,11 @@ class WholeChat:
         """Bytes added."""
         return self._content.extend(piece.content)
 
-    def whole(self) -> ChatLogprobs:
-        return ChatLogprobs(self._content.whole())
+    def finish(self) -> ChatLogprobs:
+        return ChatLogprobs(self._content.finish())
 
 
-class WholeCompletion:
+class CollectedCompletionLogprobs:
     """The log probabilities of one choice of a completion."""
 
     def __init__(self) -> None:
@@ -217,27 +217,27 @@ class WholeCompletion:
             n_bytes += self._top.extend(piece.top_logprobs)
         return n_bytes
 
-    def whole(self) -> CompletionLogprobs:
-        top = self._top.whole() if self._with_top else None
-        return CompletionLogprobs(self._tokens.whole(), self._logprobs.whole(), top, self._offsets.whole())
+    def finish(self) -> CompletionLogprobs:
+        top = self._top.finish() if self._with_top else None
+        return CompletionLogprobs(self._tokens.finish(), self._logprobs.finish(), top, self._offsets.finish())
 
 
 def _number(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int, n: int) -> None:
+def check_reply_bytes(n_tokens: int, n_top: int, bytes_per_logprob: int, max_bytes: int, n: int) -> None:
     """Before an answer of so many tokens is computed that nobody could be sent. raises RequestError
 
     Of its log probabilities only: its text is a small part of them. n: as it was asked; not all protocols have it
     """
-    n_bytes = n_tokens * (1 + n_top) * bytes_each
-    if n_bytes > most_bytes:
+    n_bytes = n_tokens * (1 + n_top) * bytes_per_logprob
+    if n_bytes > max_bytes:
         fields = "n, max_tokens" if n > 1 else "max_tokens"
         raise RequestError(
             f"an answer of {n_tokens} tokens, with {1 + n_top} log probabilities for each, "
             f"is some {n_bytes // 2**20} MiB",
-            f"at most {most_bytes // 2**20} MiB in one piece",
+            f"at most {max_bytes // 2**20} MiB in one piece",
             f"lower {fields} or the number of log probabilities, or have a chat or completion streamed",
             param="logprobs",
         )

@@ -21,12 +21,12 @@ class Matryoshka:
     dimensions: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, folder: Path) -> "Matryoshka | None":
+    def from_folder(cls, folder: Path) -> "Matryoshka | None":
         """Read config.json of an engine or a checkpoint; None if the model has vectors of one length only."""
         config = read_json_object(folder / "config.json")
-        given = config.get("matryoshka_dimensions")
-        if isinstance(given, list) and given and all(type(n) is int and n > 0 for n in given):
-            return cls(tuple(sorted(set(given))))
+        dimensions = config.get("matryoshka_dimensions")
+        if isinstance(dimensions, list) and dimensions and all(type(n) is int and n > 0 for n in dimensions):
+            return cls(tuple(sorted(set(dimensions))))
         return cls() if config.get("is_matryoshka") is True else None
 
 

@@ -24,8 +24,8 @@ class CollectedChoice:
         return self.last
 
 
-async def whole_answer(
-    generation: GenerationStream, backend: TextBackend, named: Callable[[Delta], int] = lambda delta: 0
+async def collect_answer(
+    generation: GenerationStream, backend: TextBackend, encode_logprobs: Callable[[Delta], int] = lambda delta: 0
 ) -> list[CollectedChoice]:
     """All choices, complete; gathered in a thread where that would hold up the event loop.
 
@@ -37,9 +37,9 @@ async def whole_answer(
     def take(deltas: list[Delta]) -> int:
         n_bytes = 0
         for delta in deltas:
-            choices[delta.index].blocks.take(generation.parse_delta(delta))
+            choices[delta.index].blocks.push(generation.parse_delta(delta))
             choices[delta.index].last = delta
-            n_bytes += named(delta)
+            n_bytes += encode_logprobs(delta)
         return n_bytes
 
     async for deltas in generation:

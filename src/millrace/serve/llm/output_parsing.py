@@ -80,8 +80,8 @@ class OutputParser:
         """What it adds to the parts of the answer; each delta once, in order."""
         if self._thoughts is not None:
             self._thoughts.take(delta.token_ids)
-        said = self._reader.push(delta.text)
-        return said if delta.finish_reason is None else joined(said, self._reader.flush())
+        parsed = self._reader.push(delta.text)
+        return parsed if delta.finish_reason is None else joined(parsed, self._reader.flush())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class OutputFormat:
         token = self._id(text)
         return token if token in self._tokenizer.special_ids else None
 
-    def place(self, prompt: list[int], begun: str) -> ReasoningState:
+    def reasoning_state(self, prompt: list[int], begun: str) -> ReasoningState:
         """As to the model's thoughts. begun: of the answer, in the conversation's last message"""
         if self.thoughts is None:
             return ReasoningState.BEFORE
@@ -129,14 +129,14 @@ class OutputFormat:
     def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
         """With what tools ask of the answer, and with the special tokens that its reader looks for."""
         if tools is not None:
-            form = tools.form(self.calls, self.special, params.structured_outputs)
+            form = tools.constraint(self.calls, self.special, params.structured_outputs)
             params = replace(params, structured_outputs=form or params.structured_outputs)
         shown = (tools is not None and self._has_special_marks) or self._thought_marks_are_special
         return replace(params, skip_special_tokens=False) if shown else params
 
-    def heard(self, tools: Tools | None, place: ReasoningState, is_held: bool) -> OutputReaderFactory:
+    def reader_factory(self, tools: Tools | None, place: ReasoningState, is_held: bool) -> OutputReaderFactory:
         """place: where the prompt ends; is_held: the answer has a form"""
-        names, most = (frozenset(tools.schemas), tools.most(self.calls)) if tools else (None, 0)
+        names, most = (frozenset(tools.schemas), tools.max_calls(self.calls)) if tools else (None, 0)
         free, is_thinking = self._free_thoughts(place), place is ReasoningState.WITHIN
         if is_held and free is None:  # the form begins with the first token: there is no thought before it
             is_thinking = False

@@ -99,7 +99,7 @@ async def warm_prefix_cache(
             return f"{prompt.where}: {error}"
         n_tokens += len(ids)
     if prompts:
-        kept = engine.stats()
+        stats = engine.stats()
         log.info("warmed by %d prompts of %d tokens: %d KV pages kept, %d of them pinned", len(prompts), n_tokens,
-                 kept.pages_kept + kept.pages_pinned, kept.pages_pinned)  # fmt: skip
+                 stats.pages_kept + stats.pages_pinned, stats.pages_pinned)  # fmt: skip
     return None

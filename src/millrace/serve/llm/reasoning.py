@@ -23,7 +23,7 @@ _OFF, _ON = ("none", "off", "disabled", "false"), ("enabled", "adaptive", "auto"
 class Thinking:
     """wanted: the model thinks, as the client's field `name` says"""
 
-    wanted: bool
+    enabled: bool
     name: str
 
 
@@ -33,14 +33,14 @@ def wants_thoughts(name: str, value: object) -> bool | None:
     Efforts other than "none" say nothing: models think as their templates say.
     """
     match name, value:
-        case (("enable_thinking" | "think" | "thinking" | "reasoning"), bool(wanted)):
-            return wanted
+        case (("enable_thinking" | "think" | "thinking" | "reasoning"), bool(enabled)):
+            return enabled
         case "think", str(level):
             return level.casefold() not in _OFF
         case "thinking", {"type": str(kind)} if kind in (*_OFF, *_ON):
             return kind not in _OFF
-        case "reasoning", {"enabled": bool(wanted)}:
-            return wanted
+        case "reasoning", {"enabled": bool(enabled)}:
+            return enabled
         case "reasoning", {"effort": "none"}:
             return False
         case "reasoning_effort", "none":
@@ -57,21 +57,21 @@ Effort = Annotated[Any, Meta(description='"none": no thoughts; others are ignore
 FIELDS = ("enable_thinking", "think", "thinking", "reasoning", "reasoning_effort")
 
 
-def said_nothing(asked: object) -> list[str]:
+def undecided_fields(request: object) -> list[str]:
     """Return those fields of a request that say nothing of whether there are thoughts."""
-    given = {name: getattr(asked, name) for name in FIELDS}
-    return [name for name, value in given.items() if value is not None and wants_thoughts(name, value) is None]
+    values = {name: getattr(request, name) for name in FIELDS}
+    return [name for name, value in values.items() if value is not None and wants_thoughts(name, value) is None]
 
 
-def thinking_of(asked: object) -> Thinking | None:
+def thinking_of(request: object) -> Thinking | None:
     """Return what a request says. raises RequestError if its fields contradict one another"""
-    said = {name: wanted for name in FIELDS if (wanted := wants_thoughts(name, getattr(asked, name))) is not None}
-    if len(set(said.values())) > 1:
-        first, second = (next(name for name, wanted in said.items() if wanted is one) for one in (True, False))
+    switches = {name: wanted for name in FIELDS if (wanted := wants_thoughts(name, getattr(request, name))) is not None}
+    if len(set(switches.values())) > 1:
+        first, second = (next(name for name, wanted in switches.items() if wanted is one) for one in (True, False))
         raise RequestError(
             f"{first} asks for thoughts, and {second} for none", "one of them", f"leave {second} out", second
         )
-    return next((Thinking(wanted, name) for name, wanted in said.items()), None)
+    return next((Thinking(wanted, name) for name, wanted in switches.items()), None)
 
 
 class ThinkingSwitch:
@@ -87,12 +87,12 @@ class ThinkingSwitch:
         """The model does not think, and its template does not ask."""
         return not (self._variables or self._thinks)
 
-    def variables(self, said: Thinking | None) -> Mapping[str, object]:
+    def variables(self, thinking: Thinking | None) -> Mapping[str, object]:
         """Return the template's variables. raises RequestError if thoughts are not wanted and cannot be turned off"""
-        if said is not None and not said.wanted and self._thinks and not self._variables:
+        if thinking is not None and not thinking.enabled and self._thinks and not self._variables:
             raise RequestError(
-                f"{said.name} asks for no thoughts, and this model always thinks: its chat template has no variable "
-                "for it",
-                f"a request without {said.name}", "leave it out: thoughts are apart from the answer", said.name,
+                f"{thinking.name} asks for no thoughts, and this model always thinks: its chat template has no "
+                "variable for it",
+                f"a request without {thinking.name}", "leave it out: thoughts are apart from the answer", thinking.name,
             )  # fmt: skip
-        return {} if said is None else dict.fromkeys(self._variables, said.wanted)
+        return {} if thinking is None else dict.fromkeys(self._variables, thinking.enabled)

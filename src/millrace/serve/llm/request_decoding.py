@@ -20,7 +20,7 @@ from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
 from millrace.runtime.request.request import FREELY, RequestOptions
 from millrace.runtime.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from millrace.serve.http.errors import HttpError, not_yet
-from millrace.serve.http.json_scan import counts
+from millrace.serve.http.json_scan import count_values
 from millrace.serve.http.unknown_fields import MAX_NAMES, UnknownFields, check_neutral, roles_of, unknown_field
 from millrace.serve.llm.request_types import (
     Body,
@@ -33,12 +33,12 @@ from millrace.serve.llm.request_types import (
     wire,
 )
 from millrace.serve.llm.structured_output import FIELDS, structured_outputs
-from millrace.serve.llm.unsupported_fields import HARMLESS, PENALTIES, PENALTY_WINDOW, asks_nothing
+from millrace.serve.llm.unsupported_fields import HARMLESS, PENALTIES, PENALTY_WINDOW, is_neutral
 
 T = TypeVar("T", bound=Body)
 TextsOrIds = str | list[str | int | list[int]]
 
-MOST_VALUES, MOST_CONTAINERS = 2_000_000, 250_000  # of a body: decoding more would hold up everybody else
+MAX_VALUES, MAX_CONTAINERS = 2_000_000, 250_000  # of a body: decoding more would hold up everybody else
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
@@ -54,10 +54,10 @@ _TYPES = {
 
 def decode(body: bytes, kind: type[T]) -> T:
     """Return the request. raises as `read_request`, and RequestError for any field that is not known"""
-    asked, unknown = read_request(body, kind)
+    request, unknown = read_request(body, kind)
     if unknown:
         raise unknown_field(unknown[0], nearest(unknown[0], wire(kind).__struct_fields__, kind.__struct_fields__))
-    return asked
+    return request
 
 
 def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
@@ -65,21 +65,21 @@ def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
 
     raises RequestError naming the field, HttpError where the body is not a JSON object
     """
-    found = counts(body)
-    if found.values > MOST_VALUES or found.containers > MOST_CONTAINERS:
+    counted = count_values(body)
+    if counted.values > MAX_VALUES or counted.containers > MAX_CONTAINERS:
         raise _no_json(
-            f"it has {found.values} values and {found.containers} lists and objects, at most {MOST_VALUES} and "
-            f"{MOST_CONTAINERS} are supported"
+            f"it has {counted.values} values and {counted.containers} lists and objects, at most {MAX_VALUES} and "
+            f"{MAX_CONTAINERS} are supported"
         )
     unknown: list[str] = []
     try:
         with _collector_paused():
             try:
-                asked = msgspec.json.decode(body, type=wire(kind))
+                request = msgspec.json.decode(body, type=wire(kind))
             except msgspec.ValidationError as error:
                 if not _UNKNOWN.fullmatch(str(error)):
                     raise
-                asked, unknown = _without_unknown(body, kind)
+                request, unknown = _without_unknown(body, kind)
     except msgspec.ValidationError as error:
         raise _wrong_value(str(error), kind) from None
     except RecursionError:
@@ -87,14 +87,14 @@ def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
     except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError, integers with thousands of digits
         raise _no_json(_no_utf8(body) or str(error)) from None
     for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
-        if (value := getattr(asked, name)) is UNSET:
+        if (value := getattr(request, name)) is UNSET:
             continue
-        if name in PENALTY_WINDOW and not asks_nothing(value, neutral) and not _penalises(asked):
+        if name in PENALTY_WINDOW and not is_neutral(value, neutral) and not _penalises(request):
             unknown.append(name)
         else:
             check_neutral(name, value, neutral)
-    assert isinstance(asked, kind)
-    return asked, tuple(unknown)
+    assert isinstance(request, kind)
+    return request, tuple(unknown)
 
 
 def _without_unknown(body: bytes, kind: type[Body]) -> tuple[Struct, list[str]]:
@@ -102,12 +102,12 @@ def _without_unknown(body: bytes, kind: type[Body]) -> tuple[Struct, list[str]]:
     request = msgspec.json.decode(body)
     own = kind.__struct_fields__
     useful = set(own) - kind.UNUSED
-    unknown = UnknownFields(wire(kind), own, useful, kind.NAMES, kind.ANSWERS).taken_from(request)
+    unknown = UnknownFields(wire(kind), own, useful, kind.NAMES, kind.ANSWERS).remove_from(request)
     return msgspec.convert(request, wire(kind), str_keys=True), unknown
 
 
-def _penalises(asked: object) -> bool:
-    return any(getattr(asked, name, None) not in (None, off) for name, off in PENALTIES.items())
+def _penalises(request: object) -> bool:
+    return any(getattr(request, name, None) not in (None, off) for name, off in PENALTIES.items())
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def pop_ignored_fields(asked: Body, kind: type[Body], unknown: Iterable[str] = ()) -> tuple[str, ...]:
+def pop_ignored_fields(request: Body, kind: type[Body], unknown: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the fields of the request that change nothing, as the client is told of them.
 
     What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
@@ -131,41 +131,44 @@ def pop_ignored_fields(asked: Body, kind: type[Body], unknown: Iterable[str] = (
     unknown: names that were taken out of it already
     raises RequestError for a name within a field that was probably meant to be a known one
     """
-    told = {n for n in (kind.OTHERS | kind.UNUSED) - HARMLESS if getattr(asked, n) not in (UNSET, None)}
-    within = asked.ignored_within() if any(getattr(asked, name) for name in kind.WITHIN) else ()
-    others = sorted({*unknown, *within} - told)  # a client may write any number of names
-    told |= {*others[:MAX_NAMES], *([f"{len(others) - MAX_NAMES} more"] if len(others) > MAX_NAMES else [])}
-    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
-        if asked.max_tokens not in (None, asked.max_completion_tokens):
-            told.add("max_tokens")
-        asked.max_tokens = None
-    for name in set(asked.__struct_fields__) - set(kind.__struct_fields__):
-        setattr(asked, name, UNSET)
-    return tuple(sorted(told))
+    ignored = {n for n in (kind.IGNORED_FIELDS | kind.UNUSED) - HARMLESS if getattr(request, n) not in (UNSET, None)}
+    within = request.ignored_within() if any(getattr(request, name) for name in kind.WITHIN) else ()
+    client_names = sorted({*unknown, *within} - ignored)  # a client may write any number of names
+    ignored |= {
+        *client_names[:MAX_NAMES],
+        *([f"{len(client_names) - MAX_NAMES} more"] if len(client_names) > MAX_NAMES else []),
+    }
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:  # of two, today's name counts
+        if request.max_tokens not in (None, request.max_completion_tokens):
+            ignored.add("max_tokens")
+        request.max_tokens = None
+    for name in set(request.__struct_fields__) - set(kind.__struct_fields__):
+        setattr(request, name, UNSET)
+    return tuple(sorted(ignored))
 
 
-def drop_large_fields(asked: Body) -> None:
+def drop_large_fields(request: Body) -> None:
     """Of its texts, lists and objects: decoded they may be many times the body, and an answer may take minutes."""
-    for name in asked.__struct_fields__:
-        held = getattr(asked, name)
-        if isinstance(held, (str, list, dict)):
-            setattr(asked, name, type(held)())
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if isinstance(value, (str, list, dict)):
+            setattr(request, name, type(value)())
 
 
-def texts_or_ids(given: TextsOrIds, field: str) -> list[str] | list[list[int]]:
+def texts_or_ids(value: TextsOrIds, field: str) -> list[str] | list[list[int]]:
     """The four ways to write prompts, as a list of texts or of token-id lists. raises RequestError for a mixture"""
-    if isinstance(given, str):
-        return [given]
-    texts = [p for p in given if isinstance(p, str)]
-    lists = [p for p in given if isinstance(p, list)]
-    ids = [p for p in given if isinstance(p, int)]
-    if len(texts) == len(given) > 0:
+    if isinstance(value, str):
+        return [value]
+    texts = [p for p in value if isinstance(p, str)]
+    lists = [p for p in value if isinstance(p, list)]
+    ids = [p for p in value if isinstance(p, int)]
+    if len(texts) == len(value) > 0:
         return texts
-    if len(lists) == len(given) > 0:
+    if len(lists) == len(value) > 0:
         return lists
-    if len(ids) == len(given) > 0:
+    if len(ids) == len(value) > 0:
         return [ids]
-    what = f"{field} mixes texts, token ids or lists" if given else f"{field} is an empty list"
+    what = f"{field} mixes texts, token ids or lists" if value else f"{field} is an empty list"
     raise RequestError(
         what, "a text, token ids, a list of texts or a list of token-id lists", "send one kind", param=field
     )
@@ -249,21 +252,21 @@ def _no_utf8(body: bytes) -> str:
     return ""
 
 
-def _no_json(why: str) -> HttpError:
+def _no_json(reason: str) -> HttpError:
     return HttpError(
         400,
         "invalid_json",
-        f"the body is not a JSON object: {why}",
+        f"the body is not a JSON object: {reason}",
         "a JSON object in UTF-8 (NaN and Infinity are no JSON)",
         "correct the body",
     )
 
 
-def chat_params(asked: ChatRequest) -> SamplingParams:
+def chat_params(request: ChatRequest) -> SamplingParams:
     """raises RequestError naming the field as the client wrote it"""
-    max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    n_top = asked.top_logprobs
-    if n_top and not asked.logprobs:
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    n_top = request.top_logprobs
+    if n_top and not request.logprobs:
         raise RequestError(
             "top_logprobs is set, but logprobs is not", "both", "set logprobs to true", param="top_logprobs"
         )
@@ -272,34 +275,34 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
             f"top_logprobs is {n_top}", f"an integer from 0 to {MAX_LOGPROBS}", "change top_logprobs", "top_logprobs"
         )
     try:
-        return _params(asked, max_tokens, (n_top or 0) if asked.logprobs else None)
+        return _params(request, max_tokens, (n_top or 0) if request.logprobs else None)
     except RequestError as error:
-        if error.param == "max_tokens" and asked.max_tokens is None:
+        if error.param == "max_tokens" and request.max_tokens is None:
             what, mend = (s.replace("max_tokens", "max_completion_tokens") for s in (error.what, error.mend))
             raise RequestError(what, error.expected, mend, "max_completion_tokens") from None
         raise
 
 
-def completion_params(asked: CompletionRequest) -> SamplingParams:
+def completion_params(request: CompletionRequest) -> SamplingParams:
     """raises RequestError naming the field"""
-    n = 1 if asked.n is None else asked.n
-    if asked.best_of is not None and asked.best_of != n:
+    n = 1 if request.n is None else request.n
+    if request.best_of is not None and request.best_of != n:
         raise RequestError(
-            f"best_of is {asked.best_of} and n is {n}", "best_of equal to n", "leave best_of out", param="best_of"
+            f"best_of is {request.best_of} and n is {n}", "best_of equal to n", "leave best_of out", param="best_of"
         )
-    if asked.max_tokens == 0 and asked.min_tokens:
+    if request.max_tokens == 0 and request.min_tokens:
         raise RequestError(
-            f"min_tokens is {asked.min_tokens} and max_tokens is 0", "min_tokens up to max_tokens",
+            f"min_tokens is {request.min_tokens} and max_tokens is 0", "min_tokens up to max_tokens",
             "leave min_tokens out", param="min_tokens",
         )  # fmt: skip
-    if not asked.echo:
-        return _params(asked, asked.max_tokens, asked.logprobs)
+    if not request.echo:
+        return _params(request, request.max_tokens, request.logprobs)
     # the engine draws one token at least: of an echo alone, `completions` leaves it out
-    params = _params(asked, 1 if asked.max_tokens == 0 else asked.max_tokens, asked.logprobs)
-    return replace(params, prompt_logprobs=asked.logprobs)
+    params = _params(request, 1 if request.max_tokens == 0 else request.max_tokens, request.logprobs)
+    return replace(params, prompt_logprobs=request.logprobs)
 
 
-class AsksCache(Protocol):
+class CacheFields(Protocol):
     """A request with these fields."""
 
     cache_salt: str | None
@@ -308,74 +311,74 @@ class AsksCache(Protocol):
     cache_pin: bool | None
 
 
-def requests_receipt(asked: SamplingFields, n_prompts: int = 1) -> bool:
+def requests_receipt(request: SamplingFields, n_prompts: int = 1) -> bool:
     """raises RequestError where there cannot be one"""
-    if asked.receipt and (asked.stream or n_prompts > 1):
-        what = "stream" if asked.stream else f"{n_prompts} prompts"
+    if request.receipt and (request.stream or n_prompts > 1):
+        what = "stream" if request.stream else f"{n_prompts} prompts"
         raise RequestError(
             f"a receipt is wanted of {what}",
             "of one prompt, in a whole answer",
             "leave receipt out, or ask so",
             "receipt",
         )
-    return bool(asked.receipt)
+    return bool(request.receipt)
 
 
-def request_options(asked: TermsFields) -> RequestOptions:
+def request_options(request: TermsFields) -> RequestOptions:
     """raises RequestError naming the field"""
-    cache, claim = cache_options(asked), _claim(asked)
+    cache, claim = cache_options(request), _claim(request)
     return FREELY if cache is PLAIN and claim is NO_CLAIM else RequestOptions(cache=cache, claim=claim)
 
 
-def _claim(asked: TermsFields) -> QueueOptions:
-    if asked.priority is None and asked.queue_timeout_s is None:
+def _claim(request: TermsFields) -> QueueOptions:
+    if request.priority is None and request.queue_timeout_s is None:
         return NO_CLAIM
-    return QueueOptions(priority=asked.priority or 0, queue_timeout_s=asked.queue_timeout_s)
+    return QueueOptions(priority=request.priority or 0, queue_timeout_s=request.queue_timeout_s)
 
 
-def cache_options(asked: AsksCache) -> CacheOptions:
+def cache_options(request: CacheFields) -> CacheOptions:
     """raises RequestError naming the field"""
-    given = (asked.cache_salt, asked.cache_priority, asked.cache_ttl_s, asked.cache_pin)
-    if given == (None, None, None, None):
+    values = (request.cache_salt, request.cache_priority, request.cache_ttl_s, request.cache_pin)
+    if values == (None, None, None, None):
         return PLAIN
-    salt, priority, ttl_s, pin = given
+    salt, priority, ttl_s, pin = values
     return CacheOptions(salt=salt or "", priority=priority, ttl_s=ttl_s, pin=bool(pin))
 
 
-def _bias(given: dict[int, float] | list[Any] | None) -> dict[int, float]:
+def _bias(value: dict[int, float] | list[Any] | None) -> dict[int, float]:
     """An empty list is none: llama.cpp's clients write pairs. raises RequestError for a list that is not empty"""
-    if isinstance(given, list) and given:
+    if isinstance(value, list) and value:
         expected = "an object of token ids and numbers"
         raise RequestError("logit_bias is of type array", expected, "correct logit_bias", "logit_bias")
-    return given if isinstance(given, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:
-    if asked.stream_options is not None and not asked.stream:
+def _params(request: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:
+    if request.stream_options is not None and not request.stream:
         raise RequestError(
             "stream_options is set, but stream is not", "both", "set stream to true", param="stream_options"
         )
     return SamplingParams(
-        n=1 if asked.n is None else asked.n,
+        n=1 if request.n is None else request.n,
         max_tokens=max_tokens,
-        min_tokens=asked.min_tokens or 0,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        presence_penalty=asked.presence_penalty or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        repetition_penalty=asked.repetition_penalty,
-        repeat_last_n=asked.repeat_last_n,
-        seed=None if asked.seed == -1 else asked.seed,  # vLLM's and llama.cpp's word for any
-        stop=() if asked.stop is None else asked.stop if isinstance(asked.stop, str) else tuple(asked.stop),
-        stop_token_ids=tuple(asked.stop_token_ids or ()),
-        ignore_eos=bool(asked.ignore_eos),
-        logit_bias=_bias(asked.logit_bias),
+        min_tokens=request.min_tokens or 0,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty,
+        repeat_last_n=request.repeat_last_n,
+        seed=None if request.seed == -1 else request.seed,  # vLLM's and llama.cpp's word for any
+        stop=() if request.stop is None else request.stop if isinstance(request.stop, str) else tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logit_bias=_bias(request.logit_bias),
         logprobs=n_top,
-        include_stop_str_in_output=bool(asked.include_stop_str_in_output),
-        skip_special_tokens=asked.skip_special_tokens is not False,
-        structured_outputs=structured_outputs(asked)
-        if any(getattr(asked, name) is not None for name in FIELDS)
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        structured_outputs=structured_outputs(request)
+        if any(getattr(request, name) is not None for name in FIELDS)
         else None,
     )

@@ -24,7 +24,7 @@ from millrace.runtime.request.sampling_params import (
     MAX_STOP_TOKENS,
 )
 from millrace.serve.llm.reasoning import FIELDS as THINKING
-from millrace.serve.llm.reasoning import Effort, EnableThinking, ReasoningOptions, Think, ThinkingType, said_nothing
+from millrace.serve.llm.reasoning import Effort, EnableThinking, ReasoningOptions, Think, ThinkingType, undecided_fields
 from millrace.serve.llm.unsupported_fields import (
     CHAT_NOT_YET,
     COMPLETION_NOT_YET,
@@ -42,7 +42,7 @@ class Body(Struct):
     """What a client posts.
 
     NOT_YET: fields that would change the answer, with the values that ask for what happens anyway; others are refused
-    OTHERS: fields that are taken with any value, and change nothing
+    IGNORED_FIELDS: fields that are taken with any value, and change nothing
     UNUSED: such ones among the struct's own
     NAMES: names of fields in `SamplingParams` and the chat's requests, and what this protocol calls them
     ANSWERS: the request is for an answer, which fields of other protocols could change
@@ -50,7 +50,7 @@ class Body(Struct):
     """
 
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    OTHERS: ClassVar[frozenset[str]] = frozenset()
+    IGNORED_FIELDS: ClassVar[frozenset[str]] = frozenset()
     UNUSED: ClassVar[frozenset[str]] = frozenset()
     NAMES: ClassVar[Mapping[str, str]] = {}
     ANSWERS: ClassVar[bool] = False
@@ -123,10 +123,12 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     annotations: list[Any] | None = None
 
 
-def described(what: str, default: object = None, low: float | None = None, high: float | None = None) -> Meta:
+def described(description: str, default: object = None, low: float | None = None, high: float | None = None) -> Meta:
     """What the documentation says of a field. `x-default`: what happens where it is left out"""
-    known = {"x-default": default, "minimum": low, "maximum": high}
-    return Meta(description=what, extra_json_schema={key: value for key, value in known.items() if value is not None})
+    extra = {"x-default": default, "minimum": low, "maximum": high}
+    return Meta(
+        description=description, extra_json_schema={key: value for key, value in extra.items() if value is not None}
+    )
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -165,7 +167,7 @@ class TermsFields(Body, kw_only=True):
 class SamplingFields(TermsFields, kw_only=True):
     """What chat and completions have in common. Left out: the model's generation_config decides, then the default."""
 
-    OTHERS: ClassVar = HARMLESS | IGNORED
+    IGNORED_FIELDS: ClassVar = HARMLESS | IGNORED
     ANSWERS: ClassVar = True
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
@@ -234,7 +236,7 @@ class SamplingFields(TermsFields, kw_only=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    OTHERS: ClassVar = SamplingFields.OTHERS - {*THINKING}
+    IGNORED_FIELDS: ClassVar = SamplingFields.IGNORED_FIELDS - {*THINKING}
     WITHIN: ClassVar = ("tools", *THINKING)
     NOT_YET: ClassVar = {**CHAT_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET}
 
@@ -273,7 +275,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def ignored_within(self) -> list[str]:
         self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
-        return ignored + said_nothing(self)
+        return ignored + undecided_fields(self)
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -327,7 +329,7 @@ class TokenizeRequest(Body, kw_only=True):
 
     def ignored_within(self) -> list[str]:
         self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
-        return ignored + said_nothing(self)
+        return ignored + undecided_fields(self)
 
 
 class DetokenizeRequest(Body, kw_only=True):
@@ -337,7 +339,7 @@ class DetokenizeRequest(Body, kw_only=True):
 
 def other_names(kind: type[Body]) -> frozenset[str]:
     """The fields of a request that are no members of its struct."""
-    return frozenset(kind.NOT_YET) | kind.OTHERS
+    return frozenset(kind.NOT_YET) | kind.IGNORED_FIELDS
 
 
 @cache

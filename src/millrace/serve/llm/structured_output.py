@@ -14,17 +14,17 @@ _TYPES = (
 _OF_SCHEMA = {"name": str, "schema": dict, "strict": bool, "description": str}
 
 
-def structured_outputs(asked: SamplingFields) -> StructuredOutputsParams | None:
+def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | None:
     """None where only text is asked for. raises RequestError naming the field"""
-    said = [name for name in FIELDS if getattr(asked, name) is not None]
-    formats = {name: _one(name, getattr(asked, name)) for name in said}
-    found = [name for name, one in formats.items() if one is not None]
-    if len(found) > 1:
-        first, second = found[:2]
+    names = [name for name in FIELDS if getattr(request, name) is not None]
+    formats = {name: _one(name, getattr(request, name)) for name in names}
+    constraining = [name for name, one in formats.items() if one is not None]
+    if len(constraining) > 1:
+        first, second = constraining[:2]
         raise RequestError(
             f"{first} and {second} are both set", "one of them: an answer has one form", f"leave {second} out", second
         )
-    return formats[found[0]] if found else None
+    return formats[constraining[0]] if constraining else None
 
 
 def _one(name: str, value: object) -> StructuredOutputsParams | None:
@@ -37,8 +37,8 @@ def _one(name: str, value: object) -> StructuredOutputsParams | None:
 
 def response_format(value: object) -> StructuredOutputsParams | None:
     """A schema is always kept to, so `strict` changes nothing: OpenAI's false would only promise less."""
-    given = _object(value, "response_format", {"type", "json_schema"}, _TYPES)
-    kind, described = given.get("type"), given.get("json_schema")
+    fields = _object(value, "response_format", {"type", "json_schema"}, _TYPES)
+    kind, described = fields.get("type"), fields.get("json_schema")
     if kind not in ("text", "json_object", "json_schema"):
         raise _wrong(f"response_format.type is {kind!r:.60}", _TYPES)
     if (kind == "json_schema") != (described is not None):
@@ -50,18 +50,18 @@ def response_format(value: object) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json_object=True, asked_as="response_format")
     expected = "an object with a schema, and beside it name, strict and description"
     schema = _object(described, "response_format.json_schema", set(_OF_SCHEMA), expected)
-    for name, wanted in _OF_SCHEMA.items():
-        if schema.get(name) is not None and not isinstance(schema[name], wanted):
+    for name, field_type in _OF_SCHEMA.items():
+        if schema.get(name) is not None and not isinstance(schema[name], field_type):
             raise _wrong(f"response_format.json_schema.{name} is of type {type(schema[name]).__name__}", expected)
     if schema.get("schema") is None:
         raise _wrong("response_format.json_schema.schema is missing", expected)
     return StructuredOutputsParams(json=schema["schema"], asked_as="response_format")  # type: ignore[arg-type]
 
 
-def _object(value: object, path: str, known: set[str], expected: str) -> Mapping[str, object]:
+def _object(value: object, path: str, allowed: set[str], expected: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise _wrong(f"{path} is of type {type(value).__name__}", expected)
-    check_names(value, known, path, "response_format")
+    check_names(value, allowed, path, "response_format")
     return value
 
 

@@ -49,9 +49,9 @@ class TokenLowerBound:
             return
         if self._reach is None:
             self._reach = (reach(self._tokenizer),)
-        if (most := self._reach[0]) is None:
+        if (bounds := self._reach[0]) is None:
             return
         encoded = text.encode("utf-8", "replace")
-        least = max(-(-len(encoded) // most.n_bytes), -(-n_words(encoded) // most.words))
+        least = max(-(-len(encoded) // bounds.n_bytes), -(-n_words(encoded) // bounds.words))
         if least >= self._max_context:
             raise context_exceeded(self._max_context, f"at least {least}", None, field)

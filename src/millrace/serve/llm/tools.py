@@ -11,7 +11,7 @@ from millrace.runtime.request.tool_specs import OPENAI, ToolShape, checked_funct
 from millrace.runtime.structured_output.grammar import in_one_layout
 from millrace.serve.http.errors import not_yet
 
-MOST_CALLS = 16  # of one answer: a small model would go on for ever
+MAX_CALLS = 16  # of one answer: a small model would go on for ever
 
 
 RESPONSES = ToolShape(
@@ -41,37 +41,43 @@ class Tools:
     only: str | None = None
     parallel: bool = True
 
-    def most(self, of: ToolFormat) -> int:
+    def max_calls(self, tool_format: ToolFormat) -> int:
         """Calls that an answer may have: no more than its template takes back."""
-        return MOST_CALLS if self.parallel and self.only is None and not of.single else 1
+        return MAX_CALLS if self.parallel and self.only is None and not tool_format.single else 1
 
-    def form(
-        self, of: ToolFormat, special: Callable[[str], int | None], beside: StructuredOutputsParams | None
+    def constraint(
+        self,
+        tool_format: ToolFormat,
+        special: Callable[[str], int | None],
+        text_constraint: StructuredOutputsParams | None,
     ) -> StructuredOutputsParams | None:
         """What the answer is held to; beside: what a text would be. raises RequestError where both cannot be"""
         schemas = {self.only: self.schemas[self.only]} if self.only else self.schemas
-        held = {name: in_one_layout(schema) for name, schema in schemas.items()}
+        arguments = {name: in_one_layout(schema) for name, schema in schemas.items()}
         if self.must:
-            if beside is not None:
+            if text_constraint is not None:
                 raise RequestError(
-                    f"tool_choice asks for a call, and {beside.asked_as} for another form", "one of them",
-                    f'leave {beside.asked_as} out, or set tool_choice to "auto"', "tool_choice",
+                    f"tool_choice asks for a call, and {text_constraint.asked_as} for another form", "one of them",
+                    f'leave {text_constraint.asked_as} out, or set tool_choice to "auto"', "tool_choice",
                 )  # fmt: skip
             return StructuredOutputsParams(
-                grammar=calls_grammar(of, held, special, most=self.most(of)), asked_as="tools"
+                grammar=calls_grammar(tool_format, arguments, special, most=self.max_calls(tool_format)),
+                asked_as="tools",
             )
-        if beside is not None:
-            if beside.kind not in ("json", "json_object"):
+        if text_constraint is not None:
+            if text_constraint.kind not in ("json", "json_object"):
                 raise RequestError(
-                    f"{beside.asked_as} stands beside tools", "a JSON schema beside tools", "leave one of them out",
-                    beside.asked_as,
+                    f"{text_constraint.asked_as} stands beside tools", "a JSON schema beside tools",
+                    "leave one of them out", text_constraint.asked_as,
                 )  # fmt: skip
-            schema = in_one_layout(beside.schema())
-            text = calls_grammar(of, held, special, most=self.most(of), or_json=schema)
-            return StructuredOutputsParams(grammar=text, asked_as=beside.asked_as)
+            schema = in_one_layout(text_constraint.schema())
+            text = calls_grammar(tool_format, arguments, special, most=self.max_calls(tool_format), or_json=schema)
+            return StructuredOutputsParams(grammar=text, asked_as=text_constraint.asked_as)
         if not self.strict:
             return None
-        return StructuredOutputsParams(grammar=free_grammar(of, held, special, most=self.most(of)), asked_as="tools")
+        return StructuredOutputsParams(
+            grammar=free_grammar(tool_format, arguments, special, most=self.max_calls(tool_format)), asked_as="tools"
+        )
 
 
 def tools_of(
@@ -104,9 +110,9 @@ def _schema(parameters: object) -> Mapping[str, object]:
 
     What names them elsewhere says itself what else may come: here it would be all of them.
     """
-    given = parameters if isinstance(parameters, Mapping) else {}
-    closed = {} if given.keys() & _ELSEWHERE else {"properties": {}, "additionalProperties": False}
-    return {**closed, **given, "type": "object"}
+    schema = parameters if isinstance(parameters, Mapping) else {}
+    closed = {} if schema.keys() & _ELSEWHERE else {"properties": {}, "additionalProperties": False}
+    return {**closed, **schema, "type": "object"}
 
 
 def _check_schema(name: str, schema: Mapping[str, object]) -> None:

@@ -22,12 +22,12 @@ class _Negative:
 NEGATIVE = _Negative()
 
 
-def written(neutral: object) -> str:
+def format_value(neutral: object) -> str:
     """Return a value of a table as errors show it."""
     return "a number below 0" if neutral is NEGATIVE else msgspec.json.encode(neutral).decode()
 
 
-def asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+def is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
     """Whether a field of this value asks for what happens anyway: it is empty, or one of `neutral`."""
     if value is None or (isinstance(value, str | list | dict) and not value):
         return True

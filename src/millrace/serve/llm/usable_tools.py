@@ -11,7 +11,10 @@ FUNCTION = ("name", "description", "parameters", "strict")
 
 
 def usable_tools(
-    tools: list[dict[str, Any]] | None, kinds: Collection[object], known: Collection[str], within: Collection[str] = ()
+    tools: list[dict[str, Any]] | None,
+    kinds: Collection[object],
+    tool_fields: Collection[str],
+    function_fields: Collection[str] = (),
 ) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """Return the tools of these types, without fields that change nothing; and what was left out, by its path.
 
@@ -20,7 +23,7 @@ def usable_tools(
     """
     if not tools or len(tools) > MAX_TOOLS:  # which is refused elsewhere
         return tools, []
-    kept, ignored = list[dict[str, Any]](), list[str]()
+    usable, ignored = list[dict[str, Any]](), list[str]()
     names = [kind for kind in kinds if isinstance(kind, str)]
     for i, tool in enumerate(tools):
         kind = tool.get("type")
@@ -30,13 +33,13 @@ def usable_tools(
                 raise RequestError(what, expected, "correct tools", "tools")
             ignored.append(header_name(f"tools.{kind}"))
             continue
-        ignored += ignored_names(tool, known, f"tools[{i}]", "tools")
-        if within and isinstance(function := tool.get("function"), dict):
-            ignored += ignored_names(function, within, f"tools[{i}].function", "tools")
-        kept.append(tool)
-    return kept, ignored
+        ignored += ignored_names(tool, tool_fields, f"tools[{i}]", "tools")
+        if function_fields and isinstance(function := tool.get("function"), dict):
+            ignored += ignored_names(function, function_fields, f"tools[{i}].function", "tools")
+        usable.append(tool)
+    return usable, ignored
 
 
-def ignored_in(value: Mapping[str, Any] | None, known: Collection[str], where: str) -> list[str]:
+def remove_unknown(value: Mapping[str, Any] | None, known_names: Collection[str], where: str) -> list[str]:
     """Remove from an object what is not known, and return it by its path. raises RequestError as `ignored_names`"""
-    return ignored_names(value, known, where, where.partition(".")[0]) if isinstance(value, dict) else []
+    return ignored_names(value, known_names, where, where.partition(".")[0]) if isinstance(value, dict) else []

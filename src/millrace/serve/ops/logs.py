@@ -7,7 +7,7 @@ import time
 from functools import lru_cache
 from typing import Literal
 
-from millrace.serve.http.http_request import IN_RECORD, BatchedRequestLogs, RequestLog
+from millrace.serve.http.http_request import LOG_ATTRIBUTE, BatchedRequestLogs, RequestLog
 from millrace.settings import LOGGER
 
 # Controls, ends of lines and paragraphs, marks that turn the direction of writing, halves of surrogate pairs.
@@ -36,7 +36,7 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00Z INFO POST /v1/completions status=200 request_id=...`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        entry = getattr(record, IN_RECORD, None)
+        entry = getattr(record, LOG_ATTRIBUTE, None)
         if isinstance(entry, BatchedRequestLogs):
             return _text(record.levelname, entry)
         line = f"{_time(record.created)} {record.levelname} {escaped(record.getMessage())}"
@@ -70,7 +70,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line; the fields of a request are keys of their own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        entry = getattr(record, IN_RECORD, None)
+        entry = getattr(record, LOG_ATTRIBUTE, None)
         if isinstance(entry, BatchedRequestLogs):
             return "\n".join(json.dumps(self._head(record, at_s) | one.to_dict()) for at_s, one in entry.entries())
         line = self._head(record, record.created)

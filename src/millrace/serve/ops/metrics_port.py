@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from millrace.serve.http.sockets import bind, url_of
-from millrace.serve.http.uvicorn_server import Web
+from millrace.serve.http.uvicorn_server import UvicornServer
 from millrace.serve.ops.metrics import CONTENT_TYPE, Metrics
 from millrace.serve.settings import ServerSettings
 
@@ -21,7 +21,7 @@ class MetricsDoor:
 
     def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
         self._settings, self._metrics, self.url = settings, metrics, ""
-        self._web: Web | None = None
+        self._web: UvicornServer | None = None
         self._ends: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -29,7 +29,7 @@ class MetricsDoor:
         assert self._settings.metrics_port is not None
         sock = bind(self._settings.host, self._settings.metrics_port, "--metrics-port")
         self.url = f"{url_of(sock, self._settings)}/metrics"
-        self._web = Web.of(self._app, self._settings, _MOST_CONNECTIONS)
+        self._web = UvicornServer.from_settings(self._app, self._settings, _MOST_CONNECTIONS)
         self._ends = asyncio.get_running_loop().create_task(self._web.serve(sockets=[sock]))
 
     async def close(self, within_s: float) -> None:

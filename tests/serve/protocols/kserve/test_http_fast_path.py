@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.models.resizable_model import ResizableModel
-from millrace.serve.http.http_request import ACCESS, IN_RECORD, BatchedRequestLogs, BufferedRequestLog, Line, RequestLog
+from millrace.serve.http.http_request import (
+    ACCESS,
+    LOG_ATTRIBUTE,
+    BatchedRequestLogs,
+    BufferedRequestLog,
+    Line,
+    RequestLog,
+)
 from millrace.serve.ops.logs import JsonFormatter, TextFormatter
 from millrace.serve.protocols.kserve.grpc.fast_path import GrpcFastPath
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
@@ -263,14 +270,14 @@ def test_lines_that_are_written_together_say_what_others_say() -> None:
     third: Line = (1_764_000_000.999, "GRPC", "/x", "i3", 0, 12_345.65, "")
     lines = BatchedRequestLogs([first, second, third])
     together = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s", (lines,), None)
-    setattr(together, IN_RECORD, lines)
+    setattr(together, LOG_ATTRIBUTE, lines)
     for formatter in (TextFormatter(), JsonFormatter()):
         alone = []
         for at_s, method, path, request_id, status, total_ms, error in lines:
             entry = RequestLog(method, path, request_id, status, total_ms, error=error or None)
             record = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s", (entry,), None)
             record.created = at_s
-            setattr(record, IN_RECORD, entry)
+            setattr(record, LOG_ATTRIBUTE, entry)
             alone.append(formatter.format(record))
         assert formatter.format(together).split("\n") == alone
 

@@ -13,22 +13,22 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import Delta, SamplingParams
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
-from millrace.serve.http.errors import Problem
+from millrace.serve.http.errors import HttpProblem
 from millrace.serve.http.http_request import EVENT_STREAM, RequestContext
 from millrace.serve.http.openapi import Operation
-from millrace.serve.http.routes import Endpoint, Protocol
+from millrace.serve.http.routes import HttpEndpoint, Protocol
 from millrace.serve.http.server_context import LARGE_BODY
-from millrace.serve.llm.answer_blocks import Block, BlockEvent, BlockKind, Blocks
-from millrace.serve.llm.conversation import PLAINLY, Conversation, Rendering, continue_last_assistant_message
+from millrace.serve.llm.answer_blocks import AnswerBlock, BlockEvent, BlockKind, Blocks
+from millrace.serve.llm.conversation import DEFAULT_RENDERING, Conversation, Rendering, continue_last_assistant_message
 from millrace.serve.llm.generation_stream import (
     EventStream,
     GenerationStream,
     StreamFraming,
-    named_event,
+    encode_named_event,
     start_chat_generation,
 )
 from millrace.serve.llm.language_model import TextBackend
-from millrace.serve.llm.non_streaming import whole_answer
+from millrace.serve.llm.non_streaming import collect_answer
 from millrace.serve.llm.reasoning import Thinking
 from millrace.serve.llm.request_decoding import drop_large_fields, request_options
 from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall
@@ -56,7 +56,7 @@ _ERROR_TYPES = {
 }  # fmt: skip
 
 
-def write_error(problem: Problem) -> bytes:
+def write_error(problem: HttpProblem) -> bytes:
     """As Anthropic's clients expect it."""
     kind = _ERROR_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     return msgspec.json.encode(AnthropicErrorReply(AnthropicError(kind, problem.message)))
@@ -75,7 +75,7 @@ async def messages(backend: TextBackend, call: RequestContext, asked: MessagesRe
     if asked.stream:
         return EventStream(generation, answer.stream(), _STREAM)
     async with generation:
-        (whole,) = await whole_answer(generation, backend)
+        (whole,) = await collect_answer(generation, backend)
         answer.blocks = whole.blocks
         return json_reply(answer.message(whole.end))
 
@@ -127,7 +127,7 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
 
 def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
     if thinking is None:
-        return PLAINLY
+        return DEFAULT_RENDERING
     kind = thinking.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise RequestError(
@@ -264,7 +264,7 @@ class _Answer:
 _STOPS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def _out(block: Block) -> OutBlock:
+def _out(block: AnswerBlock) -> OutBlock:
     match block.kind:
         case BlockKind.TEXT:
             return OutBlock("text", text=block.text)
@@ -274,7 +274,7 @@ def _out(block: Block) -> OutBlock:
             return OutBlock("tool_use", id=block.call_id, name=block.name, input=block.arguments)
 
 
-def _event(turn: BlockEvent, block: Block, text: str) -> MessageEvent:
+def _event(turn: BlockEvent, block: AnswerBlock, text: str) -> MessageEvent:
     match turn, block.kind:
         case BlockEvent.CLOSED, _:
             return MessageEvent("content_block_stop", index=block.index)
@@ -293,26 +293,26 @@ def _event(turn: BlockEvent, block: Block, text: str) -> MessageEvent:
     return MessageEvent("content_block_delta", index=block.index, delta=delta)
 
 
-def _started(block: Block, content: OutBlock) -> MessageEvent:
+def _started(block: AnswerBlock, content: OutBlock) -> MessageEvent:
     return MessageEvent("content_block_start", index=block.index, content_block=content)
 
 
 def _events(replies: Iterable[MessageEvent]) -> bytes:
-    return b"".join(named_event(reply.type, reply) for reply in replies)
+    return b"".join(encode_named_event(reply.type, reply) for reply in replies)
 
 
 _EXAMPLE = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64}
 _COUNTED = {"messages": _EXAMPLE["messages"]}
 ANTHROPIC = Protocol(
     (
-        Endpoint(
+        HttpEndpoint(
             Operation(
                 "POST", "/v1/messages", "Answer a conversation, as Anthropic's clients ask", True, MessagesRequest,
                 OutMessage, MessageEvent, example=_EXAMPLE, error=AnthropicErrorReply,
             ),
             messages, TextBackend, names=MessagesRequest.NAMES,
         ),
-        Endpoint(
+        HttpEndpoint(
             Operation(
                 "POST", "/v1/messages/count_tokens", "Tokens of a conversation's prompt", True, CountRequest,
                 CountReply, example=_COUNTED, error=AnthropicErrorReply,

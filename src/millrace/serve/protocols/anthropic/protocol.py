@@ -7,7 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from millrace.serve.http.unknown_fields import header_name
 from millrace.serve.llm.request_types import TermsFields, described
-from millrace.serve.llm.usable_tools import ignored_in, usable_tools
+from millrace.serve.llm.usable_tools import remove_unknown, usable_tools
 
 VERSION = b"anthropic-version"  # the header by which its clients are known where a path is OpenAI's, too
 TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")
@@ -45,7 +45,7 @@ def _foreign(block: Mapping[str, Any]) -> str | None:
 class CountRequest(TermsFields, kw_only=True):
     """What a conversation's prompt is made of. Terms change no count: a client may send both endpoints the same."""
 
-    OTHERS: ClassVar = frozenset(
+    IGNORED_FIELDS: ClassVar = frozenset(
         [
             "metadata",
             "service_tier",
@@ -86,9 +86,9 @@ class CountRequest(TermsFields, kw_only=True):
     def ignored_within(self) -> list[str]:
         self.tools, ignored = usable_tools(self.tools, ("custom", None), TOOL)
         ignored += _left_out(self.messages)
-        ignored += ignored_in(self.thinking, ("type",), "thinking")
-        ignored += ignored_in(self.output_config, ("format",), "output_config")
-        ignored += ignored_in(self.tool_choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")
+        ignored += remove_unknown(self.thinking, ("type",), "thinking")
+        ignored += remove_unknown(self.output_config, ("format",), "output_config")
+        ignored += remove_unknown(self.tool_choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")
         return ignored
 
 

@@ -13,7 +13,7 @@ from millrace.errors import nearest
 from millrace.model_repository.lifecycle.load_override import PREFIX
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.serve.http.json_scan import counts
+from millrace.serve.http.json_scan import count_values
 from millrace.serve.protocols.kserve.http.json_values import no_json
 
 SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
@@ -135,7 +135,7 @@ def json_object(body: bytes, most_bytes: int = MOST_CONTROL) -> dict[str, Any]:
         return {}
     if len(body) > most_bytes:
         raise invalid(f"the request JSON has {len(body)} bytes, at most {most_bytes} are supported here")
-    if (n := counts(body).values) > _MOST_VALUES:
+    if (n := count_values(body).values) > _MOST_VALUES:
         raise invalid(f"the request JSON has {n} values, at most {_MOST_VALUES} are supported here")
     try:
         found = msgspec.json.decode(body)

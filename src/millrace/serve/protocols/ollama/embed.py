@@ -11,7 +11,7 @@ from millrace.runtime.encoder_loop import ALL
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE
 from millrace.serve.http.unknown_fields import ignored_names
-from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids
+from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, finish_reply, token_ids
 from millrace.serve.llm.matryoshka import check_dimensions, normalise, shorten
 from millrace.serve.llm.request_decoding import drop_large_fields
 from millrace.serve.llm.request_types import Body, described
@@ -69,11 +69,11 @@ async def embed(backend: EncoderBackend, call: RequestContext, asked: EmbedReque
     check_dimensions(asked.dimensions, backend.limits.width, backend.model.matryoshka)
     texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     if not any(texts):
-        return replied(backend, call, msgspec.json.encode(EmbedReply(call.model, [], 0, 0, 0)))
+        return finish_reply(backend, call, msgspec.json.encode(EmbedReply(call.model, [], 0, 0, 0)))
     ids = await token_ids(backend, [*texts], "input", truncate=None if asked.truncate is False else ALL)
     drop_large_fields(asked)
     call.log.prompt_tokens = n_tokens = sum(map(len, ids))
-    held = backend.unsent.share()
+    held = backend.unsent.lease()
     try:
         held.add(len(ids) * backend.limits.width * FLOAT_BYTES)
         vectors = await backend.vectors(ids)
@@ -86,15 +86,15 @@ async def embed(backend: EncoderBackend, call: RequestContext, asked: EmbedReque
         content = await backend.off_loop(vectors.size > LARGE, written)
     finally:
         held.release()
-    return replied(backend, call, content)
+    return finish_reply(backend, call, content)
 
 
 async def embeddings(backend: EncoderBackend, call: RequestContext, asked: EmbeddingsRequest) -> ASGIApp:
     """The vector of one text, as the model gives it. raises MillraceError"""
     if not asked.prompt:
-        return replied(backend, call, msgspec.json.encode(EmbeddingsReply([])))
+        return finish_reply(backend, call, msgspec.json.encode(EmbeddingsReply([])))
     ids = await token_ids(backend, asked.prompt, "prompt", truncate=ALL)
     drop_large_fields(asked)
     call.log.prompt_tokens = len(ids[0])
     (vector,) = await backend.vectors(ids)
-    return replied(backend, call, msgspec.json.encode(EmbeddingsReply(vector.tolist())))
+    return finish_reply(backend, call, msgspec.json.encode(EmbeddingsReply(vector.tolist())))

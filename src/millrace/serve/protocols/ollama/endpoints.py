@@ -19,13 +19,13 @@ from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import Delta, SamplingParams, capped, check_context
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
-from millrace.serve.http.errors import Problem
+from millrace.serve.http.errors import HttpProblem
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.openapi import Operation
-from millrace.serve.http.routes import Endpoint, Posted, Protocol, get
+from millrace.serve.http.routes import HttpEndpoint, PostHandler, Protocol, get
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.answer_blocks import BlockKind, Blocks
-from millrace.serve.llm.conversation import PLAINLY, Conversation, Rendering, continue_last_assistant_message
+from millrace.serve.llm.conversation import DEFAULT_RENDERING, Conversation, Rendering, continue_last_assistant_message
 from millrace.serve.llm.embeddings import EncoderBackend
 from millrace.serve.llm.generation_stream import (
     EventStream,
@@ -35,7 +35,7 @@ from millrace.serve.llm.generation_stream import (
     submit_prompts,
 )
 from millrace.serve.llm.language_model import TextBackend
-from millrace.serve.llm.non_streaming import whole_answer
+from millrace.serve.llm.non_streaming import collect_answer
 from millrace.serve.llm.reasoning import Thinking, wants_thoughts
 from millrace.serve.llm.request_decoding import drop_large_fields, request_options
 from millrace.serve.llm.request_types import Body, CalledFunction, Message, ToolCall
@@ -72,7 +72,7 @@ from millrace.serve.protocols.ollama.protocol import (
 Options = Mapping[str, Any]
 
 
-def write_error(problem: Problem) -> bytes:
+def write_error(problem: HttpProblem) -> bytes:
     return msgspec.json.encode(OllamaError(problem.message))
 
 
@@ -142,7 +142,7 @@ class _Answer:
         if streams:
             return EventStream(self._generation, self._lines(), _STREAM)
         async with self._generation:
-            (whole,) = await whole_answer(self._generation, backend)
+            (whole,) = await collect_answer(self._generation, backend)
             blocks = self._blocks = whole.blocks
             reply = self._line(blocks.text(BlockKind.TEXT), blocks.text(BlockKind.REASONING), whole.end)
         return json_reply(reply)
@@ -151,7 +151,7 @@ class _Answer:
         async for deltas in self._generation:
             for delta in deltas:
                 said = self._generation.parse_delta(delta)
-                self._blocks.take(said)
+                self._blocks.push(said)
                 if delta.finish_reason is not None:
                     for _ in self._blocks.close():
                         pass
@@ -252,7 +252,7 @@ def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | No
 
 def _rendering(think: bool | str | None) -> Rendering:
     wanted = wants_thoughts("think", think)
-    return PLAINLY if wanted is None else Rendering(thinking=Thinking(wanted, "think"))
+    return DEFAULT_RENDERING if wanted is None else Rendering(thinking=Thinking(wanted, "think"))
 
 
 def _message(i: int, message: OllamaMessage) -> Message:
@@ -323,14 +323,14 @@ def _time(seconds: float) -> str:
 
 
 def _posted(
-    path: str, handler: Posted, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object],
+    path: str, handler: PostHandler, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object],
     backend: type[Backend] = TextBackend,
-) -> Endpoint:  # fmt: skip
+) -> HttpEndpoint:  # fmt: skip
     event = reply if "stream" in request.__struct_fields__ else None
     operation = Operation(
         "POST", path, what, True, request, reply, event, example=example, error=OllamaError, stream_type=LINES
     )  # fmt: skip
-    return Endpoint(operation, handler, backend, names=request.NAMES)
+    return HttpEndpoint(operation, handler, backend, names=request.NAMES)
 
 
 _BRIEFLY = {"options": {"num_predict": 64}}

@@ -13,7 +13,7 @@ from millrace.serve.llm.unsupported_fields import (
     LLAMA_NOT_YET,
     PENALTIES,
     PENALTY_WINDOW,
-    asks_nothing,
+    is_neutral,
 )
 from millrace.serve.llm.usable_tools import FUNCTION, usable_tools
 
@@ -56,7 +56,7 @@ def ignored_options(options: dict[str, Any] | None) -> list[str]:
         del options[name]
     for name in [name for name in options if name not in OPTIONS]:
         for ours in meanings(name):
-            if ours in NAMES and not asks_nothing(options[name], CHANGING.get(ours, ())):
+            if ours in NAMES and not is_neutral(options[name], CHANGING.get(ours, ())):
                 raise unknown_field(f"options.{name}", f'did you mean "{NAMES[ours]}"?', param="options")
         check_changing(name, options[name], f"options.{name}")
     return ignored + ignored_names(options, OPTIONS, "options", "options")
@@ -67,7 +67,7 @@ class OllamaRequest(TermsFields, kw_only=True):
         "images": ([],), "suffix": ("",), "template": ("",), "context": ([],), "logprobs": (False,),
         "top_logprobs": (0,),
     }  # fmt: skip
-    OTHERS: ClassVar = frozenset(["truncate", "shift"])
+    IGNORED_FIELDS: ClassVar = frozenset(["truncate", "shift"])
     UNUSED: ClassVar = frozenset(["keep_alive"])
     NAMES: ClassVar[Mapping[str, str]] = NAMES
     ANSWERS: ClassVar = True
@@ -189,7 +189,7 @@ class OllamaModels(Struct):
 
 
 class OllamaShowRequest(Body, kw_only=True):
-    OTHERS: ClassVar = frozenset(["verbose", "system", "template", "options"])
+    IGNORED_FIELDS: ClassVar = frozenset(["verbose", "system", "template", "options"])
 
     model: Annotated[str | None, described("one of /api/tags")] = None
     name: Annotated[str | None, described("older clients' name of model")] = None

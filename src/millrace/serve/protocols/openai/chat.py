@@ -19,13 +19,13 @@ from millrace.serve.llm.generation_stream import (
     GenerationStream,
     StreamUsage,
     TextDeltaEncoder,
-    events,
+    encode_events,
     ignore_thinking,
     start_chat_generation,
 )
 from millrace.serve.llm.language_model import TextBackend
-from millrace.serve.llm.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
-from millrace.serve.llm.non_streaming import CollectedChoice, whole_answer
+from millrace.serve.llm.logprobs import CHAT_BYTES, CollectedChatLogprobs, chat_logprobs
+from millrace.serve.llm.non_streaming import CollectedChoice, collect_answer
 from millrace.serve.llm.request_decoding import chat_params, drop_large_fields, request_options, requests_receipt
 from millrace.serve.llm.request_types import ChatRequest
 from millrace.serve.llm.response_types import ChatLogprobs
@@ -78,20 +78,20 @@ class _Answer:
 
     async def whole(self) -> Response:
         """raises GenerationFailedError"""
-        logprobs = [WholeChat() for _ in range(self._generation.n_choices)]
+        logprobs = [CollectedChatLogprobs() for _ in range(self._generation.n_choices)]
 
         def named(delta: Delta) -> int:
             piece = self._logprobs(delta.logprobs or ())
             return 0 if piece is None else logprobs[delta.index].add(piece)
 
         async with self._generation:
-            choices = await whole_answer(self._generation, self._backend, named)
+            choices = await collect_answer(self._generation, self._backend, named)
             content = await self._backend.encode_off_loop(
                 self._generation.has_many_logprobs, lambda: msgspec.json.encode(self._reply(choices, logprobs))
             )
         return Response(content, media_type="application/json")
 
-    def _reply(self, choices: list[CollectedChoice], logprobs: list[WholeChat]) -> ChatReply:
+    def _reply(self, choices: list[CollectedChoice], logprobs: list[CollectedChatLogprobs]) -> ChatReply:
         return ChatReply(
             id=self._id,
             created=self._created,
@@ -100,7 +100,7 @@ class _Answer:
                 ChatChoice(
                     index=i,
                     message=_message(choice.blocks),
-                    logprobs=None if self._generation.params.logprobs is None else logprobs[i].whole(),
+                    logprobs=None if self._generation.params.logprobs is None else logprobs[i].finish(),
                     finish_reason=self._generation.finish_of(choice.end),
                     stop_reason=choice.end.stop_reason,
                 )
@@ -108,7 +108,7 @@ class _Answer:
             ],
             usage=self._generation.usage,
             system_fingerprint=self._backend.fingerprint,
-            millrace=self._generation.asked,
+            millrace=self._generation.seed_echo,
         )
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
@@ -118,8 +118,10 @@ class _Answer:
             for i in range(self._generation.params.n)
         ]
         first = self._chunk(roles, usage)
-        first.millrace = self._generation.asked
-        head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
+        first.millrace = self._generation.seed_echo
+        head = encode_events(
+            [first]
+        )  # goes out with the first token: whoever takes the first event for it is not misled
         is_plain = self._generation.params.logprobs is None and not usage.always
         plain = TextDeltaEncoder(b'"content"', partial(self._empty, usage)) if is_plain else None
         async for deltas in self._generation:
@@ -131,7 +133,7 @@ class _Answer:
         if usage.at_end:
             last = ChatChunk(self._id, self._created, self._model, self._backend.fingerprint, [])
             last.usage = self._generation.usage
-            yield events([last])
+            yield encode_events([last])
 
     def _block(self, deltas: list[Delta], usage: StreamUsage, plain: TextDeltaEncoder | None) -> bytes:
         """plain: of events that say nothing but a text, where there are such"""
@@ -141,7 +143,7 @@ class _Answer:
             if plain is not None and said.content and not (said.reasoning or said.calls or delta.finish_reason):
                 found.append(plain.event(delta.index, said.content))
             elif (choice := self._choice(delta, said)) is not None:
-                found.append(events([self._chunk([choice], usage)]))
+                found.append(encode_events([self._chunk([choice], usage)]))
         return b"".join(found)
 
     def _empty(self, usage: StreamUsage, choice: int) -> ChatChunk:
@@ -150,7 +152,7 @@ class _Answer:
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: StreamUsage) -> ChatChunk:
         chunk = ChatChunk(self._id, self._created, self._model, self._backend.fingerprint, choices)
-        chunk.usage = usage.of(choices[0].index)
+        chunk.usage = usage.for_choice(choices[0].index)
         return chunk
 
     def _choice(self, delta: Delta, said: ParsedDelta) -> ChatChunkChoice | None:

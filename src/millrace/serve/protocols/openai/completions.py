@@ -24,13 +24,13 @@ from millrace.serve.llm.generation_stream import (
     GenerationStream,
     StreamUsage,
     TextDeltaEncoder,
-    events,
+    encode_events,
     submit_prompts,
     usage_of,
 )
 from millrace.serve.llm.language_model import TextBackend
-from millrace.serve.llm.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
-from millrace.serve.llm.non_streaming import CollectedChoice, whole_answer
+from millrace.serve.llm.logprobs import COMPLETION_BYTES, CollectedCompletionLogprobs, Echo, OffsetLogprobs
+from millrace.serve.llm.non_streaming import CollectedChoice, collect_answer
 from millrace.serve.llm.request_decoding import (
     completion_params,
     drop_large_fields,
@@ -112,7 +112,7 @@ class _Answer:
 
     async def whole(self) -> Response:
         """raises GenerationFailedError"""
-        logprobs = [WholeCompletion() for _ in range(self._generation.n_choices)]
+        logprobs = [CollectedCompletionLogprobs() for _ in range(self._generation.n_choices)]
         for choice, piece in self._first_logprobs():
             logprobs[choice].add(piece)
 
@@ -126,7 +126,7 @@ class _Answer:
             return n_bytes + sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
 
         async with self._generation:
-            choices = await whole_answer(self._generation, self._backend, named)
+            choices = await collect_answer(self._generation, self._backend, named)
             content = await self._backend.encode_off_loop(
                 self._generation.has_many_logprobs,
                 lambda: msgspec.json.encode(self._whole_reply(choices, logprobs, ids)),
@@ -134,13 +134,13 @@ class _Answer:
         return Response(content, media_type="application/json")
 
     def _whole_reply(
-        self, wholes: list[CollectedChoice], logprobs: list[WholeCompletion], ids: list[list[int]]
+        self, wholes: list[CollectedChoice], logprobs: list[CollectedCompletionLogprobs], ids: list[list[int]]
     ) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=i,
                 text=self._echo(i) + ("" if self._prompt_only else whole.blocks.text(BlockKind.TEXT)),
-                logprobs=logprobs[i].whole() if self._offsets else None,
+                logprobs=logprobs[i].finish() if self._offsets else None,
                 finish_reason="length" if self._prompt_only else _finish(whole.end),
                 stop_reason=None if self._prompt_only else whole.end.stop_reason,
                 token_ids=([] if self._prompt_only else ids[i]) if self._with_ids else UNSET,
@@ -149,7 +149,7 @@ class _Answer:
             for i, whole in enumerate(wholes)
         ]
         reply = self._reply(choices)
-        reply.usage, reply.millrace = self._usage, self._generation.asked
+        reply.usage, reply.millrace = self._usage, self._generation.seed_echo
         return reply
 
     @property
@@ -159,7 +159,7 @@ class _Answer:
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
-        asked: SeedEcho | None = self._generation.asked  # told in the first event
+        asked: SeedEcho | None = self._generation.seed_echo  # told in the first event
         is_plain = not (self._offsets or self._prompt_only or self._with_ids or usage.always)
         plain = TextDeltaEncoder(b'"text"', partial(self._empty, usage)) if is_plain else None
         head = b""  # goes out with the first token: whoever takes the first event for it is not misled
@@ -182,7 +182,7 @@ class _Answer:
         if usage.at_end:
             last = self._reply([])
             last.usage = self._usage
-            yield events([last])
+            yield encode_events([last])
 
     def _block(self, deltas: list[Delta], usage: StreamUsage, asked: SeedEcho | None) -> bytes:
         choices = [choice for delta in deltas for choice in self._choices(delta)]
@@ -194,16 +194,16 @@ class _Answer:
     def _empty(self, usage: StreamUsage, choice: int) -> CompletionReply:
         """What an event in the middle of a stream would be without its text."""
         reply = self._reply([CompletionChoice(choice, "", None, None)])
-        reply.usage = usage.of(choice)
+        reply.usage = usage.for_choice(choice)
         return reply
 
     def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: SeedEcho | None) -> bytes:
         replies = [self._reply(choices) for choices in blocks]
         for reply in replies:
-            reply.usage = usage.of(reply.choices[0].index)
+            reply.usage = usage.for_choice(reply.choices[0].index)
         if asked is not None:
             replies[0].millrace = asked
-        return events(replies)
+        return encode_events(replies)
 
     def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:
         return CompletionReply(self._id, self._created, self._model, choices, self._backend.fingerprint)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from millrace.serve.http.errors import Problem
+from millrace.serve.http.errors import HttpProblem
 from millrace.serve.http.openapi import Operation
-from millrace.serve.http.routes import Asked, Endpoint, Posted, Protocol, get
+from millrace.serve.http.routes import GetHandler, HttpEndpoint, PostHandler, Protocol, get
 from millrace.serve.llm.embeddings import EncoderBackend, embeddings
 from millrace.serve.llm.encoder_requests import EmbeddingRequest, RerankRequest, ScoreRequest
 from millrace.serve.llm.language_model import TextBackend
@@ -57,31 +57,31 @@ _EXAMPLES: Mapping[type[Body], Mapping[str, object]] = {
 
 def _text(
     path: str,
-    handler: Posted,
+    handler: PostHandler,
     summary: str,
     request: type[Body],
     reply: type,
     event: type | None = None,
-) -> Endpoint:
+) -> HttpEndpoint:
     """Of a language model."""
     operation = Operation("POST", path, summary, True, request, reply, event, example=_EXAMPLES[request])
-    return Endpoint(operation, handler, TextBackend, names=request.NAMES)
+    return HttpEndpoint(operation, handler, TextBackend, names=request.NAMES)
 
 
-def _of_response(method: str, path: str, handler: Asked, summary: str, reply: type) -> Endpoint:
+def _of_response(method: str, path: str, handler: GetHandler, summary: str, reply: type) -> HttpEndpoint:
     """Of one that is stored; nothing is sent but its id."""
-    return Endpoint(Operation(method, path, summary, True, None, reply), asked=handler)
+    return HttpEndpoint(Operation(method, path, summary, True, None, reply), get_handler=handler)
 
 
-def _encoder(path: str, handler: Posted, summary: str, request: type[Body], reply: type) -> Endpoint:
+def _encoder(path: str, handler: PostHandler, summary: str, request: type[Body], reply: type) -> HttpEndpoint:
     """Of an encoder of texts."""
     operation = Operation("POST", path, summary, True, request, reply, example=_EXAMPLES[request])
-    return Endpoint(operation, handler, EncoderBackend)
+    return HttpEndpoint(operation, handler, EncoderBackend)
 
 
 # Protected: whatever costs time or says which model this is. Health, metrics and versions stay open, as in vLLM, for
 # load balancers and Prometheus.
-_MAIN: tuple[Endpoint, ...] = (
+_MAIN: tuple[HttpEndpoint, ...] = (
     _text("/v1/chat/completions", chat_completions, "Answer a conversation", ChatRequest, ChatReply, ChatChunk),
     _text("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply, CompletionReply),
     _text(
@@ -140,9 +140,9 @@ _ALSO: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _others() -> tuple[Endpoint, ...]:
+def _others() -> tuple[HttpEndpoint, ...]:
     by_path = {endpoint.path: endpoint for endpoint in _MAIN}
     return tuple(by_path[same_as].also(method, path) for method, path, same_as in _ALSO)
 
 
-OPENAI = Protocol((*_MAIN, *_others()), Problem.body)
+OPENAI = Protocol((*_MAIN, *_others()), HttpProblem.body)

@@ -15,7 +15,7 @@ from millrace.errors import RequestError
 from millrace.runtime.encoder_loop import Vectors
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE
-from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids
+from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, finish_reply, token_ids
 from millrace.serve.llm.encoder_requests import RerankRequest, ScoreRequest
 from millrace.serve.llm.request_decoding import drop_large_fields
 from millrace.serve.llm.response_types import EmbeddingUsage, Ranked, RankedText, RerankReply, Score, ScoreReply
@@ -37,7 +37,7 @@ async def score(backend: EncoderBackend, call: RequestContext, asked: ScoreReque
         f"score-{call.id}", int(time.time()), call.model, [Score(i, s) for i, s in enumerate(found.tolist())],
         EmbeddingUsage(n_tokens, n_tokens),
     )  # fmt: skip
-    return replied(backend, call, msgspec.json.encode(reply))
+    return finish_reply(backend, call, msgspec.json.encode(reply))
 
 
 async def rerank(backend: EncoderBackend, call: RequestContext, asked: RerankRequest) -> ASGIApp:
@@ -50,7 +50,7 @@ async def rerank(backend: EncoderBackend, call: RequestContext, asked: RerankReq
     )
     order = np.argsort(-found, kind="stable")[: asked.top_n or None].tolist()
     shown = asked.return_documents is not False
-    held = backend.unsent.share()
+    held = backend.unsent.lease()
     try:
         held.add(sum(len(texts[i].encode(errors="surrogatepass")) for i in order) if shown else 0)
         results = [Ranked(i, float(found[i]), RankedText(texts[i]) if shown else None) for i in order]
@@ -58,7 +58,7 @@ async def rerank(backend: EncoderBackend, call: RequestContext, asked: RerankReq
         content = await backend.off_loop(call.body_bytes > LARGE, lambda: msgspec.json.encode(reply))
     finally:
         held.release()
-    return replied(backend, call, content)
+    return finish_reply(backend, call, content)
 
 
 async def _cosines(
@@ -71,7 +71,7 @@ async def _cosines(
     """(of each of `other` and its text of `one`, tokens of all). one, other: fields of the request"""
     parts = [await token_ids(backend, [*texts], field, truncate=truncate) for field, texts in (one, other)]
     call.log.prompt_tokens = n_tokens = sum(len(ids) for part in parts for ids in part)
-    held = backend.unsent.share()
+    held = backend.unsent.lease()
     try:
         held.add(sum(map(len, parts)) * (backend.limits.width * 4 + _ROW_BYTES))
         vectors = await backend.vectors([*parts[0], *parts[1]])

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from millrace.checkpoint.tool_calls.answer_parser import ParsedDelta
 from millrace.runtime.request.sampling_params import Delta
-from millrace.serve.http.errors import GenerationFailedError, HttpError, Problem
-from millrace.serve.llm.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Happening
-from millrace.serve.llm.generation_stream import GenerationStream, named_event
+from millrace.serve.http.errors import GenerationFailedError, HttpError, HttpProblem
+from millrace.serve.llm.answer_blocks import AnswerBlock, BlockChange, BlockEvent, BlockKind, Blocks
+from millrace.serve.llm.generation_stream import GenerationStream, encode_named_event
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import ContentLogprobs, JsonList, chat_logprobs
 from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall
@@ -89,7 +89,7 @@ class Answer:
                 yield block
             head = b""
 
-    def fail(self, problem: Problem) -> None:
+    def fail(self, problem: HttpProblem) -> None:
         self.reply.status, self.reply.error = "failed", ResponseError(problem.code or "server_error", problem.message)
 
     def cancel(self) -> None:
@@ -141,7 +141,7 @@ class Answer:
         tokenizer, is_much = self._backend.model.tokenizer, self.generation.is_expensive_to_encode([delta])
         return await self._backend.encode_off_loop(is_much, lambda: chat_logprobs(tokenizer, tokens).content)
 
-    def _add(self, read: _DecodedDelta, n_copies: int = 1) -> Iterator[tuple[Happening, Named]]:
+    def _add(self, read: _DecodedDelta, n_copies: int = 1) -> Iterator[tuple[BlockChange, Named]]:
         """What it does to the blocks, and the log probabilities of what is added. raises GenerationFailedError
 
         n_copies: of all log probabilities, that will be written
@@ -156,7 +156,7 @@ class Answer:
                     raise GenerationFailedError(read.delta, error) from None
             yield (turn, block, text), named
 
-    def _told_of(self, head: bytes, happened: list[tuple[Happening, Named]], is_last: bool) -> Iterator[bytes]:
+    def _told_of(self, head: bytes, happened: list[tuple[BlockChange, Named]], is_last: bool) -> Iterator[bytes]:
         """All events of a step at once; but each by itself that has all of a text's log probabilities.
 
         In the background they wait in a queue anyhow, which takes what a step has to tell as one.
@@ -194,11 +194,11 @@ class Answer:
             usage.total_tokens,
         )  # fmt: skip
 
-    def _status(self, block: Block, is_cut_off: bool) -> str:
+    def _status(self, block: AnswerBlock, is_cut_off: bool) -> str:
         """Of a block that is over: the last one's end is where the answer was cut off."""
         return "incomplete" if is_cut_off and block is self._blocks.all[-1] else "completed"
 
-    def _item(self, block: Block, status: str, text: str | None = None) -> Item:
+    def _item(self, block: AnswerBlock, status: str, text: str | None = None) -> Item:
         """text: another one than the block's"""
         while len(self._item_ids) <= block.index:
             self._item_ids.append(uuid.uuid4().hex)
@@ -211,12 +211,12 @@ class Answer:
             case BlockKind.CALL:
                 return CallItem(f"fc_{own_id}", block.call_id, block.name, text, status)
 
-    def _part(self, block: Block) -> OutputText:
+    def _part(self, block: AnswerBlock) -> OutputText:
         """All of its text so far."""
         told = self._told.get(block.index)
         return OutputText(block.text, logprobs=[] if told is None else told.so_far())
 
-    def _events(self, turn: BlockEvent, block: Block, text: str, named: Named = ()) -> Iterator[bytes]:
+    def _events(self, turn: BlockEvent, block: AnswerBlock, text: str, named: Named = ()) -> Iterator[bytes]:
         """named: of the text that was added"""
         is_closed = turn is BlockEvent.CLOSED
         status = self._status(block, self.reply.status == "incomplete") if is_closed else "in_progress"
@@ -242,7 +242,7 @@ class Answer:
                 yield self._event("response.content_part.done", **at, part=whole)
                 yield self._event("response.output_item.done", output_index=i, item=item)
 
-    def _events_of_call(self, turn: BlockEvent, block: Block, text: str, item: Item) -> Iterator[bytes]:
+    def _events_of_call(self, turn: BlockEvent, block: AnswerBlock, text: str, item: Item) -> Iterator[bytes]:
         at: dict[str, object] = {"output_index": block.index, "item_id": item.id}
         match turn:
             case BlockEvent.OPENED:
@@ -257,4 +257,4 @@ class Answer:
     def _event(self, kind: str, **fields: object) -> bytes:
         event = ResponseEvent(type=kind, sequence_number=self._n_events, **fields)  # type: ignore[arg-type]
         self._n_events += 1
-        return named_event(kind, event)
+        return encode_named_event(kind, event)

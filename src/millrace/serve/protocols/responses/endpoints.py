@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 
 from millrace.errors import BusyError, RequestError
 from millrace.serve.backend import Models
-from millrace.serve.http.errors import GenerationFailedError, Problem
+from millrace.serve.http.errors import GenerationFailedError, HttpProblem
 from millrace.serve.http.http_request import CALL, EVENT_STREAM, RequestContext
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.conversation import Conversation, Rendering, prefixed_by
@@ -67,7 +67,7 @@ async def create(backend: TextBackend, call: RequestContext, asked: ResponsesReq
     if asked.stream and asked.background:
         feed = EventBroadcast()
         _in_background(backend, call, generation, _fed(answer, kept, feed))
-        return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), goes_on=True)
+        return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), outlives_connection=True)
     if asked.stream:
         return EventStream(generation, _followed(answer, kept), _form(answer))
     if asked.background:
@@ -244,7 +244,7 @@ def _kept(answer: Answer, kept: StoredResponse, store: Responses | None) -> Iter
         yield
     except GenerationFailedError as error:
         if not answer.is_cancelled:
-            answer.fail(error.problem.named(ResponsesRequest.NAMES))
+            answer.fail(error.problem.with_field_names(ResponsesRequest.NAMES))
             raise
     finally:
         settle()
@@ -286,7 +286,7 @@ def _stored(models: Models, scope: Scope) -> StoredResponse:
 
 
 def _form(answer: Answer) -> StreamFraming:
-    def failed(problem: Problem) -> bytes:
+    def failed(problem: HttpProblem) -> bytes:
         return answer.last_event()
 
     return StreamFraming(EVENT_STREAM, failed)

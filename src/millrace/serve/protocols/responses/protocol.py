@@ -9,11 +9,11 @@ from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import MAX_LOGPROBS
 from millrace.serve.http.unknown_fields import closest_name, header_name
 from millrace.serve.llm.reasoning import FIELDS as THINKING
-from millrace.serve.llm.reasoning import Effort, EnableThinking, Think, ThinkingType, said_nothing
+from millrace.serve.llm.reasoning import Effort, EnableThinking, Think, ThinkingType, undecided_fields
 from millrace.serve.llm.request_types import TermsFields, described
 from millrace.serve.llm.response_types import TokenLogprob
 from millrace.serve.llm.unsupported_fields import HARMLESS, IGNORED
-from millrace.serve.llm.usable_tools import FUNCTION, ignored_in, usable_tools
+from millrace.serve.llm.usable_tools import FUNCTION, remove_unknown, usable_tools
 from millrace.serve.protocols.responses.items import renderable_items
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
@@ -36,7 +36,7 @@ NAMES: Mapping[str, str] = {
 class ResponsesRequest(TermsFields, kw_only=True):
     """metadata, user and store are given back, as they were sent."""
 
-    OTHERS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", *THINKING}
+    IGNORED_FIELDS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", *THINKING}
     NAMES: ClassVar = NAMES
     ANSWERS: ClassVar = True
     WITHIN: ClassVar = ("input", "tools", "text", "include", *THINKING)
@@ -90,8 +90,8 @@ class ResponsesRequest(TermsFields, kw_only=True):
         if not isinstance(self.input, str):
             self.input, left_out = renderable_items(self.input)
             ignored += left_out
-        ignored += ignored_in(self.text, ("format",), "text")
-        ignored += ignored_in((self.text or {}).get("format"), FORMAT, "text.format")
+        ignored += remove_unknown(self.text, ("format",), "text")
+        ignored += remove_unknown((self.text or {}).get("format"), FORMAT, "text.format")
         known = [name for name in self.include or () if name == LOGPROBS]
         for name in set(self.include or ()) - {LOGPROBS}:
             if name not in UNUSED_INCLUDES and (meant := closest_name(name, {LOGPROBS})) is not None:
@@ -99,7 +99,7 @@ class ResponsesRequest(TermsFields, kw_only=True):
                 raise RequestError(what, expected, "correct include", "include")
             ignored.append(header_name(f"include.{name}"))
         self.include = known if self.include is not None else None
-        return ignored + said_nothing(self)
+        return ignored + undecided_fields(self)
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):

@@ -27,8 +27,8 @@ from millrace.serve.http.http_request import (
     BufferedRequestLog,
     RequestLog,
     combine_duplicate_headers,
-    id_of,
     log_request,
+    request_id_of,
 )
 from millrace.serve.protocols.kserve.grpc.calls import ADJUSTED, ADMITTED, OPEN, SHARED, GrpcCallContext, GrpcFrontend
 from millrace.serve.protocols.kserve.grpc.fast_path import GrpcFastPath
@@ -203,7 +203,7 @@ class GrpcServer:
     ) -> "T | _Refusal":
         """Do the work of one call. A refusal becomes a status; the log has a line of it."""
         began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
-        entry = RequestLog("GRPC", service + name, id_of(_header(metadata, "x-request-id")))
+        entry = RequestLog("GRPC", service + name, request_id_of(_header(metadata, "x-request-id")))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
         called = _Called(metadata)
         self._serving.load.n += 1
@@ -305,7 +305,7 @@ class _Inference:
         request_id = None  # drawn when the line is written
         for key, value in self._metadata:
             if key == "x-request-id":
-                request_id = id_of(value.encode() if isinstance(value, str) else bytes(value))
+                request_id = request_id_of(value.encode() if isinstance(value, str) else bytes(value))
         took_ms = (time.monotonic_ns() - came_ns) / 1e6
         self._of.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
         if details:

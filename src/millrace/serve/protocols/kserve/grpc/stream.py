@@ -141,7 +141,7 @@ class Stream:
         self._open.add(one)
         try:
             one.told, cut = await self._front.decoded(data)  # first, for a refusal has its id
-            if self._grant is not None and (above := self._grant.above):
+            if self._grant is not None and (above := self._grant.limit_reached):
                 raise StatusError(Code.UNAVAILABLE, above)
             one.admitted.enter_context(self._admit(len(data)))
             model = self._front.model(one.told)

@@ -11,7 +11,7 @@ from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.backend import Models
 from millrace.serve.http.api_keys import Keys
 from millrace.serve.http.disconnects import run_until_disconnect
-from millrace.serve.http.errors import HttpError, Problem
+from millrace.serve.http.errors import HttpError, HttpProblem
 from millrace.serve.http.http_request import CALL, PIECE_BYTES, RequestContext, combine_duplicate_headers, header
 from millrace.serve.http.request_bodies import read_body
 from millrace.serve.http.routes import Protocol
@@ -26,7 +26,7 @@ from millrace.serve.protocols.kserve.routes import BELOW, OPEN, pattern_of
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
 
-def write_error(problem: Problem) -> bytes:
+def write_error(problem: HttpProblem) -> bytes:
     """Of what is wrong before a route of KServe's is reached: a key, a body that does not come."""
     return written_error(problem.message)
 

@@ -24,8 +24,8 @@ from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import held_bytes
 from millrace.serve.http.api_keys import Grant, Keys
 from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
-from millrace.serve.http.fast_path import Sending
-from millrace.serve.http.http_request import PIECE_BYTES, RequestLog, id_of, log_request
+from millrace.serve.http.fast_path import ResponseWriter
+from millrace.serve.http.http_request import PIECE_BYTES, RequestLog, log_request, request_id_of
 from millrace.serve.http.request_bodies import FREE_BYTES
 from millrace.serve.http.server_context import LARGE_BODY, ServerContext
 from millrace.serve.protocols.kserve.http import compression
@@ -130,7 +130,7 @@ class Direct:
         self.heads = HeadCache(backend.bodies.max_bytes)
 
     def begin(
-        self, head: InferHead, packet: bytes, dates: Sequence[Header], connection: Sending
+        self, head: InferHead, packet: bytes, dates: Sequence[Header], connection: ResponseWriter
     ) -> "DirectAnswer | bytes | None":
         """Answer a request: return the response, or a request whose response is sent later; None: take the usual path.
 
@@ -186,11 +186,11 @@ class DirectAnswer:
 
     def __init__(
         self, direct: Direct, head: InferHead, model: Model, end_grant: Callable[[int], None], dates: Sequence[Header],
-        connection: Sending,
+        connection: ResponseWriter,
     ) -> None:  # fmt: skip
         self._direct, self._head, self._model, self._end_grant = direct, head, model, end_grant
         self._dates, self._connection, self._began_ns = dates, connection, time.monotonic_ns()
-        self._id = id_of(head.headers.get(REQUEST_ID))
+        self._id = request_id_of(head.headers.get(REQUEST_ID))
         self._request: InferRequest | None = None
         self._wanted: HttpOutputOptions | None = None
         self._response: bytes | None = None

@@ -22,8 +22,8 @@ from millrace.model_repository.request.infer_request import InferRequest, InferR
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import Array
 from millrace.serve.http.api_keys import Keys
-from millrace.serve.http.fast_path import Sending
-from millrace.serve.http.http_request import id_of
+from millrace.serve.http.fast_path import ResponseWriter
+from millrace.serve.http.http_request import request_id_of
 from millrace.serve.http.server_context import ServerContext
 from millrace.serve.protocols.kserve.http.direct import Direct, DirectAnswer, InferHead, header_lines
 from millrace.serve.protocols.kserve.http.frontend import error_of, infer_headers
@@ -151,7 +151,7 @@ class ConnectionFastPath:
         """As the connection's `FastPath` has it."""
         return self._of.direct.heads.knows(head)
 
-    def begin(self, packet: bytes, dates: Sequence[Header], connection: Sending) -> DirectAnswer | bytes | None:
+    def begin(self, packet: bytes, dates: Sequence[Header], connection: ResponseWriter) -> DirectAnswer | bytes | None:
         """As the connection's `FastPath` has it."""
         if self._known and (response := self.answer(packet, dates)) is not None:
             return response
@@ -191,7 +191,7 @@ class ConnectionFastPath:
         self, known: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
     ) -> bytes:
         began_ns, front = time.monotonic_ns(), known.filled.end
-        request_id = id_of(holes.get(REQUEST_ID) or known.told.headers.get(REQUEST_ID))
+        request_id = request_id_of(holes.get(REQUEST_ID) or known.told.headers.get(REQUEST_ID))
         if (own := holes.get(ID)) is not None:
             known.like.id = own.decode()
         try:

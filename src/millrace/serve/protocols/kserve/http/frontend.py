@@ -19,7 +19,7 @@ from millrace.model_repository.request.status_code import Code, StatusError, inv
 from millrace.model_repository.request.tensors import held_bytes
 from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
 from millrace.model_repository.tracing.tracer import TracedExchange
-from millrace.serve.http.http_request import EVENT_STREAM, UNHELD
+from millrace.serve.http.http_request import EVENT_STREAM, UNBUFFERED
 from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
 from millrace.serve.protocols.kserve.http import compression
 from millrace.serve.protocols.kserve.http.generate_extension import Aside, Events, generate, read_generate
@@ -34,7 +34,7 @@ _JSON, _BINARY = b"application/json", b"application/octet-stream"
 _HEADER = HEADER.encode()
 _LINES = b"application/x-ndjson"
 _STREAMS = {b"text/event-stream": EVENT_STREAM, _LINES: _LINES}
-_EVENTS = ((b"content-type", EVENT_STREAM), *UNHELD)
+_EVENTS = ((b"content-type", EVENT_STREAM), *UNBUFFERED)
 _MOST_GROWTH = 1032  # times, of deflate
 OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
 
@@ -226,7 +226,7 @@ class HttpFrontend:
         write = lambda model, asking, response: written(model, asking, response, wanted)[0]  # noqa: E731
         events = Events(model, asking, self._aside, write, lines=accepts == _LINES)
         failed = await events.begin()
-        headers = [(b"content-type", _STREAMS[accepts]), *UNHELD]
+        headers = [(b"content-type", _STREAMS[accepts]), *UNBUFFERED]
         return HttpReply(STATUS.get(failed, 400) if failed else 200, b"", headers, events)
 
     async def _generate(self, request: Request, model: Model, *, streamed: bool) -> HttpReply:

@@ -17,7 +17,7 @@ from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.response_stream import Responses
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import held_bytes, named_type
-from millrace.serve.http.json_scan import counts
+from millrace.serve.http.json_scan import count_values
 from millrace.serve.protocols.kserve.http.compression import too_large
 from millrace.serve.protocols.kserve.http.infer_request import take_parameters
 from millrace.serve.protocols.kserve.http.infer_response import listed, written_error
@@ -64,7 +64,7 @@ def read_generate(body: bytes, model: Model) -> InferRequest:
 def _decoded(body: bytes) -> _Object:
     if len(body) > _MOST_BYTES:
         raise too_large("generate request JSON size", len(body), _MOST_BYTES)
-    if counts(body).values > _MOST_VALUES:
+    if count_values(body).values > _MOST_VALUES:
         raise no_json(f"it has more than {_MOST_VALUES} values: send tensors of so many to /infer")
     try:
         found = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
