@@ -15,10 +15,19 @@ from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.runtime.settings import RunSettings
-from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
+from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, read_given, setting
 
-CLASSES = (BuildSettings, RunSettings, SamplingFlags, QueueFlags, ListenFlags, ServeFlags, GuardFlags, OperationFlags)
+CLASSES = (
+    BuildSettings,
+    RunSettings,
+    SamplingFlags,
+    QueueFlags,
+    ListenFlags,
+    ServeFlags,
+    RestrictionFlags,
+    OperationFlags,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

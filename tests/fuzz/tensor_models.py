@@ -119,7 +119,7 @@ class Front:
         return self.loop.run_until_complete(self._ask(path, headers, body))
 
     async def _ask(self, path: str, headers: dict[bytes, bytes], body: bytes) -> tuple[int, list[bytes]]:
-        reply = await self.http.answer(frontend.Request("POST", path, headers, body))
+        reply = await self.http.answer(frontend.HttpCall("POST", path, headers, body))
         if reply.events is None:
             n_json = dict(reply.headers).get(HEADER.encode())
             return reply.status, [reply.body[: int(n_json)] if n_json is not None else reply.body]

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, made, message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, build_message, message
 
 WAIT_S = 20.0
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
@@ -20,7 +20,7 @@ class Client:
     def call(self, rpc: str, /, metadata: Metadata = (), service: str = SERVICE, **fields: Any) -> Any:
         """raises grpc.RpcError"""
         kind = rpc if service == SERVICE else "HealthCheck"
-        asked = made(f"{kind}Request", fields).SerializeToString()
+        asked = build_message(f"{kind}Request", fields).SerializeToString()
         told = self.channel.unary_unary(service + rpc)(asked, timeout=WAIT_S, metadata=metadata)
         return message(f"{kind}Response").FromString(told)
 
@@ -52,7 +52,9 @@ def one(datatype: str, shape: Sequence[int], name: str = "INPUT0", **more: Any) 
 
 
 def request(model: str, inputs: Sequence[dict[str, Any]], raw: Sequence[bytes] = (), **fields: Any) -> Any:
-    return made("ModelInferRequest", {"model_name": model, "inputs": inputs, "raw_input_contents": raw, **fields})
+    return build_message(
+        "ModelInferRequest", {"model_name": model, "inputs": inputs, "raw_input_contents": raw, **fields}
+    )
 
 
 def refusal(call: Callable[[], Any]) -> tuple[str, str]:

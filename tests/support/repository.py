@@ -10,7 +10,7 @@ from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.serve.protocols.kserve.repository_backend import RepositoryModel
-from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
+from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 from millrace.serve.settings import ServerSettings
 from tests.support.server import Threaded, in_thread
 
@@ -48,13 +48,13 @@ def serving(root: Path, settings: ServerSettings | None = None, wait: bool = Tru
 
 @contextmanager
 def in_process(
-    root: Path, settings: ServerSettings | None = None, wait: bool = True, guards: GuardFlags | None = None,
+    root: Path, settings: ServerSettings | None = None, wait: bool = True, guards: RestrictionFlags | None = None,
     operations: OperationFlags | None = None, start_s: float = 30, **flags: Any,
 ) -> Iterator[Threaded]:  # fmt: skip
     said = {"model_repository": (str(root),), **flags}
     model = RepositoryModel(
         name="repository", created=0, max_context=0, flags=RepositoryFlags(**said),
-        guards=guards or GuardFlags(), operations=operations or OperationFlags(),
+        guards=guards or RestrictionFlags(), operations=operations or OperationFlags(),
     )  # fmt: skip
     with in_thread(model, settings, start_s=start_s, stop_s=30, wait=wait) as served:
         yield served

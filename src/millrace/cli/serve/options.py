@@ -12,7 +12,7 @@ from millrace.env import Env
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.runtime.settings import RunSettings
-from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
+from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 
 EPILOG = """\b
 Examples:
@@ -32,7 +32,7 @@ Examples:
     QueueFlags,
     ProfileFlags,
     RepositoryFlags,
-    GuardFlags,
+    RestrictionFlags,
     OperationFlags,
     BuildSettings,
     RunSettings,

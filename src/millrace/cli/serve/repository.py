@@ -11,16 +11,18 @@ from millrace.model_repository.repository.repository_flags import RepositoryFlag
 from millrace.model_repository.repository.repository_reader import Repository
 from millrace.serve.protocols.kserve.grpc.extra import check_grpc
 from millrace.serve.protocols.kserve.repository_backend import RepositoryModel
-from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
+from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 
 
-def repository_model(flags: RepositoryFlags, guards: GuardFlags, operations: OperationFlags) -> RepositoryModel | None:
+def repository_model(
+    flags: RepositoryFlags, guards: RestrictionFlags, operations: OperationFlags
+) -> RepositoryModel | None:
     """None where no repository is given. raises ConfigError for one whose models cannot all be served"""
     for guard in (guards.http, guards.grpc):  # so that a mistake in them is said at once
         guard()
     RepositoryContext.of(operations)
     if not flags.model_repository:
-        if guards != GuardFlags():
+        if guards != RestrictionFlags():
             what = "parts of KServe's protocols are restricted or headers forwarded, and there are no tensor models"
             raise ConfigError(what, "--model-repository DIR", "name one, or leave these flags out")
         if operations != OperationFlags():

@@ -42,7 +42,7 @@ from millrace.serve.llm.matryoshka import Matryoshka
 from millrace.serve.llm.prompt_warmup import WarmPrompt, read_warm_prompts
 from millrace.serve.ops.request_recorder import RecordedEngine, Recorder
 from millrace.serve.protocols.kserve.repository_backend import RepositoryModel
-from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
+from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 from millrace.serve.server import Announce, serve
 from millrace.serve.settings import ServerSettings
 
@@ -82,7 +82,7 @@ def _profile(flags: ProfileFlags) -> StepProfile | None:
 
 
 def _repository(given: Mapping[str, Any]) -> RepositoryModel | None:
-    return repository_model(made(RepositoryFlags, given), made(GuardFlags, given), made(OperationFlags, given))
+    return repository_model(made(RepositoryFlags, given), made(RestrictionFlags, given), made(OperationFlags, given))
 
 
 def _check_traces(traces: TraceFlags, settings: ServerSettings, repository: RepositoryModel | None) -> None:

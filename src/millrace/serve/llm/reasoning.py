@@ -65,13 +65,13 @@ def undecided_fields(request: object) -> list[str]:
 
 def thinking_of(request: object) -> Thinking | None:
     """Return what a request says. raises RequestError if its fields contradict one another"""
-    switches = {name: wanted for name in FIELDS if (wanted := wants_thoughts(name, getattr(request, name))) is not None}
+    switches = {name: enabled for name in FIELDS if (enabled := wants_thoughts(name, getattr(request, name))) is not None}
     if len(set(switches.values())) > 1:
-        first, second = (next(name for name, wanted in switches.items() if wanted is one) for one in (True, False))
+        first, second = (next(name for name, enabled in switches.items() if enabled is one) for one in (True, False))
         raise RequestError(
             f"{first} asks for thoughts, and {second} for none", "one of them", f"leave {second} out", second
         )
-    return next((Thinking(wanted, name) for name, wanted in switches.items()), None)
+    return next((Thinking(enabled, name) for name, enabled in switches.items()), None)
 
 
 class ThinkingSwitch:

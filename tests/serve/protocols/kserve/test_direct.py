@@ -259,15 +259,15 @@ def test_a_bug_in_writing_ends_one_request(
     with Connection(url) as client:
         client.ask(whole)
         with monkeypatch.context() as broken:
-            broken.setattr(direct, "written", lambda *given: 1 / 0)
+            broken.setattr(direct, "encode_response", lambda *given: 1 / 0)
             assert client.ask(whole)[0][0].startswith(b"HTTP/1.1 500")
         assert client.ask(whole)[0][0].startswith(b"HTTP/1.1 200")
     assert "a bug in the server" in caplog.text
 
 
 def test_heads_are_bounded_and_the_least_recently_used_leave() -> None:
-    heads = HeadCache(most_bytes=100)
-    path, n = PATH.encode(), direct.MOST_HEADS
+    heads = HeadCache(max_bytes=100)
+    path, n = PATH.encode(), direct.MAX_HEADS
 
     def added(name: str, n_body: int = 3) -> bytes:
         whole = packet(b"x" * n_body, user_agent=name)
@@ -283,7 +283,7 @@ def test_heads_are_bounded_and_the_least_recently_used_leave() -> None:
     assert heads.lookup(first) is not None and heads.lookup(second) is None
     assert heads.lookup(first[:-1]) is None and heads.lookup(first + b"x") is None
     assert heads.lookup(added("too large", 101)) is None
-    assert heads.lookup(added("x" * direct.MOST_HEAD_BYTES)) is None
+    assert heads.lookup(added("x" * direct.MAX_HEAD_BYTES)) is None
 
 
 @pytest.mark.parametrize("line", ["x-other: 1", "expect: 100-continue", "content-encoding: gzip", "connection: close"])

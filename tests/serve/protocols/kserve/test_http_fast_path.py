@@ -28,7 +28,7 @@ from millrace.serve.http.http_request import (
 from millrace.serve.ops.logs import JsonFormatter, TextFormatter
 from millrace.serve.protocols.kserve.grpc.fast_path import GrpcFastPath
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
-from millrace.serve.protocols.kserve.http.fast_path import MOST_KNOWN, ConnectionFastPath
+from millrace.serve.protocols.kserve.http.fast_path import MAX_REQUESTS, ConnectionFastPath
 from tests.serve.protocols.kserve.conftest import LIMIT
 from tests.serve.support import until
 from tests.support.kserve import HEADER, binary, one
@@ -182,7 +182,7 @@ def test_numbers_are_those_of_the_request_itself(url: str, n_quick: list[int], s
         lambda: (packet(*sums(draw, outputs=[{"name": "OUTPUT1"}])), "simple"),
         lambda: (packet(draw.randbytes(4), {HEADER: "0"}, "same_INT32"), "same_INT32"),
     ]
-    assert len(kinds) <= MOST_KNOWN
+    assert len(kinds) <= MAX_REQUESTS
     with Connection(url) as warm:
         for kind in kinds:
             for _ in range(2):

@@ -49,7 +49,7 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
 def test_in_pieces_as_at_once(datatype: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     monkeypatch.setattr(infer_request, "_LARGE", 0)
-    monkeypatch.setattr(json_spans, "_LEAST_SPAN", 8)
+    monkeypatch.setattr(json_spans, "_MIN_SPAN_BYTES", 8)
     for _ in range(20):
         monkeypatch.setattr(json_scan, "PIECE", draw.choice((3, 16, 50, 4096)))
         data = nested(draw, [DRAWN[datatype](draw) for _ in range(draw.randrange(1, 40))])
@@ -57,9 +57,9 @@ def test_in_pieces_as_at_once(datatype: str, seed: int, monkeypatch: pytest.Monk
         asked = {"inputs": [one(datatype, [1], data), {**other, "name": "B"}], "id": '"[,"'}
         spaces = draw.choice(((",", ":"), (" , ", " : ")))
         text = json.dumps(asked, ensure_ascii=draw.random() < 0.5, separators=spaces)
-        cut = json_spans.Cut(memoryview(text.encode()))
+        cut = json_spans.JsonWithSpans(memoryview(text.encode()))
         told = msgspec.json.decode(cut.rest)
-        mine = json_spans.found(told["inputs"][0]["data"], cut.spans)
+        mine = json_spans.span_or_value(told["inputs"][0]["data"], cut.spans)
         assert told["id"] == '"[,"' and told["inputs"][1]["name"] == "B"
         if not isinstance(mine, Span):
             assert len(json.dumps(data)) < 40
@@ -70,7 +70,7 @@ def test_in_pieces_as_at_once(datatype: str, seed: int, monkeypatch: pytest.Monk
 
 def spans(text: str) -> Any:
     """What the data of such a request becomes."""
-    cut = json_spans.Cut(memoryview(b'{"inputs":[{"name":"a","data":%b}]}' % text.encode()))
+    cut = json_spans.JsonWithSpans(memoryview(b'{"inputs":[{"name":"a","data":%b}]}' % text.encode()))
     msgspec.json.decode(cut.rest)
     (span,) = cut.spans
     return span.array("a", "FP32", span.n)
@@ -231,6 +231,6 @@ def test_others_are_answered_beside_a_large_request(served: Threaded, monkeypatc
 
 def test_a_mark_cannot_be_written_by_a_client(tmp_path: Path) -> None:
     text = b'{"inputs":[{"name":"a","data":"millrace:0"}]}'
-    assert json_spans.found(msgspec.json.decode(text)["inputs"][0]["data"], []) == "millrace:0"
+    assert json_spans.span_or_value(msgspec.json.decode(text)["inputs"][0]["data"], []) == "millrace:0"
     with pytest.raises(StatusError):
         read_infer(b"[" * 100_000, None, "m", None)  # type: ignore[arg-type]

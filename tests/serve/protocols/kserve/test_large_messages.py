@@ -13,7 +13,7 @@ import pytest
 from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.request import request_validation
 from millrace.serve.protocols.kserve.grpc import message_scan
-from millrace.serve.protocols.kserve.grpc.message_scan import LARGE, MOST_BESIDE, MOST_TYPED
+from millrace.serve.protocols.kserve.grpc.message_scan import LARGE, MAX_OTHER_BYTES, MAX_TYPED_BYTES
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, message
 from millrace.serve.protocols.kserve.shared_memory import RegionPlace
 from tests.support.kserve import one
@@ -52,14 +52,20 @@ def asked(model: str, datatype: str, n: int, contents: bytes | None = None, more
 
 MANY = 200_000
 HOSTILE = {
-    "typed numbers": (asked("bytes", "INT8", MOST_TYPED + 1, field(2, bytes(MOST_TYPED + 1))), "bytes in 'contents'"),
-    "typed strings": (asked("strings", "BYTES", MANY, field(8, b"") * (MOST_TYPED // 2 + 1)), "bytes in 'contents'"),
+    "typed numbers": (
+        asked("bytes", "INT8", MAX_TYPED_BYTES + 1, field(2, bytes(MAX_TYPED_BYTES + 1))),
+        "bytes in 'contents'"),
+    "typed strings": (
+        asked("strings", "BYTES", MANY, field(8, b"") * (MAX_TYPED_BYTES // 2 + 1)),
+        "bytes in 'contents'"),
     "raws": (asked("floats", "FP32", 1, more=field(7, b"") * MANY), "the request has more than 65536 fields"),
     "inputs": (field(1, b"floats") + field(5, b"") * MANY, "the request has more than 65536 fields"),
     "fields of an input": (field(1, b"floats") + field(5, field(3, b"\1") * MANY), "more than 65536 fields"),
-    "a shape": (field(1, b"floats") + field(5, field(3, bytes(MOST_BESIDE + 1))), "bytes beside the data"),
+    "a shape": (field(1, b"floats") + field(5, field(3, bytes(MAX_OTHER_BYTES + 1))), "bytes beside the data"),
     "parameters": (field(1, b"floats") + field(4, field(1, b"")) * MANY, "the request has more than 65536 fields"),
-    "unknown fields": (field(1, b"floats") + field(99, bytes(MOST_BESIDE + 1)), "bytes beside the data of its inputs"),
+    "unknown fields": (
+        field(1, b"floats") + field(99, bytes(MAX_OTHER_BYTES + 1)),
+        "bytes beside the data of its inputs"),
 }  # fmt: skip
 
 
@@ -77,7 +83,7 @@ def test_messages_that_would_become_too_much(client: Client, what: str, monkeypa
 def test_other_messages_are_small(client: Client) -> None:
     for name in ("ModelConfig", "RepositoryIndex", "LogSettings", "SystemSharedMemoryStatus", "RepositoryModelUnload"):
         call = client.channel.unary_unary(SERVICE + name)
-        code, told = refusal(lambda: call(field(99, bytes(MOST_BESIDE)), timeout=20))  # noqa: B023
+        code, told = refusal(lambda: call(field(99, bytes(MAX_OTHER_BYTES)), timeout=20))  # noqa: B023
         assert code == "INVALID_ARGUMENT" and "at most 1048576 are supported" in told
     load = client.channel.unary_unary(f"{SERVICE}RepositoryModelLoad")
     code, told = refusal(lambda: load(field(3, b"") * MANY, timeout=20))

@@ -83,11 +83,11 @@ def test_typed_contents_in_pieces(datatype: str, is_packed: bool, small_pieces: 
         for name in "ab":
             asked.inputs.add(name=name, datatype=datatype, shape=[len(values)])
             asked.inputs[-1].contents.MergeFromString(typed(datatype, values, is_packed=is_packed))
-        cut = message_scan.cut(asked.SerializeToString())
+        cut = message_scan.split_infer_request(asked.SerializeToString())
         assert cut is not None and set(cut.contents) == ({0, 1} if n < 64 else set(cut.contents))
         told = message("ModelInferRequest").FromString(cut.rest)
         array = objects(values) if datatype == BYTES else np.array(values, DTYPES[datatype])
-        given = list(infer._given(told, "m", None, cut, []))
+        given = list(infer._raw_inputs(told, "m", None, cut, []))
         assert [bytes(one.data) for one in given] == [Tensor("a", datatype, array).raw()] * 2  # type: ignore[arg-type]
 
 
@@ -113,7 +113,7 @@ def test_packed_numbers_as_protobuf_reads_them(datatype: str) -> None:
             expected = np.array(getattr(told, CONTENTS[datatype]), dtype)
         except DecodeError:
             expected, n_refused = None, n_refused + 1
-        found = packed_numbers.numbers(memoryview(packed), dtype)
+        found = packed_numbers.unpack_numbers(memoryview(packed), dtype)
         assert (found is None) == (expected is None), packed
         if found is not None and expected is not None:
             assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
@@ -126,13 +126,13 @@ def test_raw_contents_are_read_where_they_lie(small_pieces: Callable[[int], None
     asked = message("ModelInferRequest")(model_name="m", raw_input_contents=raws)
     for i, raw in enumerate(raws):
         asked.inputs.add(name=f"n{i}", datatype="INT8", shape=[len(raw)])
-    cut = message_scan.cut(asked.SerializeToString())
+    cut = message_scan.split_infer_request(asked.SerializeToString())
     assert cut is not None and len(cut.rest) < len(asked.SerializeToString()) - 88
     told = message("ModelInferRequest").FromString(cut.rest)
-    assert [bytes(one.data) for one in infer._given(told, "m", None, cut, [])] == raws  # type: ignore[arg-type]
+    assert [bytes(one.data) for one in infer._raw_inputs(told, "m", None, cut, [])] == raws  # type: ignore[arg-type]
     told.inputs[0].contents.int_contents.append(1)
     with pytest.raises(StatusError, match="contents field must not be specified when using raw_input_contents"):
-        list(infer._given(told, "m", None, cut, []))
+        list(infer._raw_inputs(told, "m", None, cut, []))
 
 
 def test_contents_of_two_types_are_refused(small_pieces: Callable[[int], None]) -> None:
@@ -141,10 +141,10 @@ def test_contents_of_two_types_are_refused(small_pieces: Callable[[int], None]) 
     tensor = asked.inputs.add(name="a", datatype="INT32", shape=[50])
     tensor.contents.int_contents.extend([7] * 50)
     tensor.contents.fp32_contents.append(1.0)
-    cut = message_scan.cut(asked.SerializeToString())
+    cut = message_scan.split_infer_request(asked.SerializeToString())
     assert cut is not None
     with pytest.raises(StatusError, match=r"binary data was already supplied|of type 'FP32'"):
-        list(infer._given(message("ModelInferRequest").FromString(cut.rest), "m", None, cut, []))
+        list(infer._raw_inputs(message("ModelInferRequest").FromString(cut.rest), "m", None, cut, []))
 
 
 RESPONSE = InferResponse(
@@ -171,8 +171,11 @@ def test_responses_in_pieces(n: int, small_pieces: Callable[[int], None]) -> Non
     small_pieces(n)
     assert response_bytes(MODEL, request, RESPONSE, GrpcOutputOptions()) == found.SerializeToString()
     whole = {"id": "r", "model_name": "m", "model_version": "1", "parameters": {"seen": 3}, "outputs": told}
-    assert infer_response.written(MODEL, request, RESPONSE, HttpOutputOptions()) == (msgspec.json.encode(whole), None)
-    body, n_head = infer_response.written(
+    assert infer_response.encode_response(MODEL, request, RESPONSE, HttpOutputOptions()) == (
+        msgspec.json.encode(whole),
+        None,
+    )
+    body, n_head = infer_response.encode_response(
         MODEL, request, RESPONSE, HttpOutputOptions(binary={"numbers": True, "strings": True})
     )
     assert n_head is not None and body[n_head:] == b"".join(found.raw_output_contents[:2])

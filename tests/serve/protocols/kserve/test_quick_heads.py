@@ -146,26 +146,26 @@ def test_holes_are_lengths_and_ids() -> None:
                LENGTH: str(len(content)).encode()}  # fmt: skip
     head = head_of(whole, headers)
     assert head is not None and head.holes == (JSON_LENGTH, REQUEST_ID, LENGTH, ID)
-    filled = head.filled(whole)
+    filled = head.fill(whole)
     assert filled is not None and whole[filled.end :] == b"\1\0\0\0" * 32
-    assert filled.again(whole) == {REQUEST_ID: b"r1", ID: b"7"}
+    assert filled.match(whole) == {REQUEST_ID: b"r1", ID: b"7"}
     alike = whole.replace(b'"7"', b'"~"').replace(b"r1", b"s2")
-    assert filled.again(alike) == {REQUEST_ID: b"s2", ID: b"~"}
+    assert filled.match(alike) == {REQUEST_ID: b"s2", ID: b"~"}
     for wrong in (b'"7"', b'"\\"', b'"\n"', b'"\xff"'):
-        assert filled.again(whole.replace(b'"7"', wrong)) == ({REQUEST_ID: b"r1", ID: b"7"} if b"7" in wrong else None)
+        assert filled.match(whole.replace(b'"7"', wrong)) == ({REQUEST_ID: b"r1", ID: b"7"} if b"7" in wrong else None)
     longer, told = body(members('"id": "1234567"'))
     other = packet(longer, {**told, "x-request-id": "r22"})
-    assert filled.again(other) is None
-    filled = head.filled(other)
+    assert filled.match(other) is None
+    filled = head.fill(other)
     assert filled is not None and other[filled.end :] == b"\1\0\0\0" * 32
-    assert filled.again(other) == {REQUEST_ID: b"r22", ID: b"1234567"}
+    assert filled.match(other) == {REQUEST_ID: b"r22", ID: b"1234567"}
     for wrong in (
         other[:-1], other + b"0", other.replace(b"1234567", b"123456"), other.replace(b"1234567", b'12"4567'),
         other.replace(b"1234567", b"12\\4567"), other.replace(b"1234567", "123é67".encode()),
         other.replace(b"r22", b"r 2"), other.replace(b"host: x", b"host: y"), other.replace(b'"id"', b'"ID"'),
         other.replace(told[HEADER].encode(), b"0" + told[HEADER].encode()), other.replace(b"1234567", b""),
     ):  # fmt: skip
-        assert head.filled(wrong) is None and filled.again(wrong) is None, wrong
+        assert head.fill(wrong) is None and filled.match(wrong) is None, wrong
     assert head_of(whole, {**headers, REQUEST_ID: b"r2"}) is not None, "not as the parser has it: a piece"
     assert head_of(whole, {**headers, LENGTH: b"12"}) is None and head_of(whole, {b"host": b"x"}) is None
 

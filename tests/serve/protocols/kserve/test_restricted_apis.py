@@ -9,7 +9,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.model_repository.request.status_code import StatusError
-from millrace.serve.protocols.kserve.restricted_apis import GROUPS, GuardFlags, api_group_of_call, group_of_path
+from millrace.serve.protocols.kserve.restricted_apis import GROUPS, RestrictionFlags, api_group_of_call, group_of_path
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, identity, in_process, write_models
 from tests.support.server import Threaded
@@ -41,7 +41,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def guarded(root: Path) -> Iterator[Threaded]:
     rules = ("inference:infer-key=a b", "model-repository,statistics,logging:X-Admin=s3cret")
-    guards = GuardFlags(http_restricted_api=(rules[0].replace(" ", ""), rules[1]), grpc_restricted_protocol=rules[1:])
+    guards = RestrictionFlags(
+        http_restricted_api=(rules[0].replace(" ", ""), rules[1]), grpc_restricted_protocol=rules[1:]
+    )
     with in_process(root, guards=guards, grpc_port=0) as served:
         yield served
 
@@ -85,7 +87,7 @@ def test_over_grpc(guarded: Threaded) -> None:
 
 
 def test_a_restricted_stream(root: Path) -> None:
-    guards = GuardFlags(grpc_restricted_protocol=("inference:key=v",))
+    guards = RestrictionFlags(grpc_restricted_protocol=("inference:key=v",))
     with in_process(root, guards=guards, grpc_port=0) as served, connected(served.grpc_url) as client:
         metadata = (("triton-grpc-protocol-key", "v"),)
         for _ in range(4):
@@ -100,7 +102,7 @@ def infer(client: Client, metadata: Any) -> Any:
 
 
 def test_headers_that_models_see(root: Path) -> None:
-    guards = GuardFlags(http_header_forward_pattern="x-user.*|triton_.*", grpc_header_forward_pattern="x-user")
+    guards = RestrictionFlags(http_header_forward_pattern="x-user.*|triton_.*", grpc_header_forward_pattern="x-user")
     with in_process(root, guards=guards, grpc_port=0) as served:
         url, headers = (
             f"{served.url}/v2/models/sees",
@@ -145,9 +147,9 @@ PATTERNS = [
 
 @pytest.mark.parametrize(("pattern", "taken", "left"), PATTERNS)
 def test_patterns_of_headers_are_those_of_re2(pattern: str, taken: list[str], left: list[str]) -> None:
-    for guard in (GuardFlags(http_header_forward_pattern=pattern).http(),
-                  GuardFlags(grpc_header_forward_pattern=pattern).grpc()):  # fmt: skip
-        assert list(guard.forwarded(dict.fromkeys([*taken, *left], "v"))) == taken
+    for guard in (RestrictionFlags(http_header_forward_pattern=pattern).http(),
+                  RestrictionFlags(grpc_header_forward_pattern=pattern).grpc()):  # fmt: skip
+        assert list(guard.forwarded_headers(dict.fromkeys([*taken, *left], "v"))) == taken
 
 
 @pytest.mark.parametrize(
@@ -156,10 +158,12 @@ def test_patterns_of_headers_are_those_of_re2(pattern: str, taken: list[str], le
      "triton_final_response", "triton_x"],
 )  # fmt: skip
 def test_headers_of_reserved_names_are_not_forwarded(root: Path, name: str) -> None:
-    guard = GuardFlags(http_header_forward_pattern=".*").http()
+    guard = RestrictionFlags(http_header_forward_pattern=".*").http()
     with pytest.raises(StatusError, match=f"'{name}' is reserved for Triton usage and cannot be forwarded"):
-        guard.forwarded({"other": "1", name: "1"})
-    assert GuardFlags(http_header_forward_pattern="x.*").http().forwarded({name: "1", "x": "2"}) == {"x": "2"}
+        guard.forwarded_headers({"other": "1", name: "1"})
+    assert RestrictionFlags(http_header_forward_pattern="x.*").http().forwarded_headers({name: "1", "x": "2"}) == {
+        "x": "2"
+    }
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_headers_of_reserved_names_are_not_forwarded(root: Path, name: str) -> N
     ],
 )
 def test_mistakes_in_flags(flags: dict[str, Any], what: str) -> None:
-    guards = GuardFlags(**flags)
+    guards = RestrictionFlags(**flags)
     with pytest.raises(ConfigError, match=what):
         (guards.http(), guards.grpc())
 

@@ -17,7 +17,7 @@ import pytest
 from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.protocols.kserve.grpc import infer as grpc_infer
 from millrace.serve.protocols.kserve.http import infer_request
-from millrace.serve.protocols.kserve.shared_memory import Regions
+from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, identity, in_process, write_models
 from tests.support.server import Threaded
@@ -270,7 +270,7 @@ def test_no_file_stays_open() -> None:
     made = Memory(create=True, size=64)
     before = n_open(made.name)
     assert before > 0
-    regions = Regions(1 << 20).of("")
+    regions = SharedMemoryRegions(1 << 20).for_tenant("")
     regions.register("a", made.name, 0, 64)
     regions.register("b", made.name, 0, 64)
     for wrong in (("a", made.name, 0, 1), ("c", made.name, 65, 0), ("d", made.name, 1, 64)):
@@ -285,7 +285,7 @@ def test_no_file_stays_open() -> None:
 def test_a_region_in_use_goes_with_the_last_request() -> None:
     """Its file stays open until then: its number could be that of another file, which an output would go to."""
     made = Memory(create=True, size=64)
-    regions = Regions(1 << 20).of("")
+    regions = SharedMemoryRegions(1 << 20).for_tenant("")
     regions.register("a", made.name, 0, 64)
     regions.register("b", made.name, 0, 64)
     first, second = regions.place("a", 0, 64), regions.place("a", 8, 8)
@@ -312,7 +312,7 @@ def test_a_region_in_use_goes_with_the_last_request() -> None:
 
 def test_inputs_hold_their_regions_until_the_request_is_over() -> None:
     made = Memory(create=True, size=64)
-    regions = Regions(1 << 20).of("")
+    regions = SharedMemoryRegions(1 << 20).for_tenant("")
     model: Any = SimpleNamespace(name="m", checker=SimpleNamespace(take=lambda request, given: None))
     body = {"inputs": [{**placed("INPUT0", 0, 64, "a"), "datatype": "FP32", "shape": [16]}]}
     said = {"region": {"string_param": "a"}, "byte_size": {"int64_param": 64}}

@@ -38,12 +38,12 @@ class Slow(Front):
         super().__init__(model)
         self.let, self._at_once = asyncio.Event(), at_once
 
-    async def decoded(self, data: bytes) -> Any:
+    async def decode_infer(self, data: bytes) -> Any:
         if self._at_once:
             self._at_once -= 1
         else:
             await self.let.wait()
-        return await super().decoded(data)
+        return await super().decode_infer(data)
 
 
 class Open:

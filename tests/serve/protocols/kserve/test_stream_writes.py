@@ -55,7 +55,7 @@ class Front:
         return write()
 
 
-SHARE = partial(SendBudget(1 << 50).share, "somebody")
+SHARE = partial(SendBudget(1 << 50).lease, "somebody")
 
 
 class Opened:

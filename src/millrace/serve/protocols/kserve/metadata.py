@@ -23,15 +23,15 @@ def server(with_shared_memory: bool) -> dict[str, Any]:
 
 
 def metadata(model: Model, versions: Sequence[int]) -> dict[str, Any]:
-    said = model.config
-    batch = [-1] if said.max_batch_size > 0 else []
+    config = model.config
+    batch = [-1] if config.max_batch_size > 0 else []
 
     def tensors(side: Sequence[Any]) -> list[dict[str, Any]]:
         return [{"name": t.name, "datatype": wire_name(t.data_type), "shape": [*batch, *t.dims]} for t in side]
 
     return {
-        "name": model.name, "versions": [str(v) for v in versions], "platform": said.platform or said.backend,
-        "inputs": tensors(said.input), "outputs": tensors(said.output),
+        "name": model.name, "versions": [str(v) for v in versions], "platform": config.platform or config.backend,
+        "inputs": tensors(config.input), "outputs": tensors(config.output),
     }  # fmt: skip
 
 

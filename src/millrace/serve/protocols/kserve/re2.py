@@ -17,7 +17,7 @@ _NAMED = re.compile(r"\[:(\^?)([a-z]+):\]")
 _ESCAPES = {"z": r"\Z", "C": "."}  # of RE2: Python's
 
 
-def compiled(pattern: str, ignore_case: bool) -> re.Pattern[str]:
+def compile_pattern(pattern: str, ignore_case: bool) -> re.Pattern[str]:
     """A pattern for whole names; letters are ASCII. raises re.error for what RE2 has not"""
     text = _Reader(pattern).read()
     return re.compile(text, re.ASCII | (re.IGNORECASE if ignore_case else 0))
@@ -33,7 +33,7 @@ class _Group:
 class _Reader:
     def __init__(self, pattern: str) -> None:
         self._pattern, self._at = pattern, 0
-        self._made: list[str] = []
+        self._parts: list[str] = []
         self._groups = [_Group()]
 
     def read(self) -> str:
@@ -41,10 +41,10 @@ class _Reader:
             self._next()
         if len(self._groups) > 1:
             raise re.error("missing ), unterminated subpattern", self._pattern)
-        return "".join(self._made) + ")" * len(self._groups[0].scopes)
+        return "".join(self._parts) + ")" * len(self._groups[0].scopes)
 
     def _take(self, n: int, as_text: str | None = None) -> None:
-        self._made.append(self._pattern[self._at : self._at + n] if as_text is None else as_text)
+        self._parts.append(self._pattern[self._at : self._at + n] if as_text is None else as_text)
         self._at += n
 
     def _next(self) -> None:

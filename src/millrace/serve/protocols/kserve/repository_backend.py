@@ -22,12 +22,12 @@ from millrace.serve.http.http_request import BufferedRequestLog
 from millrace.serve.http.request_bodies import BodyLimiter
 from millrace.serve.http.server_context import LARGE_BODY, BoundedExecutor, ServerContext
 from millrace.serve.ops.health import Heartbeat
-from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
-from millrace.serve.protocols.kserve.shared_memory import Regions
+from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
+from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions
 
 # Bytes up to which bodies share a lane: what takes milliseconds does not wait for what takes a second, or several.
 _LANE_BYTES = (1 << 20, 16 << 20)
-LOOK_S = 0.1  # between two looks whether what failed at the start is there
+POLL_S = 0.1  # between two looks whether what failed at the start is there
 T = TypeVar("T")
 
 
@@ -43,7 +43,7 @@ class _AlwaysHealthy:
 @dataclass(frozen=True, kw_only=True)
 class RepositoryModel(ServedModel):
     flags: RepositoryFlags
-    guards: GuardFlags = field(default_factory=GuardFlags)
+    guards: RestrictionFlags = field(default_factory=RestrictionFlags)
     operations: OperationFlags = field(default_factory=OperationFlags)
 
     @property
@@ -76,7 +76,7 @@ class RepositoryBackend(Backend):
         common = RepositoryContext.of(model.operations, serving.tracer)
         self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one), common)
         self.http_guard, self.grpc_guard = model.guards.http(), model.guards.grpc()
-        self.shared = Regions(most) if model.flags.allow_client_shm else None
+        self.shared = SharedMemoryRegions(most) if model.flags.allow_client_shm else None
         self.log = BufferedRequestLog()  # of requests that take microseconds
         names = ("tensors", "large-tensors", "largest-tensors")
         self._lanes = [BoundedExecutor(name, serving.settings.max_preparing) for name in names]
@@ -85,10 +85,10 @@ class RepositoryBackend(Backend):
 
     def _metrics(self) -> str:
         repository = self.repository
-        told = metrics_text(repository.models(), repository.common.measures)
+        text = metrics_text(repository.models(), repository.common.measures)
         if repository.common.cache is not None:
-            told += cache_text(repository.common.cache)
-        return told + failed_text(repository.failed()) + self._machine.text() + repository.custom.text()
+            text += cache_text(repository.common.cache)
+        return text + failed_text(repository.failed()) + self._machine.text() + repository.custom.text()
 
     def start(self) -> None:
         return
@@ -101,7 +101,7 @@ class RepositoryBackend(Backend):
         if self.repository.flags.model_control_mode == "none":
             return False
         while not self.repository.is_ready():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return True
 
     def current_failure(self, at_first: str) -> str:

@@ -19,8 +19,8 @@ from millrace.serve.protocols.kserve.http.json_values import no_json
 SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 NO_CUDA = "cuda shared memory is not supported: tensor models run on the CPU here"
 NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
-MOST_CONTROL = 1 << 20  # bytes of what changes a setting, or is looked up
-_MOST_VALUES = 1 << 16
+MAX_CONTROL_BYTES = 1 << 20  # bytes of what changes a setting, or is looked up
+_MAX_VALUES = 1 << 16
 # Of a parameter, by its name, and what it should have been: "id", "boolean", "string", "count", "natural" (the range of
 # a count), "any" (of those that are the model's own)
 Wrong = Callable[[str, str], StatusError]
@@ -74,16 +74,16 @@ def take_parameter(request: InferRequest, key: str, value: Any, wrong: Wrong) ->
 
 def output_names(names: Iterable[str]) -> tuple[str, ...]:
     """raises StatusError where one comes twice"""
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for name in names:
-        if name in found:
+        if name in unique:
             raise invalid(f"Duplicate output name '{name}' is not allowed in a request")
-        found[name] = None
-    return tuple(found)
+        unique[name] = None
+    return tuple(unique)
 
 
 @dataclass(slots=True)
-class Load:
+class LoadRequest:
     """config, files: as `ModelRepository.load` takes them. dry_run: nothing is loaded, and what would change is told"""
 
     config: dict[str, Any] | None = None
@@ -91,56 +91,56 @@ class Load:
     dry_run: bool = False
 
 
-def load_of(model: str, parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> Load:
+def load_of(model: str, parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> LoadRequest:
     """What a load of model brings. file_type: what the protocol has files as, bytes or base64 in a string
 
     raises StatusError
     """
-    found = Load()
+    load = LoadRequest()
     for key, value in parameters.items():
         if key.startswith(PREFIX):
             if not isinstance(value, file_type):
                 raise wrong(key, "file")
-            found.files[key.removeprefix(PREFIX)] = value
+            load.files[key.removeprefix(PREFIX)] = value
         elif key == "config":
             if not isinstance(value, str):
                 raise wrong(key, "string")
             try:
-                found.config = json_object(value.encode("utf-8", "surrogatepass"))
+                load.config = json_object(value.encode("utf-8", "surrogatepass"))
             except StatusError as error:
                 raise StatusError(error.code, f"failed to load '{model:.80}', its config: {error}") from None
         elif key == "dry_run":
             if not isinstance(value, bool):
                 raise wrong(key, "boolean")
-            found.dry_run = value
+            load.dry_run = value
         else:
-            known = ("config", "dry_run", f"{PREFIX}VERSION/NAME")
-            raise invalid(f"unrecognized load parameter '{key:.80}'; {nearest(key, known)}")
-    if found.dry_run and found.files:
+            names = ("config", "dry_run", f"{PREFIX}VERSION/NAME")
+            raise invalid(f"unrecognized load parameter '{key:.80}'; {nearest(key, names)}")
+    if load.dry_run and load.files:
         raise StatusError(Code.UNSUPPORTED, "a dry run takes no files: it says what the repository's would change")
-    return found
+    return load
 
 
 def unloads_members(parameters: Mapping[str, Any], wrong: Wrong) -> bool:
     """Of an unload. raises StatusError"""
-    found = parameters.get("unload_dependents", False)
-    if not isinstance(found, bool):
+    value = parameters.get("unload_dependents", False)
+    if not isinstance(value, bool):
         raise wrong("unload_dependents", "boolean")
-    return found
+    return value
 
 
-def json_object(body: bytes, most_bytes: int = MOST_CONTROL) -> dict[str, Any]:
+def json_object(body: bytes, max_bytes: int = MAX_CONTROL_BYTES) -> dict[str, Any]:
     """Of a body that is no inference's, and may be empty. raises StatusError"""
     if not body:
         return {}
-    if len(body) > most_bytes:
-        raise invalid(f"the request JSON has {len(body)} bytes, at most {most_bytes} are supported here")
-    if (n := count_values(body).values) > _MOST_VALUES:
-        raise invalid(f"the request JSON has {n} values, at most {_MOST_VALUES} are supported here")
+    if len(body) > max_bytes:
+        raise invalid(f"the request JSON has {len(body)} bytes, at most {max_bytes} are supported here")
+    if (n := count_values(body).values) > _MAX_VALUES:
+        raise invalid(f"the request JSON has {n} values, at most {_MAX_VALUES} are supported here")
     try:
-        found = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise no_json(error) from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
-    return found
+    return value

@@ -33,7 +33,7 @@ _OF_ACTIONS = {"infer": "inference", "generate": "inference", "generate_stream":
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardFlags(Settings):
+class RestrictionFlags(Settings):
     """Who may use which part of KServe's protocols, and what models see of a request's headers."""
 
     title: ClassVar = "Model repository (Triton)"
@@ -49,12 +49,12 @@ class GuardFlags(Settings):
 
     def http(self) -> "ApiRestrictions":
         """raises ConfigError"""
-        return ApiRestrictions.of("--http-restricted-api", self.http_restricted_api,
+        return ApiRestrictions.from_flags("--http-restricted-api", self.http_restricted_api,
                         "--http-header-forward-pattern", self.http_header_forward_pattern)  # fmt: skip
 
     def grpc(self) -> "ApiRestrictions":
         """raises ConfigError"""
-        return ApiRestrictions.of("--grpc-restricted-protocol", self.grpc_restricted_protocol,
+        return ApiRestrictions.from_flags("--grpc-restricted-protocol", self.grpc_restricted_protocol,
                         "--grpc-header-forward-pattern", self.grpc_header_forward_pattern)  # fmt: skip
 
 
@@ -66,21 +66,21 @@ class ApiRestrictions:
     forward: re.Pattern[str] | None
 
     @classmethod
-    def of(cls, flag: str, said: Sequence[str], pattern_flag: str, pattern: str) -> "ApiRestrictions":
+    def from_flags(cls, flag: str, rule_texts: Sequence[str], pattern_flag: str, pattern: str) -> "ApiRestrictions":
         """raises ConfigError"""
         rules: dict[str, tuple[str, str]] = {}
-        for rule in said:
-            found = _RULE.fullmatch(rule)
-            if found is None:
+        for rule in rule_texts:
+            parsed = _RULE.fullmatch(rule)
+            if parsed is None:
                 raise ConfigError(f"{flag} is {rule!r:.100}", "GROUP[,GROUP]:HEADER=VALUE", "write it so")
-            for group in found[1].split(","):
+            for group in parsed[1].split(","):
                 if group not in GROUPS:
                     raise ConfigError(f'{flag} names "{group}"', nearest(group, GROUPS), "correct it")
                 if group in rules:
                     raise ConfigError(f"{flag} restricts {group} twice", "once", "leave one out")
-                rules[group] = found[2].lower(), found[3]
+                rules[group] = parsed[2].lower(), parsed[3]
         try:
-            compiled = re2.compiled(pattern, ignore_case=True) if pattern else None
+            compiled = re2.compile_pattern(pattern, ignore_case=True) if pattern else None
         except re.error as error:
             what = f"{pattern_flag} is {pattern!r:.100}: {error}"
             raise ConfigError(what, "a regular expression of RE2's syntax", "correct it") from None
@@ -91,28 +91,28 @@ class ApiRestrictions:
         """A request is the same whatever its headers say."""
         return "inference" not in self.rules and self.forward is None
 
-    def missing(self, group: str | None, headers: Mapping[str, str], prefix: str = "") -> str | None:
+    def missing_header(self, group: str | None, headers: Mapping[str, str], prefix: str = "") -> str | None:
         """The header without which this is not for whoever asks; None: it is. headers: names in lower case"""
         if group is None or group not in self.rules:
             return None
         name, value = self.rules[group]
-        given = headers.get(prefix + name, "")
-        return None if hmac.compare_digest(given.encode(), value.encode()) else prefix + name
+        sent = headers.get(prefix + name, "")
+        return None if hmac.compare_digest(sent.encode(), value.encode()) else prefix + name
 
-    def forwarded(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+    def forwarded_headers(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Those that become parameters. raises StatusError"""
         if self.forward is None:
             return {}
-        found = {name: value for name, value in headers.items() if self.forward.fullmatch(name)}
-        if reserved := next((name for name in found if name in _RESERVED or name.startswith("triton_")), None):
+        forwarded = {name: value for name, value in headers.items() if self.forward.fullmatch(name)}
+        if reserved := next((name for name in forwarded if name in _RESERVED or name.startswith("triton_")), None):
             raise invalid(f"'{reserved}' is reserved for Triton usage and cannot be forwarded.")
-        return found
+        return forwarded
 
 
 OPEN = ApiRestrictions({}, None)
 
 
-def named(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+def headers_as_text(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     """HTTP's as texts; names are in lower case."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
 

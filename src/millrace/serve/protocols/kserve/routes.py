@@ -107,7 +107,7 @@ def openapi_schemas() -> Mapping[str, Any]:
 
 def _operation(route: Route, path: str, method: str, needs_key: bool) -> dict[str, Any]:
     body = route.body if method == "POST" else None
-    found: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": route.methods[method], "tags": ["KServe v2"],
         "operationId": method.lower() + re.sub(r"\W+", "_", path).rstrip("_"),
         "x-codeSamples": [{"lang": "Shell", "source": _curl(path, method, body, needs_key and path not in OPEN)}],
@@ -118,18 +118,18 @@ def _operation(route: Route, path: str, method: str, needs_key: bool) -> dict[st
         },
     }  # fmt: skip
     if path != route.path:
-        found["x-same-as"] = route.path
+        operation["x-same-as"] = route.path
     if names := re.findall(r"\{(\w+)\}", path):
-        found["parameters"] = [
+        operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if path not in OPEN:
-        found["security"] = [{"key": []}] if needs_key else []
+        operation["security"] = [{"key": []}] if needs_key else []
     if body is not None:
         is_infer = path.endswith("/infer")
         schema = {"$ref": f"#/components/schemas/{InferBody.__name__}"} if is_infer else {"type": "object"}
-        found["requestBody"] = {"content": {"application/json": {"schema": schema, "example": body}}}
-    return found
+        operation["requestBody"] = {"content": {"application/json": {"schema": schema, "example": body}}}
+    return operation
 
 
 def _curl(path: str, method: str, body: Mapping[str, object] | None, with_key: bool) -> str:

@@ -15,7 +15,7 @@ from millrace.model_repository.tracing.trace_settings import FIELDS
 
 _LOG_TYPES: dict[str, type] = {"log_info": bool, "log_warning": bool, "log_error": bool, "log_verbose_level": int,
                                "log_format": str}  # fmt: skip
-_MOST_VERBOSE = 2**31 - 1
+_MAX_VERBOSE = 2**31 - 1
 
 
 def trace(repository: ModelRepository, model: str, change: Mapping[str, Any] | None, owner: str = "") -> dict[str, Any]:
@@ -32,28 +32,28 @@ def trace(repository: ModelRepository, model: str, change: Mapping[str, Any] | N
     return tracer.told(model)
 
 
-def _trace_change(said: Mapping[str, Any], least_rate: int) -> dict[str, Any]:
+def _trace_change(values: Mapping[str, Any], least_rate: int) -> dict[str, Any]:
     """raises StatusError. None: as it was"""
-    found: dict[str, Any] = {}
-    for name, value in said.items():
+    change: dict[str, Any] = {}
+    for name, value in values.items():
         if name == "trace_file":
             what = "trace file location can not be updated through network protocol"
             raise StatusError(Code.UNSUPPORTED, what)
         if name not in FIELDS:
             raise invalid(f"unknown trace setting '{name:.80}'; {nearest(name, FIELDS)}")
         if value is None:
-            found[name] = None
+            change[name] = None
         elif name in NUMBERS:
             if not isinstance(value, str):
                 raise StatusError(
                     Code.INTERNAL, f"Unable to parse '{name}': attempt to access JSON non-string as string"
                 )
-            found[name] = number_of(name, value, least_rate if name == "trace_rate" else None)
+            change[name] = number_of(name, value, least_rate if name == "trace_rate" else None)
         else:
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise StatusError(Code.INTERNAL, f"Unable to parse '{name}': attempt to access JSON non-array as array")
-            found[name] = level_of(value)
-    return found
+            change[name] = level_of(value)
+    return change
 
 
 def _check_owner(change: Mapping[str, Any] | None, owner: str) -> None:
@@ -73,11 +73,11 @@ def log(switches: LogSwitches, change: Mapping[str, Any] | None, owner: str = ""
         if name == "log_file":
             what = "log file location can not be updated through network protocol"
             raise StatusError(Code.UNSUPPORTED, what)
-        wanted = _LOG_TYPES.get(name)
-        if wanted is None:
+        value_type = _LOG_TYPES.get(name)
+        if value_type is None:
             raise invalid(f"unknown log setting '{name:.80}'; {nearest(name, _LOG_TYPES)}")
-        if not isinstance(value, wanted) or (wanted is int and not _fits(value)):
-            word = {bool: "boolean", int: "unsigned-integer", str: "string"}[wanted]
+        if not isinstance(value, value_type) or (value_type is int and not _fits(value)):
+            word = {bool: "boolean", int: "unsigned-integer", str: "string"}[value_type]
             what = f"Unable to parse '{name}': attempt to access JSON non-{word} as {word}"
             raise StatusError(Code.INTERNAL, what)
         if name == "log_format" and value not in FORMATS:
@@ -88,4 +88,4 @@ def log(switches: LogSwitches, change: Mapping[str, Any] | None, owner: str = ""
 
 
 def _fits(value: Any) -> bool:
-    return not isinstance(value, bool) and 0 <= value <= _MOST_VERBOSE
+    return not isinstance(value, bool) and 0 <= value <= _MAX_VERBOSE

@@ -19,13 +19,13 @@ from millrace.serve.protocols.kserve.request_fields import SHARED_OFF
 _FOLDER = Path("/dev/shm")  # where shm_open has its names
 _KEY = re.compile(r"/?[^/\0]{1,254}")
 _RESERVED = "triton_python_backend_shm_region_"
-_MOST_REGIONS = 1024
+_MAX_REGIONS = 1024
 _SLOW = 2 << 20  # bytes, which are copied aside
-_MOST_TENSORS = 4  # of the largest size, in one request
+_MAX_TENSORS = 4  # of the largest size, in one request
 
 
 @dataclass(slots=True, eq=False)
-class Region:
+class SharedMemoryRegion:
     """`byte_size` bytes of the file `key`, from `offset` on; `fd` is its file.
 
     n_places: of requests that are not over; is_leaving: it goes with the last of them
@@ -40,7 +40,7 @@ class Region:
     n_places: int = 0
     is_leaving: bool = False
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.byte_size}
 
 
@@ -48,7 +48,7 @@ class Region:
 class RegionPlace:
     """Where a tensor of a request is, or is to go. Its region stays as long as it does."""
 
-    region: Region
+    region: SharedMemoryRegion
     offset: int  # within the region
     byte_size: int
 
@@ -71,18 +71,18 @@ class RegionPlace:
         os.pwrite(self.region.fd, data, self.region.offset + self.offset)
 
 
-class Regions:
+class SharedMemoryRegions:
     """The regions of one server, by the tenant that registered them and their name.
 
-    most_bytes: of one tensor, as of a body
+    max_bytes: of one tensor, as of a body
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._regions: dict[tuple[str, str], Region] = {}
-        self._most_bytes, self._largest = most_bytes, 0
+    def __init__(self, max_bytes: int) -> None:
+        self._regions: dict[tuple[str, str], SharedMemoryRegion] = {}
+        self._max_bytes, self._largest = max_bytes, 0
         self._lock = threading.RLock()  # places end in any thread, also in one that holds it
 
-    def of(self, tenant: str) -> "TenantRegions":
+    def for_tenant(self, tenant: str) -> "TenantRegions":
         """Return the regions of a tenant: an API key, "" if there are not several."""
         return TenantRegions(self, tenant)
 
@@ -90,10 +90,8 @@ class Regions:
         """raises StatusError"""
         if (tenant, name) in self._regions:
             raise StatusError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
-        if len(self._regions) >= _MOST_REGIONS:
-            raise StatusError(
-                Code.UNAVAILABLE, f"{_MOST_REGIONS} shared memory regions are registered, and no more may"
-            )
+        if len(self._regions) >= _MAX_REGIONS:
+            raise StatusError(Code.UNAVAILABLE, f"{_MAX_REGIONS} shared memory regions are registered, and no more may")
         what = f"cannot register shared memory region '{name}'"
         if _RESERVED in key:
             raise invalid(f"{what} with key '{key}' as the key contains the reserved prefix '{_RESERVED}'")
@@ -115,7 +113,7 @@ class Regions:
             os.close(fd)
             raise
         with self._lock:
-            self._regions[tenant, name] = Region(name, tenant, key, offset, byte_size, fd)
+            self._regions[tenant, name] = SharedMemoryRegion(name, tenant, key, offset, byte_size, fd)
             self._largest = max(self._largest, byte_size)
 
     def unregister(self, tenant: str, name: str) -> None:
@@ -124,30 +122,30 @@ class Regions:
             for region in self._of(tenant):
                 if name in ("", region.name):
                     region.is_leaving = True
-                    self._let_go(region)
+                    self._release_if_unused(region)
 
-    def _of(self, tenant: str) -> list[Region]:
+    def _of(self, tenant: str) -> list[SharedMemoryRegion]:
         return [region for region in self._regions.values() if region.tenant == tenant]
 
-    def _let_go(self, region: Region) -> None:
+    def _release_if_unused(self, region: SharedMemoryRegion) -> None:
         """If it is leaving and not in use."""
         if region.is_leaving and not region.n_places:
             del self._regions[region.tenant, region.name]
             os.close(region.fd)
             self._largest = max((other.byte_size for other in self._regions.values()), default=0)
 
-    def _ended(self, region: Region) -> None:
+    def _end_place(self, region: SharedMemoryRegion) -> None:
         """A place in it."""
         with self._lock:
             region.n_places -= 1
-            self._let_go(region)
+            self._release_if_unused(region)
 
     def status(self, tenant: str, name: str) -> list[dict[str, Any]]:
         """Describe a region, or all of a tenant's (name: ""). raises StatusError"""
-        found = [region.told() for region in self._of(tenant) if name in ("", region.name)]
-        if name and not found:
+        regions = [region.to_dict() for region in self._of(tenant) if name in ("", region.name)]
+        if name and not regions:
             raise StatusError(Code.NOT_FOUND, f"Unable to find system shared memory region: '{name}'")
-        return found
+        return regions
 
     def place(self, tenant: str, name: str, offset: int, byte_size: int) -> RegionPlace:
         """raises StatusError"""
@@ -161,9 +159,9 @@ class Regions:
             raise invalid(f"Integer overflow detected: {what}, expected at most the {region.byte_size} of the region")
         if not 0 <= byte_size <= region.byte_size - offset:
             raise invalid(f"Invalid offset + byte size for shared memory region: '{name}'")
-        if byte_size > self._most_bytes:
+        if byte_size > self._max_bytes:
             raise invalid(
-                f"shared memory byte size ({byte_size} bytes) exceeds the maximum allowed value of {self._most_bytes} "
+                f"shared memory byte size ({byte_size} bytes) exceeds the maximum allowed value of {self._max_bytes} "
                 "bytes. Use --http-max-input-size to increase the limit."
             )
         place = RegionPlace(region, offset, byte_size)
@@ -171,7 +169,7 @@ class Regions:
             if self._regions.get((tenant, name)) is not region:
                 raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
             region.n_places += 1
-        weakref.finalize(place, self._ended, region).atexit = False
+        weakref.finalize(place, self._end_place, region).atexit = False
         return place
 
     @property
@@ -181,11 +179,11 @@ class Regions:
 
     def check_total(self, n_bytes: int) -> None:
         """Of all inputs of a request. raises StatusError"""
-        most = _MOST_TENSORS * self._most_bytes
-        if n_bytes > most:
+        limit = _MAX_TENSORS * self._max_bytes
+        if n_bytes > limit:
             raise invalid(
                 f"the inputs of the request have {n_bytes} bytes or more in shared memory, which exceeds the maximum "
-                f"of {most} bytes. Use --http-max-input-size to increase the limit."
+                f"of {limit} bytes. Use --http-max-input-size to increase the limit."
             )
 
     def close(self) -> None:
@@ -197,7 +195,7 @@ class Regions:
 class TenantRegions:
     """The regions that one tenant registered; it sees no others. Methods as those of `Regions`."""
 
-    _all: Regions
+    _all: SharedMemoryRegions
     _tenant: str
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -216,12 +214,12 @@ class TenantRegions:
         self._all.check_total(n_bytes)
 
 
-def of_tenant(regions: Regions | None, tenant: str) -> TenantRegions | None:
+def of_tenant(regions: SharedMemoryRegions | None, tenant: str) -> TenantRegions | None:
     """None where no client's memory is read."""
-    return None if regions is None else regions.of(tenant)
+    return None if regions is None else regions.for_tenant(tenant)
 
 
-def allowed(regions: TenantRegions | None) -> TenantRegions:
+def require_shared_memory(regions: TenantRegions | None) -> TenantRegions:
     """None where no client's memory is read. raises StatusError"""
     if regions is None:
         raise StatusError(Code.UNSUPPORTED, SHARED_OFF)

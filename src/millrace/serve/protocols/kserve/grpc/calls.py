@@ -19,11 +19,11 @@ from millrace.model_repository.tracing.trace_context import PARENT, STATE, Paren
 from millrace.model_repository.tracing.tracer import TracedExchange
 from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
 from millrace.serve.protocols.kserve.grpc import message_scan
-from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, plain, read_infer, response_bytes
-from millrace.serve.protocols.kserve.grpc.message_scan import Cut
-from millrace.serve.protocols.kserve.grpc.protobuf_messages import config_message, made, message
-from millrace.serve.protocols.kserve.http.generate_extension import Aside
-from millrace.serve.protocols.kserve.shared_memory import Regions, allowed, of_tenant
+from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, parameter_values, read_infer, response_bytes
+from millrace.serve.protocols.kserve.grpc.message_scan import SplitInferRequest
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import build_message, config_message, message
+from millrace.serve.protocols.kserve.http.generate_extension import RunOffLoop
+from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, of_tenant, require_shared_memory
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
 ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
@@ -57,18 +57,18 @@ class GrpcFrontend:
         self,
         repository: ModelRepository,
         is_ready: Callable[[], bool],
-        aside: Aside,
-        came: Callable[[bytes, Any, Model], None] = lambda data, told, model: None,
-        shared: Regions | None = None,
+        run_off_loop: RunOffLoop,
+        on_infer: Callable[[bytes, Any, Model], None] = lambda data, proto, model: None,
+        shared: SharedMemoryRegions | None = None,
     ) -> None:
-        """is_ready: the server as a whole. aside: runs what reads or writes so many bytes, off the loop
+        """is_ready: the server as a whole. run_off_loop: runs what reads or writes so many bytes, off the loop
 
-        came: is told of each inference: its bytes, its message, its model
+        on_infer: is told of each inference: its bytes, its message, its model
         shared: None where no client's memory is read
         """
         self._shared = shared
-        self._came = came
-        self._repository, self._is_ready, self._aside = repository, is_ready, aside
+        self._on_infer = on_infer
+        self._repository, self._is_ready, self._run_off_loop = repository, is_ready, run_off_loop
         self._calls: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda _: {"live": True}, "ServerReady": lambda _: {"ready": is_ready()},
             "Check": self._health, "ServerMetadata": lambda _: metadata.server(shared is not None),
@@ -87,14 +87,14 @@ class GrpcFrontend:
             case "ModelInfer":
                 return await self._infer(data, caller)
             case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
-                found = await self._of_repository(name, read(f"{name}Request", data), caller.owner)
-                return written(name, found)
+                reply = await self._of_repository(name, parse_message(f"{name}Request", data), caller.owner)
+                return encode_response(name, reply)
         if name in SHARED:
-            return written(name, self._of_shared(name, data, caller.tenant))
+            return encode_response(name, self._of_shared(name, data, caller.tenant))
         if name in ADJUSTED:
-            return written(name, self._adjusted(name, read(f"{name}Request", data), caller.owner))
-        request = read("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
-        return written("HealthCheck" if name == "Check" else name, self._calls[name](request))
+            return encode_response(name, self._adjusted(name, parse_message(f"{name}Request", data), caller.owner))
+        request = parse_message("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
+        return encode_response("HealthCheck" if name == "Check" else name, self._calls[name](request))
 
     # ------------------------------------------------------------------ inferences
 
@@ -102,46 +102,46 @@ class GrpcFrontend:
         """Of a ModelInferRequest. raises StatusError"""
         return self._repository.get(request.model_name, _version(request.model_version))
 
-    async def decoded(self, data: bytes) -> tuple[Any, Cut | None]:
+    async def decode_infer(self, data: bytes) -> tuple[Any, SplitInferRequest | None]:
         """A ModelInferRequest, of a large one without its data. raises StatusError, BusyError"""
-        found: tuple[Any, Cut | None] = await self._aside(lambda: _read_infer(data), len(data))
-        return found
+        decoded: tuple[Any, SplitInferRequest | None] = await self._run_off_loop(lambda: _read_infer(data), len(data))
+        return decoded
 
-    async def checked(
-        self, request: Any, cut: Cut | None, model: Model, n_bytes: int, caller: GrpcCallContext
+    async def check_infer(
+        self, request: Any, cut: SplitInferRequest | None, model: Model, n_bytes: int, caller: GrpcCallContext
     ) -> tuple[InferRequest, GrpcOutputOptions]:
-        """request, cut: as `decoded` returned them. n_bytes: the request's. raises StatusError, BusyError"""
+        """request, cut: as `decode_infer` returned them. n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
         if self._shared is not None:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
-        found: tuple[InferRequest, GrpcOutputOptions] = await self._aside(
+        checked: tuple[InferRequest, GrpcOutputOptions] = await self._run_off_loop(
             lambda: read_infer(request, model, of_tenant(self._shared, caller.tenant), cut), n_bytes
         )
-        found[0].parameters.update(caller.shown)
-        found[0].bill, found[0].tenant = caller.bill, caller.tenant
-        self._repository.common.tracer.came(found[0], "GRPC", began_ns, caller.parent)
-        return found
+        checked[0].parameters.update(caller.shown)
+        checked[0].bill, checked[0].tenant = caller.bill, caller.tenant
+        self._repository.common.tracer.came(checked[0], "GRPC", began_ns, caller.parent)
+        return checked
 
-    async def packed(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
+    async def encode_off_loop(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
         """write: what makes the answer, of so many bytes. raises StatusError, BusyError"""
-        data: bytes = await self._aside(write, n_bytes)
+        data: bytes = await self._run_off_loop(write, n_bytes)
         return data
 
     async def _infer(self, data: bytes, caller: GrpcCallContext) -> bytes:
         came_ns = time.monotonic_ns()
-        request, cut = await self.decoded(data)
+        request, cut = await self.decode_infer(data)
         model = self.model(request)
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
-        self._came(data, request, model)
-        asking, wanted = await self.checked(request, cut, model, len(data), caller)
-        with TracedExchange(self._repository.common.tracer, asking, "GRPC", came_ns, caller.parent) as call:
-            response = await model.infer(asking)
+        self._on_infer(data, request, model)
+        inference, output_options = await self.check_infer(request, cut, model, len(data), caller)
+        with TracedExchange(self._repository.common.tracer, inference, "GRPC", came_ns, caller.parent) as call:
+            response = await model.infer(inference)
             call.answered()
-            return await self.packed(
+            return await self.encode_off_loop(
                 held_bytes(response.outputs.values()),
-                lambda: response_bytes(model, asking, response, wanted),
+                lambda: response_bytes(model, inference, response, output_options),
             )
 
     # ------------------------------------------------------------------ what is told
@@ -166,29 +166,29 @@ class GrpcFrontend:
         return {"config": config_message(self._repository.get(request.name, _version(request.version)).config)}
 
     def _statistics(self, request: Any) -> Any:
-        found = metadata.statistics(self._repository, request.name, _version(request.version))
-        for one in found:
+        models = metadata.statistics(self._repository, request.name, _version(request.version))
+        for one in models:
             del one["batch_closed"]  # ours, for which the protocol has no field
-        return {"model_stats": found}
+        return {"model_stats": models}
 
     # ------------------------------------------------------------------ settings
 
     def _adjusted(self, name: str, request: Any, owner: str) -> Any:
         """Looked up, and changed where there are any in the request. raises StatusError"""
         if name == "LogSettings":
-            change = dict(plain(request.settings))
+            change = dict(parameter_values(request.settings))
             kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
             logged = settings_endpoints.log(self._repository.common.log, change, owner)
             return {"settings": {key: {kinds[type(value)]: value} for key, value in logged.items()}}
-        said = {key: _said(key, list(one.value)) for key, one in request.settings.items()}
-        traced = settings_endpoints.trace(self._repository, request.model_name, said, owner)
+        settings = {key: _setting_value(key, list(one.value)) for key, one in request.settings.items()}
+        traced = settings_endpoints.trace(self._repository, request.model_name, settings, owner)
         return {"settings": {k: {"value": v if isinstance(v, list) else [v]} for k, v in traced.items()}}
 
     # ------------------------------------------------------------------ shared memory
 
     def _of_shared(self, name: str, data: bytes, tenant: str) -> Any:
-        regions = allowed(of_tenant(self._shared, tenant))
-        request = read(f"{name}Request", data)
+        regions = require_shared_memory(of_tenant(self._shared, tenant))
+        request = parse_message(f"{name}Request", data)
         if name.startswith("Cuda"):
             request_fields.cuda_regions(name.removeprefix("CudaSharedMemory").lower(), request.name)
             return {}
@@ -207,7 +207,7 @@ class GrpcFrontend:
             raise StatusError(Code.UNSUPPORTED, request_fields.NO_REPOSITORY_NAME)
         if name == "RepositoryIndex":
             return {"models": await self._repository.index(request.ready)}
-        parameters = dict(plain(request.parameters))
+        parameters = dict(parameter_values(request.parameters))
         if name == "RepositoryModelLoad":
             load = request_fields.load_of(request.model_name, parameters, _wrong, bytes)
             if load.dry_run:
@@ -219,15 +219,15 @@ class GrpcFrontend:
         return {}
 
 
-def _read_infer(data: bytes) -> tuple[Any, Cut | None]:
+def _read_infer(data: bytes) -> tuple[Any, SplitInferRequest | None]:
     """raises StatusError"""
-    cut = message_scan.cut(data)
+    cut = message_scan.split_infer_request(data)
     return _parsed("ModelInferRequest", data if cut is None else cut.rest), cut
 
 
-def read(name: str, data: bytes) -> Any:
+def parse_message(name: str, data: bytes) -> Any:
     """raises StatusError"""
-    message_scan.check(name, data)
+    message_scan.check_message(name, data)
     return _parsed(name, data)
 
 
@@ -239,8 +239,8 @@ def _parsed(name: str, data: bytes) -> Any:
         raise StatusError(Code.INTERNAL, f"failed to parse the message {name}: {error}") from None
 
 
-def written(name: str, fields: Any) -> bytes:
-    data: bytes = made(f"{name}Response", fields).SerializeToString()
+def encode_response(name: str, fields: Any) -> bytes:
+    data: bytes = build_message(f"{name}Response", fields).SerializeToString()
     return data
 
 
@@ -248,7 +248,7 @@ def _version(text: str) -> int | None:
     return request_fields.version_of(text) if text else None
 
 
-def _said(key: str, values: list[str]) -> list[str] | str | None:
+def _setting_value(key: str, values: list[str]) -> list[str] | str | None:
     """A trace setting as it stands in JSON; None: cleared. raises StatusError"""
     if key == "trace_level" or not values:
         return values or None
@@ -257,7 +257,7 @@ def _said(key: str, values: list[str]) -> list[str] | str | None:
     return values[0]
 
 
-def _wrong(key: str, wanted: str) -> StatusError:
-    if key == "config" or wanted == "file":
-        return invalid(f"invalid value type for load parameter '{key}', expected {_EXPECTED[wanted]}.")
-    return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")
+def _wrong(key: str, expected: str) -> StatusError:
+    if key == "config" or expected == "file":
+        return invalid(f"invalid value type for load parameter '{key}', expected {_EXPECTED[expected]}.")
+    return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[expected]}.")

@@ -18,12 +18,12 @@ from millrace.model_repository.request.infer_request import InferRequest, InferR
 from millrace.model_repository.request.request_validation import Later, RawInput, check_shape, shown
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import BYTES, DTYPES
-from millrace.serve.protocols.kserve.grpc.message_scan import Cut, Packed, contents_pieces
-from millrace.serve.protocols.kserve.grpc.packed_numbers import numbers
+from millrace.serve.protocols.kserve.grpc.message_scan import PackedField, SplitInferRequest, contents_pieces
+from millrace.serve.protocols.kserve.grpc.packed_numbers import unpack_numbers
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, message
-from millrace.serve.protocols.kserve.http.infer_response import told_outputs
+from millrace.serve.protocols.kserve.http.infer_response import requested_outputs
 from millrace.serve.protocols.kserve.request_fields import output_names, take_parameter
-from millrace.serve.protocols.kserve.shared_memory import RegionPlace, TenantRegions, allowed
+from millrace.serve.protocols.kserve.shared_memory import RegionPlace, TenantRegions, require_shared_memory
 
 RAW_OUTPUT = bytes((6 << 3 | 2,))  # a field of ModelInferResponse, its last
 EMPTY_FINAL, FINAL = "triton_enable_empty_final_response", "triton_final_response"
@@ -51,18 +51,18 @@ class GrpcOutputOptions:
 
 
 def read_infer(
-    told: Any, model: Model, shared: TenantRegions | None = None, cut: Cut | None = None
+    proto: Any, model: Model, shared: TenantRegions | None = None, cut: SplitInferRequest | None = None
 ) -> tuple[InferRequest, GrpcOutputOptions]:
     """told: a ModelInferRequest. shared: None where no client's memory is read. cut: the data of a large one
 
     raises StatusError
     """
-    request, wanted = InferRequest({}, request_id=told.id), GrpcOutputOptions()
-    for key, value in plain(told.parameters):
+    request, output_options = InferRequest({}, request_id=proto.id), GrpcOutputOptions()
+    for key, value in parameter_values(proto.parameters):
         if key == EMPTY_FINAL:
             if not isinstance(value, bool):
                 raise _wrong(key, "boolean")
-            wanted.empty_final = value
+            output_options.empty_final = value
         elif key.startswith("triton_"):
             raise invalid(
                 "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
@@ -70,34 +70,34 @@ def read_infer(
             )
         else:
             take_parameter(request, key, value, _wrong)
-    request.outputs = output_names(output.name for output in told.outputs)
-    for output in told.outputs:
+    request.outputs = output_names(output.name for output in proto.outputs)
+    for output in proto.outputs:
         if output.parameters:
-            _take_output(output, wanted, shared)
-    model.checker.take(request, list(_given(told, model.name, shared, cut, wanted.inputs)))
-    return request, wanted
+            _take_output(output, output_options, shared)
+    model.checker.take(request, list(_raw_inputs(proto, model.name, shared, cut, output_options.inputs)))
+    return request, output_options
 
 
-def plain(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def parameter_values(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Names and values; None of one that says nothing."""
     for key, value in parameters.items():
         kind = value.WhichOneof("parameter_choice")
         yield key, None if kind is None else getattr(value, kind)
 
 
-def _wrong(key: str, wanted: str) -> StatusError:
-    if wanted == "natural":
+def _wrong(key: str, expected: str) -> StatusError:
+    if expected == "natural":
         return invalid(f"invalid value for '{key}', expected value >= 0.")
-    return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")
+    return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[expected]}.")
 
 
 def _place(tensor: Any, shared: TenantRegions | None) -> RegionPlace | None:
     """Of an input or an output; None where it is in no shared memory. raises StatusError"""
-    said = {key: value for key, value in plain(tensor.parameters) if key.startswith("shared_memory_")}
-    if not said:
+    parameters = {key: value for key, value in parameter_values(tensor.parameters) if key.startswith("shared_memory_")}
+    if not parameters:
         return None
-    regions = allowed(shared)
-    region, offset, size = (said.get(f"shared_memory_{k}", 0) for k in ("region", "offset", "byte_size"))
+    regions = require_shared_memory(shared)
+    region, offset, size = (parameters.get(f"shared_memory_{k}", 0) for k in ("region", "offset", "byte_size"))
     for key, value, kind in (
         ("region", region, "string_param"), ("offset", offset, "int64_param"), ("byte_size", size, "int64_param")
     ):  # fmt: skip
@@ -108,24 +108,24 @@ def _place(tensor: Any, shared: TenantRegions | None) -> RegionPlace | None:
     return regions.place(region, offset, size)
 
 
-def _take_output(output: Any, wanted: GrpcOutputOptions, shared: TenantRegions | None) -> None:
+def _take_output(output: Any, output_options: GrpcOutputOptions, shared: TenantRegions | None) -> None:
     if (place := _place(output, shared)) is not None:
-        wanted.shared[output.name] = place
-    for key, value in plain(output.parameters):
+        output_options.shared[output.name] = place
+    for key, value in parameter_values(output.parameters):
         if key == "classification":
             if isinstance(value, bool) or not isinstance(value, int):
                 raise invalid("invalid value type for 'classification' parameter, expected int64_param")
             if value < 0:
                 raise invalid("invalid value for 'classification' parameter, expected >= 0")
-            wanted.n_classes[output.name] = value
+            output_options.n_classes[output.name] = value
 
 
-def _given(
-    told: Any, model: str, shared: TenantRegions | None, cut: Cut | None, places: list[RegionPlace]
+def _raw_inputs(
+    proto: Any, model: str, shared: TenantRegions | None, cut: SplitInferRequest | None, places: list[RegionPlace]
 ) -> Iterator[RawInput]:
     n_raw = shared_bytes = 0
-    raws: Sequence[bytes | memoryview] = told.raw_input_contents if cut is None else cut.raw_contents
-    for i, tensor in enumerate(told.inputs):
+    raws: Sequence[bytes | memoryview] = proto.raw_input_contents if cut is None else cut.raw_contents
+    for i, tensor in enumerate(proto.inputs):
         place = _place(tensor, shared) if tensor.parameters else None
         if tensor.datatype not in DTYPES:
             raise invalid(f"invalid datatype for input {tensor.name}")
@@ -141,7 +141,7 @@ def _given(
                 raise invalid(f"{what} '{tensor.name}' for model '{model}'")
             places.append(place)
             shared_bytes += place.byte_size
-            allowed(shared).check_total(shared_bytes)
+            require_shared_memory(shared).check_total(shared_bytes)
             data = Later(place.read, place.byte_size)
         elif tensor.HasField("contents"):
             if raws:
@@ -165,7 +165,7 @@ def _typed(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
     """
     what = f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{model}'"
     parts, kinds = list[bytes](), set[str]()
-    for fields in (_fields(tensor.contents), *_decoded(cut)):
+    for fields in (_fields(tensor.contents), *_decode_contents(cut)):
         kinds.update(fields)
         if len(kinds) > 1:
             raise invalid(f"{what}, binary data was already supplied.")
@@ -181,14 +181,14 @@ def _fields(contents: Any) -> dict[str, Any]:
     return {spec.name: values for spec, values in contents.ListFields()}
 
 
-def _decoded(cut: Sequence[memoryview]) -> Iterator[dict[str, Any]]:
+def _decode_contents(cut: Sequence[memoryview]) -> Iterator[dict[str, Any]]:
     """Yield the fields of contents, in pieces. raises StatusError"""
     for contents in cut:
         for piece in contents_pieces(contents):
-            if isinstance(piece, Packed):
-                if (found := numbers(piece.data, np.dtype(DTYPES[_KIND_OF[piece.field]]))) is None:
+            if isinstance(piece, PackedField):
+                if (values := unpack_numbers(piece.data, np.dtype(DTYPES[_KIND_OF[piece.field]]))) is None:
                     raise _malformed(f"{piece.field} ends within a number, or has one of more than 10 bytes")
-                yield {piece.field: found}
+                yield {piece.field: values}
                 continue
             try:
                 yield _fields(message("InferTensorContents").FromString(piece))
@@ -196,8 +196,8 @@ def _decoded(cut: Sequence[memoryview]) -> Iterator[dict[str, Any]]:
                 raise _malformed(error) from None
 
 
-def _malformed(why: object) -> StatusError:
-    return StatusError(Code.INTERNAL, f"failed to parse the message ModelInferRequest: {why}")
+def _malformed(reason: object) -> StatusError:
+    return StatusError(Code.INTERNAL, f"failed to parse the message ModelInferRequest: {reason}")
 
 
 def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[bytes]:
@@ -213,25 +213,27 @@ def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[byt
 # ---------------------------------------------------------------------- answers
 
 
-def response_bytes(model: Model, request: InferRequest, response: InferResponse, wanted: GrpcOutputOptions) -> bytes:
+def response_bytes(
+    model: Model, request: InferRequest, response: InferResponse, output_options: GrpcOutputOptions
+) -> bytes:
     """A ModelInferResponse. raises StatusError"""
-    found = message("ModelInferResponse")()
-    raws = fill_response(found, model, request, response, wanted)
-    return concatenated([found.SerializeToString(), *raws])
+    proto = message("ModelInferResponse")()
+    raws = fill_response(proto, model, request, response, output_options)
+    return concatenated([proto.SerializeToString(), *raws])
 
 
 def fill_response(
-    found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: GrpcOutputOptions
+    proto: Any, model: Model, request: InferRequest, response: InferResponse, output_options: GrpcOutputOptions
 ) -> list[bytes | memoryview]:
     """found: an empty one. Its tensors are what is returned, to be written behind it. raises StatusError"""
-    found.model_name, found.model_version, found.id = model.name, str(model.version), request.id
+    proto.model_name, proto.model_version, proto.id = model.name, str(model.version), request.id
     for key, value in response.parameters.items():
-        set_parameter(found, key, value)
+        set_parameter(proto, key, value)
     raws = list[bytes | memoryview]()
-    for tensor in told_outputs(model, request, response, wanted.n_classes):
-        found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
+    for tensor in requested_outputs(model, request, response, output_options.n_classes):
+        proto.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
         parts: Sequence[bytes | memoryview] = ()
-        if (place := wanted.shared.get(tensor.name)) is not None:
+        if (place := output_options.shared.get(tensor.name)) is not None:
             place.write(tensor.name, tensor.raw())
         else:
             parts = tensor.raw_parts()
@@ -240,13 +242,13 @@ def fill_response(
     return raws
 
 
-def set_parameter(of: Any, key: str, value: Any) -> None:
+def set_parameter(proto: Any, key: str, value: Any) -> None:
     """raises StatusError for what no parameter can hold"""
     kinds = ((bool, "bool_param"), (int, "int64_param"), (float, "double_param"), (str, "string_param"))
     name = next((name for kind, name in kinds if isinstance(value, kind)), None)
     try:
         if name is None:
             raise ValueError(f"it is {type(value).__name__}, no bool, int, float or string")
-        setattr(of.parameters[key], "uint64_param" if name == "int64_param" and value >= 1 << 63 else name, value)
+        setattr(proto.parameters[key], "uint64_param" if name == "int64_param" and value >= 1 << 63 else name, value)
     except ValueError as error:  # also text that is no UTF-8, and integers beyond 64 bits
         raise StatusError(Code.INTERNAL, f"response parameter '{key}': {error}") from None

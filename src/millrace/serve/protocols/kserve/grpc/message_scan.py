@@ -13,14 +13,14 @@ from millrace.model_repository.request.tensors import MOST_STRINGS
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import field_numbers
 
 LARGE = 64 << 10  # bytes of a message: smaller ones are not looked over
-MOST_TYPED = 16 << 20  # bytes of all typed contents together
-MOST_BESIDE = 1 << 20  # bytes of names, shapes and parameters
-_MOST_FIELDS = 1 << 16  # of a message that is no tensor
+MAX_TYPED_BYTES = 16 << 20  # bytes of all typed contents together
+MAX_OTHER_BYTES = 1 << 20  # bytes of names, shapes and parameters
+_MAX_FIELDS = 1 << 16  # of a message that is no tensor
 _PIECE = 1 << 16  # bytes of contents, which are decoded at once
 
 
 @dataclass(slots=True)
-class Cut:
+class SplitInferRequest:
     """A ModelInferRequest without the data of its inputs. contents: by the index of an input, which keeps empty ones"""
 
     rest: bytes
@@ -28,66 +28,66 @@ class Cut:
     contents: dict[int, list[memoryview]] = field(default_factory=dict)
 
 
-def check(name: str, data: bytes) -> None:
+def check_message(name: str, data: bytes) -> None:
     """name: of the message. raises StatusError where decoding it would take too much"""
     if len(data) <= LARGE:
         return
     try:
         match name:
             case "ModelInferRequest":
-                _cut(memoryview(data))
+                _split(memoryview(data))
             case "RepositoryModelLoadRequest":  # with files
-                for _ in _fields(memoryview(data), _MOST_FIELDS):
+                for _ in _fields(memoryview(data), _MAX_FIELDS):
                     pass
-            case _ if len(data) > MOST_BESIDE:
-                raise invalid(f"the message {name} has {len(data)} bytes, at most {MOST_BESIDE} are supported")
+            case _ if len(data) > MAX_OTHER_BYTES:
+                raise invalid(f"the message {name} has {len(data)} bytes, at most {MAX_OTHER_BYTES} are supported")
     except WireError:  # protobuf will say so
         return
 
 
-def cut(data: bytes) -> Cut | None:
+def split_infer_request(data: bytes) -> SplitInferRequest | None:
     """Of a ModelInferRequest; None of one that is small, or no message. raises StatusError as `check` does"""
     if len(data) <= LARGE:
         return None
     try:
-        return _cut(memoryview(data))
+        return _split(memoryview(data))
     except WireError:  # protobuf will say so
         return None
 
 
-def _cut(data: memoryview) -> Cut:
+def _split(data: memoryview) -> SplitInferRequest:
     request, tensor = field_numbers("ModelInferRequest"), field_numbers("ModelInferRequest.InferInputTensor")
-    found, kept, n_inputs = Cut(b""), list[bytes | memoryview](), 0
-    typed = beside = 0
-    for number, kind, start, begin, end in _fields(data, _MOST_FIELDS):
+    split, remaining, n_inputs = SplitInferRequest(b""), list[bytes | memoryview](), 0
+    n_typed = n_other = 0
+    for number, kind, start, begin, end in _fields(data, _MAX_FIELDS):
         if (number, kind) == (request["raw_input_contents"], BYTES):
-            found.raw_contents.append(data[begin:end])
+            split.raw_contents.append(data[begin:end])
             continue
-        beside += end - begin
+        n_other += end - begin
         if (number, kind) != (request["inputs"], BYTES):
-            kept.append(data[start:end])
+            remaining.append(data[start:end])
             continue
         inner, parts = data[begin:end], list[bytes | memoryview]()
-        for of_input, its_kind, key_at, at, stop in _fields(inner, _MOST_FIELDS):
+        for of_input, its_kind, key_at, at, stop in _fields(inner, _MAX_FIELDS):
             part = inner[at:stop]
             if (of_input, its_kind) == (tensor["contents"], BYTES):
-                typed, beside = typed + len(part), beside - len(part)
+                n_typed, n_other = n_typed + len(part), n_other - len(part)
                 _check_strings(part)
                 if len(part) > _PIECE:
-                    found.contents.setdefault(n_inputs, []).append(part)
+                    split.contents.setdefault(n_inputs, []).append(part)
                     parts.append(_header(tensor["contents"], 0))
                     continue
             parts.append(inner[key_at:stop])
-        kept += (_header(request["inputs"], sum(map(len, parts))), *parts)
+        remaining += (_header(request["inputs"], sum(map(len, parts))), *parts)
         n_inputs += 1
-    if typed > MOST_TYPED:
-        what = f"the inputs have {typed} bytes in 'contents', at most {MOST_TYPED} are supported"
+    if n_typed > MAX_TYPED_BYTES:
+        what = f"the inputs have {n_typed} bytes in 'contents', at most {MAX_TYPED_BYTES} are supported"
         raise invalid(f"{what}: send large tensors in 'raw_input_contents'")
-    if beside > MOST_BESIDE:
-        what = f"the request has {beside} bytes beside the data of its inputs, at most {MOST_BESIDE} are supported"
+    if n_other > MAX_OTHER_BYTES:
+        what = f"the request has {n_other} bytes beside the data of its inputs, at most {MAX_OTHER_BYTES} are supported"
         raise invalid(what)
-    found.rest = b"".join(kept)
-    return found
+    split.rest = b"".join(remaining)
+    return split
 
 
 def _header(number: int, n_bytes: int) -> bytes:
@@ -95,14 +95,14 @@ def _header(number: int, n_bytes: int) -> bytes:
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedField:
     """Numbers of a field of InferTensorContents, as they are encoded."""
 
     field: str
     data: memoryview
 
 
-def contents_pieces(contents: memoryview) -> Iterator[bytes | Packed]:
+def contents_pieces(contents: memoryview) -> Iterator[bytes | PackedField]:
     """Yield messages of InferTensorContents and packed numbers, which together have the values of a message.
 
     contents: such a message, looked over
@@ -114,7 +114,7 @@ def contents_pieces(contents: memoryview) -> Iterator[bytes | Packed]:
         if kind == BYTES and end - begin > _PIECE and names.get(number, "bytes_contents") != "bytes_contents":
             yield bytes(contents[kept_from:start])
             for packed in _packed_pieces(contents[begin:end], has_varints=number not in fixed):
-                yield Packed(names[number], packed)
+                yield PackedField(names[number], packed)
             kept_from = end
         elif start - kept_from >= _PIECE:
             yield bytes(contents[kept_from:start])
@@ -135,18 +135,18 @@ def _packed_pieces(packed: memoryview, *, has_varints: bool) -> Iterator[memoryv
 
 def _check_strings(contents: memoryview) -> None:
     """raises StatusError"""
-    if len(contents) <= MOST_TYPED:  # others are refused as a whole
+    if len(contents) <= MAX_TYPED_BYTES:  # others are refused as a whole
         for _ in _fields(contents, MOST_STRINGS):
             pass
 
 
-def _fields(data: memoryview, most: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _fields(data: memoryview, limit: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield fields as `protobuf.fields` does, of which there are at most so many. raises StatusError, WireError"""
     for n, one in enumerate(fields(data), 1):
-        if n > most:
-            raise _too_many(most)
+        if n > limit:
+            raise _too_many(limit)
         yield one
 
 
-def _too_many(most: int) -> StatusError:
-    return invalid(f"the request has more than {most} fields, or strings of one input: send them in fewer requests")
+def _too_many(limit: int) -> StatusError:
+    return invalid(f"the request has more than {limit} fields, or strings of one input: send them in fewer requests")

@@ -13,15 +13,15 @@ from millrace.checkpoint.protobuf import MAX_VARINT
 CONTINUES = 0x80  # set in every byte of a varint but its last
 
 
-def numbers(packed: memoryview, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+def unpack_numbers(packed: memoryview, dtype: np.dtype[Any]) -> NDArray[Any] | None:
     """Return the values of a packed field, or None if they are malformed. dtype: of the field; floats have its size
 
     Integers of more bits than the field holds lose the upper ones, as in every reader of protobuf.
     """
     if dtype.kind == "f":
         return None if len(packed) % dtype.itemsize else np.frombuffer(packed, dtype)
-    found = _varints(np.frombuffer(packed, np.uint8))
-    return None if found is None else found.astype(dtype)
+    integers = _varints(np.frombuffer(packed, np.uint8))
+    return None if integers is None else integers.astype(dtype)
 
 
 def _varints(data: NDArray[np.uint8]) -> NDArray[Any] | None:

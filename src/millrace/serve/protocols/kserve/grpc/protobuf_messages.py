@@ -119,13 +119,13 @@ def field_numbers(name: str) -> Mapping[str, int]:
     return {field.name: field.number for field in message(name).DESCRIPTOR.fields}
 
 
-def made(name: str, fields: Mapping[str, Any]) -> Any:
+def build_message(name: str, fields: Mapping[str, Any]) -> Any:
     """A message of that name. fields: with dictionaries in place of messages, which protobuf's own constructors do not
     take in maps before 6.30
     """
-    found = message(name)()
-    _fill(found, fields)
-    return found
+    proto = message(name)()
+    _fill(proto, fields)
+    return proto
 
 
 def _fill(to: Any, fields: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ def _fill_map(to: Any, values: Mapping[Any, Any]) -> None:
 
 def config_message(config: ModelConfig) -> Any:
     """A model's configuration. config: completed"""
-    return made("ModelConfig", _plain(config))
+    return build_message("ModelConfig", _plain(config))
 
 
 @cache
@@ -171,20 +171,20 @@ def _pool() -> Any:
         outer, dot, inner = name.partition(".")
         if dot:
             (parent,) = (m for m in file.message_type if m.name == outer)
-            found = parent.nested_type.add(name=inner)
+            message_type = parent.nested_type.add(name=inner)
         else:
-            found = file.message_type.add(name=name)
+            message_type = file.message_type.add(name=name)
         if name in _ONE_OF:
-            found.oneof_decl.add(name="parameter_choice")
+            message_type.oneof_decl.add(name="parameter_choice")
         for text in filter(None, fields.strip().split(", ")):
-            _add(found, name, text, names)
+            _add(message_type, name, text, names)
     for name, cls in configuration.items():
         _declare(file.message_type.add(name=name), name, cls)
     for enum in sorted(set(_enums(configuration)), key=lambda e: e.__name__):
         scope = file.message_type.add(name=f"Scope{enum.__name__}")  # of its own: in it names of values are unique
-        made = scope.enum_type.add(name=enum.__name__)
+        enum_type = scope.enum_type.add(name=enum.__name__)
         for value in enum:
-            made.value.add(name=value.name, number=value.value)
+            enum_type.value.add(name=value.name, number=value.value)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return pool
@@ -192,28 +192,28 @@ def _pool() -> Any:
 
 def _add(to: Any, name: str, text: str, names: set[str]) -> None:
     """One field, as the table writes it."""
-    kind, field, number = text.strip().split(" ")
-    made = to.field.add(name=field, number=int(number), label=_Field.LABEL_OPTIONAL)
+    kind, field_name, number = text.strip().split(" ")
+    field = to.field.add(name=field_name, number=int(number), label=_Field.LABEL_OPTIONAL)
     kind, _, of_map = kind.partition(":")
     if kind.startswith("*") or of_map:
-        made.label, kind = _Field.LABEL_REPEATED, kind.removeprefix("*")
+        field.label, kind = _Field.LABEL_REPEATED, kind.removeprefix("*")
     if name in _ONE_OF:
-        made.oneof_index = 0
+        field.oneof_index = 0
     if of_map:
-        entry = _entry(to, name, made)
+        entry = _entry(to, name, field)
         entry.field.add(name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING)
         _add(entry, "", f"{of_map} value 2", names)
     elif kind in names or f"{name}.{kind}" in names:
         inner = f"{name}.{kind}" if f"{name}.{kind}" in names else kind
-        made.type, made.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{inner}"
+        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{inner}"
     else:
-        made.type = getattr(_Field, f"TYPE_{kind.upper()}")
+        field.type = getattr(_Field, f"TYPE_{kind.upper()}")
 
 
-def _entry(to: Any, owner: str, made: Any) -> Any:
+def _entry(to: Any, owner: str, field: Any) -> Any:
     """The message of a map's entries, as protobuf names it."""
-    name = "".join(part.capitalize() for part in made.name.split("_")) + "Entry"
-    made.type, made.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{owner}.{name}"
+    name = "".join(part.capitalize() for part in field.name.split("_")) + "Entry"
+    field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{owner}.{name}"
     entry = to.nested_type.add(name=name)
     entry.options.map_entry = True
     return entry
@@ -222,15 +222,15 @@ def _entry(to: Any, owner: str, made: Any) -> Any:
 # ---------------------------------------------------------------------- a model's configuration
 
 
-def _messages(cls: type, found: dict[str, type]) -> dict[str, type]:
+def _messages(cls: type, by_name: dict[str, type]) -> dict[str, type]:
     """Every message that `cls` reaches, by name."""
-    if cls.__name__ not in found:
-        found[cls.__name__] = cls
+    if cls.__name__ not in by_name:
+        by_name[cls.__name__] = cls
         for spec in specs(cls).values():
             for inner in (spec, *([spec.of] if spec.kind == "map" else [])):
                 if inner.kind == "message":
-                    _messages(inner.of, found)
-    return found
+                    _messages(inner.of, by_name)
+    return by_name
 
 
 def _enums(configuration: dict[str, type]) -> Iterator[type[IntEnum]]:
@@ -247,24 +247,24 @@ def _declare(to: Any, name: str, cls: type) -> None:
 
 
 def _add_declared(to: Any, owner: str, spec: FieldSpec, oneofs: list[str]) -> None:
-    made = to.field.add(name=spec.name, number=spec.number, label=_Field.LABEL_OPTIONAL)
+    field = to.field.add(name=spec.name, number=spec.number, label=_Field.LABEL_OPTIONAL)
     if spec.repeated or spec.kind == "map":
-        made.label = _Field.LABEL_REPEATED
+        field.label = _Field.LABEL_REPEATED
     if spec.oneof:
         if spec.oneof not in oneofs:
             oneofs.append(spec.oneof)
-        made.oneof_index = oneofs.index(spec.oneof)
+        field.oneof_index = oneofs.index(spec.oneof)
     if spec.kind == "map":
         assert spec.key is not None, spec.name
-        entry = _entry(to, owner, made)
+        entry = _entry(to, owner, field)
         _add_declared(entry, owner, spec.key, [])
         _add_declared(entry, owner, spec.of, [])
     elif spec.kind == "message":
-        made.type, made.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{spec.of.__name__}"
+        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{spec.of.__name__}"
     elif spec.kind == "enum":
-        made.type, made.type_name = _Field.TYPE_ENUM, f".{PACKAGE}.Scope{spec.of.__name__}.{spec.of.__name__}"
+        field.type, field.type_name = _Field.TYPE_ENUM, f".{PACKAGE}.Scope{spec.of.__name__}.{spec.of.__name__}"
     else:
-        made.type = getattr(_Field, f"TYPE_{spec.kind.upper()}")
+        field.type = getattr(_Field, f"TYPE_{spec.kind.upper()}")
 
 
 def _plain(config: Any) -> dict[str, Any]:

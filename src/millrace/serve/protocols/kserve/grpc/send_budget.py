@@ -16,11 +16,11 @@ from millrace.serve.http.request_bodies import FREE_BYTES
 class SendBudget:
     """Of one server. Short answers are not counted: there are no more of them than calls may be open."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._by_peer = Counter[str]()  # of connections that have any
 
-    def share(self, peer: str) -> "SendBudgetLease":
+    def lease(self, peer: str) -> "SendBudgetLease":
         """Of one call, or of a part of it. peer: its connection, as gRPC names it"""
         return SendBudgetLease(self, peer)
 
@@ -29,10 +29,10 @@ class SendBudget:
         if (own := self._by_peer[peer]) and own > self._room:
             raise self._too_much(peer)
 
-    def take(self, peer: str, n_bytes: int, is_there: bool) -> None:
-        """is_there: it cannot be refused any more. raises StatusError where it is too much beside others"""
+    def take(self, peer: str, n_bytes: int, is_computed: bool) -> None:
+        """is_computed: it cannot be refused any more. raises StatusError where it is too much beside others"""
         own = self._by_peer[peer]
-        if not is_there and self._by_peer and own + n_bytes > self._room:
+        if not is_computed and self._by_peer and own + n_bytes > self._room:
             raise self._too_much(peer)
         self._by_peer[peer] = own + n_bytes
 
@@ -44,7 +44,7 @@ class SendBudget:
     @property
     def _room(self) -> int:
         """That is left. One answer may be larger than all; it counts as half of it, so that others get theirs."""
-        return self._most_bytes - sum(min(own, self._most_bytes // 2) for own in self._by_peer.values())
+        return self._max_bytes - sum(min(own, self._max_bytes // 2) for own in self._by_peer.values())
 
     def _too_much(self, peer: str) -> StatusError:
         what = f"answers of {self._by_peer.total()} bytes wait for their readers"
@@ -54,41 +54,41 @@ class SendBudget:
 class SendBudgetLease:
     """What is counted for one call, or a part of it, until it is taken off."""
 
-    __slots__ = ("_n_bytes", "_of", "_peer")
+    __slots__ = ("_budget", "_n_bytes", "_peer")
 
-    def __init__(self, of: SendBudget, peer: str) -> None:
-        self._of, self._peer, self._n_bytes = of, peer, 0
+    def __init__(self, budget: SendBudget, peer: str) -> None:
+        self._budget, self._peer, self._n_bytes = budget, peer, 0
 
     def check(self) -> None:
         """As of `SendBudget`. raises StatusError"""
-        self._of.check(self._peer)
+        self._budget.check(self._peer)
 
     def add(self, n_bytes: int) -> None:
         """An answer. raises StatusError where it is too much"""
-        self._add(n_bytes, is_there=False)
+        self._add(n_bytes, is_computed=False)
 
     def take_off(self, n_bytes: int) -> None:
         """It was taken."""
         if n_bytes > FREE_BYTES:
             self._n_bytes -= n_bytes
-            self._of.give(self._peer, n_bytes)
+            self._budget.give(self._peer, n_bytes)
 
     def close(self) -> None:
         """Nothing of it is held any more."""
         if self._n_bytes:
-            self._of.give(self._peer, self._n_bytes)
+            self._budget.give(self._peer, self._n_bytes)
             self._n_bytes = 0
 
     def keep(self, context: Any, n_bytes: int) -> None:
         """An answer that is with gRPC, until that call is over."""
-        self._add(n_bytes, is_there=True)
+        self._add(n_bytes, is_computed=True)
         self.until(context)
 
     def until(self, context: Any) -> None:
         """gRPC holds it until that call is over."""
         context.add_done_callback(lambda _: self.close())
 
-    def _add(self, n_bytes: int, is_there: bool) -> None:
+    def _add(self, n_bytes: int, is_computed: bool) -> None:
         if n_bytes > FREE_BYTES:
-            self._of.take(self._peer, n_bytes, is_there)
+            self._budget.take(self._peer, n_bytes, is_computed)
             self._n_bytes += n_bytes

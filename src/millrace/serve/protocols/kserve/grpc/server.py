@@ -52,7 +52,7 @@ _UNARY = (
 )  # fmt: skip
 _INFER = f"{SERVICE}ModelInfer"
 _HEALTH = "/grpc.health.v1.Health/"
-_MOST_MESSAGE = 2**31 - 1  # gRPC's own, of a size in its options
+_MAX_MESSAGE_BYTES = 2**31 - 1  # gRPC's own, of a size in its options
 _PING_TIMEOUT_S = 20
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -69,37 +69,39 @@ class GrpcServer:
         assert repository.flags.grpc_port is not None
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
-        self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
+        self._max_bytes = min(repository.flags.http_max_input_size, _MAX_MESSAGE_BYTES)
         self._backend, self._guard = backend, backend.grpc_guard
-        self._quick = GrpcFastPath(backend)
+        self._fast_path = GrpcFastPath(backend)
         is_ready = partial(backend.is_ready, models.heartbeat)
-        self._front = GrpcFrontend(repository, is_ready, backend.run_off_loop, self._quick.remember, backend.shared)
-        self._untaken = SendBudget(settings.max_unread_bytes)
+        self._front = GrpcFrontend(repository, is_ready, backend.run_off_loop, self._fast_path.remember, backend.shared)
+        self._send_budget = SendBudget(settings.max_unread_bytes)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
     async def open(self) -> None:
         """Listen. raises ConfigError"""
         settings = self._serving.settings
-        most = number_of_connections(settings.max_connections)
+        max_connections = number_of_connections(settings.max_connections)
         server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", self._most_bytes), ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", self._max_bytes), ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", int(settings.reuse_port)),  # by default a port that is taken would be shared
-                ("grpc.max_allowed_incoming_connections", most),
+                ("grpc.max_allowed_incoming_connections", max_connections),
                 ("grpc.keepalive_time_ms", int(settings.keep_alive_s * 1e3)),  # who does not answer is gone
                 ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_S * 1000),
             ],
-            maximum_concurrent_rpcs=most,
+            maximum_concurrent_rpcs=max_connections,
         )  # fmt: skip
         services: dict[str, dict[str, Any]] = {
             SERVICE: {name: grpc.unary_unary_rpc_method_handler(self._unary(SERVICE, name)) for name in _UNARY},
             _HEALTH: {"Check": grpc.unary_unary_rpc_method_handler(self._unary(_HEALTH, "Check"))},
         }
         services[SERVICE][_STREAM] = grpc.stream_stream_rpc_method_handler(self._stream)
-        handlers = [grpc.method_handlers_generic_handler(name.strip("/"), found) for name, found in services.items()]
+        handlers = [
+            grpc.method_handlers_generic_handler(name.strip("/"), methods) for name, methods in services.items()
+        ]
         if self._keys.are_open and self._guard.leaves_inference_alone:
-            handlers.insert(0, _Inferences(self._quick, self._backend.log, self._unary(SERVICE, "ModelInfer")))
+            handlers.insert(0, _InferHandler(self._fast_path, self._backend.log, self._unary(SERVICE, "ModelInfer")))
         server.add_generic_rpc_handlers(tuple(handlers))
         try:
             port = self._add_port(server)
@@ -134,28 +136,28 @@ class GrpcServer:
 
     def _unary(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def called(data: bytes, context: Any) -> bytes:
-            outcome = await self._call(service, name, context, partial(self._answered, name, data, context))
+            outcome = await self._call(service, name, context, partial(self._answer, name, data, context))
             del data  # gRPC's context keeps what it raises to abort the call, and with it this frame
-            return await _told(context, outcome)
+            return await _finish_call(context, outcome)
 
         return called
 
-    async def _answered(self, name: str, data: bytes, context: Any, called: "_Called") -> bytes:
+    async def _answer(self, name: str, data: bytes, context: Any, called: "_OpenCall") -> bytes:
         """raises StatusError, MillraceError"""
         caller = self._caller(called)
         if name not in ADMITTED:
             return await self._front.answer(name, data, caller)
-        share = self._untaken.share(context.peer())
-        with self._held(share, len(data), is_control=name.startswith("Repository")):
+        share = self._send_budget.lease(context.peer())
+        with self._admitted(share, len(data), is_control=name.startswith("Repository")):
             answer = await self._front.answer(name, data, caller)
             share.add(len(answer))
             share.until(context)
             return answer
 
     async def _stream(self, _: Any, context: Any) -> None:
-        await _told(context, await self._call(SERVICE, _STREAM, context, partial(self._streamed, context)))
+        await _finish_call(context, await self._call(SERVICE, _STREAM, context, partial(self._run_stream, context)))
 
-    async def _streamed(self, context: Any, called: "_Called") -> None:
+    async def _run_stream(self, context: Any, called: "_OpenCall") -> None:
         """raises StatusError, MillraceError"""
 
         async def read() -> bytes | None:
@@ -164,9 +166,9 @@ class GrpcServer:
 
         ends_with_error = called.metadata.get("triton_grpc_error") == "true"
         caller, write_s = self._caller(called), self._serving.settings.write_timeout_s
-        share = partial(self._untaken.share, context.peer())
-        held = partial(self._held, share())
-        stream = Stream(self._front, held, share, write_s, ends_with_error, caller, called.grant)
+        share = partial(self._send_budget.lease, context.peer())
+        admit = partial(self._admitted, share())
+        stream = Stream(self._front, admit, share, write_s, ends_with_error, caller, called.grant)
         self._streams.add(stream)
         try:
             # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
@@ -179,16 +181,16 @@ class GrpcServer:
         if stream.stopped:
             raise StatusError(Code.UNAVAILABLE, "Server is stopping")
 
-    def _caller(self, called: "_Called") -> GrpcCallContext:
+    def _caller(self, called: "_OpenCall") -> GrpcCallContext:
         """raises StatusError"""
         metadata = called.metadata
         tenant, owner = (called.grant.tenant, called.grant.owner) if called.grant is not None else ("", "")
         return GrpcCallContext(
-            self._guard.forwarded(metadata), self._front.parent(metadata), called.bill, tenant, owner
+            self._guard.forwarded_headers(metadata), self._front.parent(metadata), called.bill, tenant, owner
         )
 
     @contextmanager
-    def _held(self, share: SendBudgetLease, n_bytes: int, is_control: bool = False) -> Iterator[None]:
+    def _admitted(self, share: SendBudgetLease, n_bytes: int, is_control: bool = False) -> Iterator[None]:
         """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
         if not is_control:
             share.check()
@@ -199,18 +201,18 @@ class GrpcServer:
                 yield
 
     async def _call(
-        self, service: str, name: str, context: Any, work: Callable[["_Called"], Awaitable[T]]
+        self, service: str, name: str, context: Any, work: Callable[["_OpenCall"], Awaitable[T]]
     ) -> "T | _Refusal":
         """Do the work of one call. A refusal becomes a status; the log has a line of it."""
         began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
         entry = RequestLog("GRPC", service + name, request_id_of(_header(metadata, "x-request-id")))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
-        called = _Called(metadata)
+        called = _OpenCall(metadata)
         self._serving.load.n += 1
         try:
             if name not in OPEN:
                 called.grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
-            if (header := self._guard.missing(api_group_of_call(name), metadata, GRPC_PREFIX)) is not None:
+            if (header := self._guard.missing_header(api_group_of_call(name), metadata, GRPC_PREFIX)) is not None:
                 what = f"This protocol is restricted, expecting header '{header}'"
                 raise StatusError(Code.UNAVAILABLE, what)
             answer = await work(called)
@@ -255,7 +257,7 @@ class _Refusal:
 
 
 @dataclass(slots=True)
-class _Called:
+class _OpenCall:
     """A call that goes on. grant: None of one that needs no key"""
 
     metadata: dict[str, str]
@@ -263,42 +265,42 @@ class _Called:
     bill: TokenUsage = field(default_factory=TokenUsage)
 
 
-class _Inferences(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
+class _InferHandler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
     """ModelInfer where anybody may ask: short and quick ones without what other calls need around them."""
 
     def __init__(
-        self, quick: GrpcFastPath, log_later: BufferedRequestLog, otherwise: Callable[[bytes, Any], Awaitable[bytes]]
+        self, fast_path: GrpcFastPath, log_later: BufferedRequestLog, fallback: Callable[[bytes, Any], Awaitable[bytes]]
     ):
-        self.quick, self.log_later, self.otherwise = quick, log_later, otherwise
+        self.fast_path, self.log_later, self.fallback = fast_path, log_later, fallback
 
-    def service(self, handler_call_details: Any) -> "_Inference | None":
+    def service(self, handler_call_details: Any) -> "_InferMethod | None":
         is_ours = handler_call_details.method == _INFER
-        return _Inference(self, handler_call_details.invocation_metadata or ()) if is_ours else None
+        return _InferMethod(self, handler_call_details.invocation_metadata or ()) if is_ours else None
 
 
 @Awaitable.register  # of what is called that grpcio need not look whether its code is a coroutine's, call by call
-class _Inference:
+class _InferMethod:
     """One of them, as grpcio's RpcMethodHandler. Its metadata is read once: of the context it would be read again."""
 
     __slots__ = ("_metadata", "_of")
     request_streaming = response_streaming = False
     request_deserializer = response_serializer = None
 
-    def __init__(self, of: _Inferences, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+    def __init__(self, of: _InferHandler, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         self._of, self._metadata = of, metadata
 
     @property
-    def unary_unary(self) -> "_Inference":
+    def unary_unary(self) -> "_InferMethod":
         return self
 
     async def __call__(self, data: bytes, context: Any) -> bytes:
         came_ns, code, details = time.monotonic_ns(), _OK, ""
         try:
-            found = self._of.quick.answer(data, came_ns)
+            response = self._of.fast_path.answer(data, came_ns)
         except StatusError as error:
-            found, code, details = b"", STATUS[error.code], error.message
-        if found is None:
-            answer = self._of.otherwise(data, context)
+            response, code, details = b"", STATUS[error.code], error.message
+        if response is None:
+            answer = self._of.fallback(data, context)
             del data  # as in `_unary`
             return await answer
         del data
@@ -310,10 +312,10 @@ class _Inference:
         self._of.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
         if details:
             await _abort(context, code, details)
-        return found
+        return response
 
 
-async def _told(context: Any, outcome: T | _Refusal) -> T:
+async def _finish_call(context: Any, outcome: T | _Refusal) -> T:
     """The answer of a call; a refusal aborts it."""
     if isinstance(outcome, _Refusal):
         await _abort(context, outcome.code, outcome.details)

@@ -24,7 +24,7 @@ from millrace.serve.http.request_bodies import FREE_BYTES
 from millrace.serve.protocols.kserve.grpc.calls import GrpcCallContext, GrpcFrontend
 from millrace.serve.protocols.kserve.grpc.stream_responses import Deadline, StreamResponses, error_answer
 
-MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
+MAX_OPEN_REQUESTS = 256  # requests of a stream that are under way; the next is read when one of them has ended
 Begin = Callable[[], Awaitable[None]]
 Read = Callable[[], Awaitable[bytes | None]]
 Write = Callable[[bytes], Awaitable[None]]
@@ -41,12 +41,15 @@ class _Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _OpenRequest:
-    """A request that was read. told: as it came. answer: of one that waits for those before it, and its bytes"""
+    """A request that was read.
 
-    told: Any
+    proto: the message as it came; answer: an answer that waits for those of earlier requests, and its bytes
+    """
+
+    proto: Any
     admitted: ExitStack
     model: Model | None = None
-    asking: InferRequest | None = None
+    inference: InferRequest | None = None
     answers: StreamResponses | None = None
     empty_final: bool = False
     task: "asyncio.Task[None] | None" = None
@@ -78,7 +81,7 @@ class Stream:
         self._deadline: Deadline
         self._is_writing = False  # what `_write_at_once` began
         self.n_writing = 0  # bytes of an answer that is on its way, but for a short one's
-        self._room = asyncio.Semaphore(MOST_OPEN)
+        self._room = asyncio.Semaphore(MAX_OPEN_REQUESTS)
         self._all_read = self._is_beginning = self.stopped = False
         self._reading: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None  # it ends with it, once the answer that is being written is
@@ -113,8 +116,8 @@ class Stream:
             self._ended(one)
             if one.task is not None:
                 one.task.cancel()
-            elif one.model is not None and one.asking is not None:
-                one.model.cancel(one.asking)
+            elif one.model is not None and one.inference is not None:
+                one.model.cancel(one.inference)
 
     # ------------------------------------------------------------------ requests
 
@@ -140,32 +143,37 @@ class Stream:
         one = _OpenRequest(None, ExitStack())
         self._open.add(one)
         try:
-            one.told, cut = await self._front.decoded(data)  # first, for a refusal has its id
+            one.proto, cut = await self._front.decode_infer(data)  # first, for a refusal has its id
             if self._grant is not None and (above := self._grant.limit_reached):
                 raise StatusError(Code.UNAVAILABLE, above)
             one.admitted.enter_context(self._admit(len(data)))
-            model = self._front.model(one.told)
+            model = self._front.model(one.proto)
             if model.is_decoupled:
                 one.model = model
-            one.asking, wanted = await self._front.checked(one.told, cut, model, len(data), self._caller)
-            one.answers, one.empty_final = StreamResponses(one.told, model, one.asking, wanted), wanted.empty_final
+            one.inference, output_options = await self._front.check_infer(
+                one.proto, cut, model, len(data), self._caller
+            )
+            one.answers, one.empty_final = (
+                StreamResponses(one.proto, model, one.inference, output_options),
+                output_options.empty_final,
+            )
             if model.is_decoupled:
-                model.submit(one.asking, lambda *answer: self._put(one, _Answer(*answer)))
+                model.submit(one.inference, lambda *answer: self._put(one, _Answer(*answer)))
             else:
                 one.model = model
                 self._in_order.append(one)
-                one.task = asyncio.ensure_future(self._infer(one, model, one.asking))
+                one.task = asyncio.ensure_future(self._infer(one, model, one.inference))
         except (StatusError, MillraceError) as error:
-            one.asking = one.answers = None
+            one.inference = one.answers = None
             if one.model is None:  # of a model that is not decoupled, or of none: its turn comes, too
                 self._in_order.append(one)
                 self._answered(one, _Answer(None, as_status(error), True))
             else:
                 self._put(one, _Answer(None, as_status(error), True))
 
-    async def _infer(self, one: _OpenRequest, model: Model, asking: InferRequest) -> None:
+    async def _infer(self, one: _OpenRequest, model: Model, inference: InferRequest) -> None:
         try:
-            answer = _Answer(await model.infer(asking), None, True)
+            answer = _Answer(await model.infer(inference), None, True)
         except StatusError as error:
             answer = _Answer(None, as_status(error), True)
         except Exception as error:  # noqa: BLE001  as above
@@ -195,14 +203,14 @@ class Stream:
 
     def _counted(self, one: _OpenRequest, answer: _Answer) -> tuple[_Answer, int]:
         """And its bytes, until it is written. Where they are too many the request ends with that, and not the stream"""
-        if one.model is None or one.asking is None or one not in self._open:
+        if one.model is None or one.inference is None or one not in self._open:
             return answer, 0
         one.unread = one.unread or UnreadBytes(one.model, self._share())
         try:
-            return answer, one.unread.add(one.asking, answer.response)
+            return answer, one.unread.add(one.inference, answer.response)
         except StatusError as too_much:
             one.is_over = True
-            one.model.cancel(one.asking)  # which an ensemble answers at once
+            one.model.cancel(one.inference)  # which an ensemble answers at once
             return _Answer(None, too_much, True), 0
 
     def _hand(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> None:
@@ -299,7 +307,7 @@ class Stream:
         try:
             if n_bytes <= FREE_BYTES:
                 return _packed(one, answer)
-            return await self._front.packed(n_bytes, lambda: _packed(one, answer))
+            return await self._front.encode_off_loop(n_bytes, lambda: _packed(one, answer))
         except (StatusError, MillraceError) as error:
             failed = as_status(error)
             if self._ends_with_error:
@@ -333,7 +341,7 @@ def _packed(one: _OpenRequest, answer: _Answer) -> bytes:
     """A ModelStreamInferResponse. raises StatusError"""
     if one.answers is None:
         assert answer.error is not None, "what was not begun has failed"
-        return error_answer(one.told, answer.error)
+        return error_answer(one.proto, answer.error)
     if answer.error is not None:
         return one.answers.error(answer.error, answer.final)
     return one.answers.end() if answer.response is None else one.answers.response(answer.response, answer.final)

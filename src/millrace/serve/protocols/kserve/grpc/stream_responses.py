@@ -28,65 +28,71 @@ _INFER_RESPONSE = bytes((2 << 3 | 2,))  # of ModelStreamInferResponse
 _Kind = tuple[str, Any, tuple[int, ...]]  # of an output: its name, dtype and shape
 
 
-def error_answer(told: Any, error: StatusError) -> bytes:
-    """Of a request that was not begun. told: its message, if it is one"""
-    found = message("ModelStreamInferResponse")(error_message=error.message)
-    if told is not None:
-        found.infer_response.id = told.id  # so that the client knows which request it is
-    data: bytes = found.SerializeToString()
+def error_answer(proto: Any, error: StatusError) -> bytes:
+    """Of a request that was not begun. proto: its message, if it is one"""
+    reply = message("ModelStreamInferResponse")(error_message=error.message)
+    if proto is not None:
+        reply.infer_response.id = proto.id  # so that the client knows which request it is
+    data: bytes = reply.SerializeToString()
     return data
 
 
 class StreamResponses:
     """Of one request that was begun. told: its message"""
 
-    def __init__(self, told: Any, model: Model, asking: InferRequest, wanted: GrpcOutputOptions) -> None:
-        self._told, self._model, self._asking, self._wanted = told, model, asking, wanted
+    def __init__(self, proto: Any, model: Model, inference: InferRequest, output_options: GrpcOutputOptions) -> None:
+        self._proto, self._model, self._inference, self._output_options = proto, model, inference, output_options
         self._kinds: Sequence[_Kind] = ()  # of the last response's outputs
         self._front = b""  # of its message: all but its tensors
 
     def error(self, error: StatusError, final: bool) -> bytes:
-        found = message("ModelStreamInferResponse")(error_message=error.message)
-        found.infer_response.id = self._told.id
-        return self._named(found, final)
+        reply = message("ModelStreamInferResponse")(error_message=error.message)
+        reply.infer_response.id = self._proto.id
+        return self._encode_with_model(reply, final)
 
     def end(self) -> bytes:
         """Without a response."""
-        found = message("ModelStreamInferResponse")()
-        found.infer_response.id = self._told.id
-        return self._named(found, True)
+        reply = message("ModelStreamInferResponse")()
+        reply.infer_response.id = self._proto.id
+        return self._encode_with_model(reply, True)
 
     def response(self, response: InferResponse, final: bool) -> bytes:
         """raises StatusError"""
         alike = not final and self._kinds and not response.parameters
-        if alike and (data := self._as_before(response.outputs)) is not None:
+        if alike and (data := self._reuse_last_message(response.outputs)) is not None:
             return data
-        found = message("ModelInferResponse")()
-        raws = fill_response(found, self._model, self._asking, response, self._wanted)
-        set_parameter(found, FINAL, final)
-        front = found.SerializeToString()
-        if not (final or self._asking.outputs or response.parameters or self._wanted.n_classes or self._wanted.shared):
+        proto = message("ModelInferResponse")()
+        raws = fill_response(proto, self._model, self._inference, response, self._output_options)
+        set_parameter(proto, FINAL, final)
+        front = proto.SerializeToString()
+        if not (
+            final
+            or self._inference.outputs
+            or response.parameters
+            or self._output_options.n_classes
+            or self._output_options.shared
+        ):
             self._front = front
             self._kinds = [(name, array.dtype, array.shape) for name, array in response.outputs.items()]
         return _framed([front, *raws])
 
-    def _as_before(self, outputs: Any) -> bytes | None:
+    def _reuse_last_message(self, outputs: Any) -> bytes | None:
         """None where it is not like the last one."""
         if len(outputs) != len(self._kinds):
             return None
         parts: list[bytes | memoryview] = [self._front]
-        for (name, dtype, shape), (found, array) in zip(self._kinds, outputs.items(), strict=True):
-            if name != found or dtype != array.dtype or shape != array.shape:
+        for (name, dtype, shape), (output_name, array) in zip(self._kinds, outputs.items(), strict=True):
+            if name != output_name or dtype != array.dtype or shape != array.shape:
                 return None
             raw = _raw(name, array)
             parts += (RAW_OUTPUT + varint(len(raw)), raw)
         return _framed(parts)
 
-    def _named(self, found: Any, final: bool) -> bytes:
-        found.infer_response.model_name = self._told.model_name
-        found.infer_response.model_version = self._told.model_version
-        set_parameter(found.infer_response, FINAL, final)
-        data: bytes = found.SerializeToString()
+    def _encode_with_model(self, reply: Any, final: bool) -> bytes:
+        reply.infer_response.model_name = self._proto.model_name
+        reply.infer_response.model_version = self._proto.model_version
+        set_parameter(reply.infer_response, FINAL, final)
+        data: bytes = reply.SerializeToString()
         return data
 
 

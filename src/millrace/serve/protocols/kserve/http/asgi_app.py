@@ -16,11 +16,11 @@ from millrace.serve.http.http_request import CALL, PIECE_BYTES, RequestContext, 
 from millrace.serve.http.request_bodies import read_body
 from millrace.serve.http.routes import Protocol
 from millrace.serve.protocols.kserve.http.compression import load_too_large, raw_too_large, too_large
-from millrace.serve.protocols.kserve.http.frontend import STATUS, HttpFrontend, HttpReply, Request, error_reply
+from millrace.serve.protocols.kserve.http.frontend import STATUS, HttpCall, HttpFrontend, HttpReply, error_reply
 from millrace.serve.protocols.kserve.http.infer_request import HEADER
-from millrace.serve.protocols.kserve.http.infer_response import written_error
+from millrace.serve.protocols.kserve.http.infer_response import encode_error
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
-from millrace.serve.protocols.kserve.restricted_apis import group_of_path, named
+from millrace.serve.protocols.kserve.restricted_apis import group_of_path, headers_as_text
 from millrace.serve.protocols.kserve.routes import BELOW, OPEN, pattern_of
 
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
@@ -28,7 +28,7 @@ _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever c
 
 def write_error(problem: HttpProblem) -> bytes:
     """Of what is wrong before a route of KServe's is reached: a key, a body that does not come."""
-    return written_error(problem.message)
+    return encode_error(problem.message)
 
 
 KSERVE = Protocol((), write_error, below=BELOW)
@@ -62,13 +62,17 @@ class KServe:
         if path not in OPEN:
             self._keys.admit(scope)
         scope["route"] = _Route(pattern_of(path))
-        restricting = self._guard.missing(group_of_path(path), named(scope["headers"])) if self._guard.rules else None
+        restricting = (
+            self._guard.missing_header(group_of_path(path), headers_as_text(scope["headers"]))
+            if self._guard.rules
+            else None
+        )
         if restricting is not None:
             reply = error_reply(403, f"This API is restricted, expecting header '{restricting}'")
         elif scope["method"] == "GET":
-            reply = await self._front.answer(_of_key(Request("GET", path, {}, b""), scope[CALL]))
+            reply = await self._front.answer(_of_key(HttpCall("GET", path, {}, b""), scope[CALL]))
         else:
-            reply = await self._posted(scope, receive, send, path)
+            reply = await self._answer_post(scope, receive, send, path)
         if reply.events is not None:
             return  # they were sent while they came
         headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
@@ -80,7 +84,7 @@ class KServe:
             at += PIECE_BYTES
         await send({"type": "http.response.body", "body": reply.body[at:]})
 
-    async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> HttpReply:
+    async def _answer_post(self, scope: Scope, receive: Receive, send: Send, path: str) -> HttpReply:
         call, came_ns = scope[CALL], time.monotonic_ns()
         with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
             try:
@@ -91,20 +95,20 @@ class KServe:
                 return error_reply(400, _too_large(scope, path, self._most_bytes).message)
             call.body_bytes = len(body)
             headers = combine_duplicate_headers(scope["headers"], b",")
-            request = Request(
+            request = HttpCall(
                 scope["method"], path, headers, body, partial(self._bodies.count_decompressed, incoming), came_ns
             )
             _of_key(request, call)
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
-                    return await run_until_disconnect(receive, self._answered(request, send))
+                    return await run_until_disconnect(receive, self._answer(request, send))
             except StatusError as full:  # the front has answers to its own
                 return error_reply(STATUS[full.code], full.message)
             finally:  # the call's end charges them
                 bill = request.bill
                 call.log.prompt_tokens, call.log.generated_tokens = bill.prompt or None, bill.generated or None
 
-    async def _answered(self, request: Request, send: Send) -> HttpReply:
+    async def _answer(self, request: HttpCall, send: Send) -> HttpReply:
         """With its events sent, where it has some. Whoever is gone, or does not read them, cancels what they are of."""
         reply = await self._front.answer(request)
         if reply.events is not None:
@@ -118,17 +122,17 @@ class KServe:
         return reply
 
 
-def _of_key(request: Request, call: RequestContext) -> Request:
+def _of_key(request: HttpCall, call: RequestContext) -> HttpCall:
     """Return the request with whose it is."""
     request.tenant, request.owner = call.tenant, "" if call.is_admin else call.tenant
     return request
 
 
-def _too_large(scope: Scope, path: str, most: int) -> StatusError:
+def _too_large(scope: Scope, path: str, limit: int) -> StatusError:
     announced = header(scope, b"content-length")
-    n = announced.decode() if announced else f"more than {most}"
+    n = announced.decode() if announced else f"more than {limit}"
     if path.startswith(_CONTROL):
-        return load_too_large(n, most)
+        return load_too_large(n, limit)
     if header(scope, HEADER.lower().encode()) == b"0":
-        return raw_too_large(n, most)
-    return too_large("request JSON size", n, most)
+        return raw_too_large(n, limit)
+    return too_large("request JSON size", n, limit)

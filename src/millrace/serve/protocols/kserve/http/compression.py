@@ -32,7 +32,7 @@ def raw_too_large(n: object, most: int) -> StatusError:
     )
 
 
-class Decoder:
+class BodyDecompressor:
     """A body, piece by piece, so that what it becomes is counted while it grows."""
 
     def __init__(self, body: bytes, coding: str, most: int) -> None:
@@ -49,7 +49,7 @@ class Decoder:
 
     def piece(self) -> bytes:
         """The next, of at most PIECE bytes. raises StatusError"""
-        found: list[bytes] = []
+        parts: list[bytes] = []
         room = PIECE
         while room and not self._reader.eof:
             data: bytes | memoryview = self._reader.unconsumed_tail
@@ -62,20 +62,20 @@ class Decoder:
                 raise self._broken(str(error)) from None
             if not part and not data and not self._reader.eof:
                 raise self._broken("it ends too early")
-            found.append(part)
+            parts.append(part)
             room -= len(part)
         self._n_found += PIECE - room
         if self._n_found > self._most:
             raise too_large("decompressed request JSON size", f"more than {self._most}", self._most)
         if self._reader.eof and (self._reader.unused_data or self._n_read < len(self._body)):
             raise self._broken("there are bytes after its end")
-        return b"".join(found)
+        return b"".join(parts)
 
-    def _broken(self, why: str) -> StatusError:
-        return invalid(f"failed to decompress the {self._coding} body: {why}")
+    def _broken(self, reason: str) -> StatusError:
+        return invalid(f"failed to decompress the {self._coding} body: {reason}")
 
 
-def chosen(accepted: str) -> str:
+def choose_coding(accepted: str) -> str:
     """Of the header Accept-Encoding: the one with the largest weight, the first of several; "identity": none."""
     best, most = "identity", 0.0
     for part in accepted.split(","):
@@ -89,7 +89,7 @@ def chosen(accepted: str) -> str:
     return best
 
 
-def encoded(body: bytes, coding: str) -> bytes:
+def compress(body: bytes, coding: str) -> bytes:
     """coding: one of CODINGS"""
     writer = zlib.compressobj(_QUICK, zlib.DEFLATED, CODINGS[coding])
     return writer.compress(body) + writer.flush()

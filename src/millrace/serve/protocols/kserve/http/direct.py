@@ -38,14 +38,14 @@ from millrace.serve.protocols.kserve.http.frontend import (
     parse_model_path,
 )
 from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions, read_infer
-from millrace.serve.protocols.kserve.http.infer_response import written
+from millrace.serve.protocols.kserve.http.infer_response import encode_response
 from millrace.serve.protocols.kserve.http.request_template import END, JSON_LENGTH, LENGTH, REQUEST_ID
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 from millrace.serve.protocols.kserve.routes import BELOW, pattern_of
 from millrace.serve.protocols.kserve.shared_memory import of_tenant
 
 Header = tuple[bytes, bytes]
-MOST_HEADS, MOST_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB
+MAX_HEADS, MAX_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB
 _MODELS = f"{BELOW}/models/".encode()
 # Headers that change nothing here, or that are read below. Any other one takes the usual path.
 _HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"content-type", LENGTH,
@@ -74,14 +74,14 @@ class InferHead:
 class HeadCache:
     """HTTP heads of inference requests, of all connections of one server; the least recently used leave first."""
 
-    def __init__(self, most_bytes: int) -> None:
-        """most_bytes: of a body"""
-        self._most_bytes = min(most_bytes, FREE_BYTES)
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of a body"""
+        self._max_bytes = min(max_bytes, FREE_BYTES)
         self._heads: OrderedDict[bytes, InferHead] = OrderedDict()
 
     def lookup(self, packet: bytes) -> InferHead | None:
         """Return the head of `packet`, if it is known and its whole body follows; None: take the usual path."""
-        end = packet.find(END, 0, MOST_HEAD_BYTES) + len(END)
+        end = packet.find(END, 0, MAX_HEAD_BYTES) + len(END)
         raw = packet[:end]
         head = self._heads.get(raw)
         if head is None or len(packet) - end != head.n_body:
@@ -99,27 +99,29 @@ class HeadCache:
         if not path.startswith(_MODELS):
             return None
         end, by_name = packet.find(END) + len(END), dict(headers)
-        if end > MOST_HEAD_BYTES or len(by_name) < len(headers) or not _HARMLESS.issuperset(by_name):
+        if end > MAX_HEAD_BYTES or len(by_name) < len(headers) or not _HARMLESS.issuperset(by_name):
             return None
         length = by_name.get(LENGTH, b"")
-        if not length.isdigit() or len(length) > 9 or not int(length) == len(packet) - end <= self._most_bytes:
+        if not length.isdigit() or len(length) > 9 or not int(length) == len(packet) - end <= self._max_bytes:
             return None
         if by_name.get(b"connection", b"keep-alive").lower() != b"keep-alive":
             return None
-        said = path.decode("ascii")
+        path_text = path.decode("ascii")
         try:
-            name, version, action = parse_model_path(said.split("/")[3:])
+            name, version, action = parse_model_path(path_text.split("/")[3:])
             n_json = header_length(by_name.get(JSON_LENGTH))
         except StatusError:
             return None
         if action != "infer":
             return None
-        coding = compression.chosen(by_name.get(b"accept-encoding", b"identity").decode("latin-1"))
-        found = InferHead(end, name, version, int(length), n_json, said[:300], pattern_of(said), coding, by_name)
-        self._heads[packet[:end]] = found
-        if len(self._heads) > MOST_HEADS:
+        coding = compression.choose_coding(by_name.get(b"accept-encoding", b"identity").decode("latin-1"))
+        head = InferHead(
+            end, name, version, int(length), n_json, path_text[:300], pattern_of(path_text), coding, by_name
+        )
+        self._heads[packet[:end]] = head
+        if len(self._heads) > MAX_HEADS:
             self._heads.popitem(last=False)
-        return found
+        return head
 
 
 class Direct:
@@ -137,17 +139,17 @@ class Direct:
         head: of `packet`. dates: headers that every response has
         """
         model = self._model(head)
-        grant = self.granted(head) if model is not None else None
+        grant = self.grant(head) if model is not None else None
         if model is None or grant is None:
             return None
         answer = DirectAnswer(self, head, model, grant.end, dates, connection)
         return answer.begin(packet[head.n_bytes :], grant.tenant) or answer
 
-    def granted(self, head: InferHead) -> Grant | None:
+    def grant(self, head: InferHead) -> Grant | None:
         """Return what the credentials of a head grant; None: the usual path refuses the request, and counts that."""
-        given = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
+        credentials = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
         try:
-            return self.keys.grant(*given, counts_refusals=False)
+            return self.keys.grant(*credentials, counts_refusals=False)
         except HttpError:
             return None
 
@@ -180,7 +182,7 @@ class DirectAnswer:
     scope = {"http_version": "1.1"}  # noqa: RUF012  read by the connection, never written
     __slots__ = (
         "_began_ns", "_connection", "_dates", "_direct", "_end_grant", "_head", "_id", "_is_begun",
-        "_is_over", "_model", "_request", "_response", "_wanted", "_writing", "disconnected", "keep_alive",
+        "_is_over", "_model", "_request", "_response", "_output_options", "_writing", "disconnected", "keep_alive",
         "message_event", "response_complete", "response_started",
     )  # fmt: skip
 
@@ -192,7 +194,7 @@ class DirectAnswer:
         self._dates, self._connection, self._began_ns = dates, connection, time.monotonic_ns()
         self._id = request_id_of(head.headers.get(REQUEST_ID))
         self._request: InferRequest | None = None
-        self._wanted: HttpOutputOptions | None = None
+        self._output_options: HttpOutputOptions | None = None
         self._response: bytes | None = None
         self._writing: asyncio.Future[None] | None = None
         self._is_begun = self._is_over = False
@@ -206,7 +208,7 @@ class DirectAnswer:
         self._direct.serving.load.n += 1
         backend.enter()
         try:
-            request, self._wanted = read_infer(
+            request, self._output_options = read_infer(
                 body, self._head.n_json, self._model.name, self._model.checker, of_tenant(backend.shared, tenant)
             )
             request.bill, request.tenant = TokenUsage(), tenant
@@ -225,11 +227,11 @@ class DirectAnswer:
         if self._is_over:
             return
         if response is not None and (n_bytes := held_bytes(response.outputs.values())) > LARGE_BODY:
-            self._writing = asyncio.ensure_future(self._written_aside(response, n_bytes))
+            self._writing = asyncio.ensure_future(self._encode_off_loop(response, n_bytes))
         else:
             self._finish(self._reply(response, error))
 
-    async def _written_aside(self, response: InferResponse, n_bytes: int) -> None:
+    async def _encode_off_loop(self, response: InferResponse, n_bytes: int) -> None:
         try:
             reply = await self._direct.backend.run_off_loop(lambda: self._reply(response, None), n_bytes)
         except BusyError as busy:
@@ -246,11 +248,11 @@ class DirectAnswer:
     def _reply(self, response: InferResponse | None, error: StatusError | None) -> HttpReply:
         try:
             if response is not None:
-                assert self._request is not None and self._wanted is not None, "it was read"
-                body, n_json = written(self._model, self._request, response, self._wanted)
+                assert self._request is not None and self._output_options is not None, "it was read"
+                body, n_json = encode_response(self._model, self._request, response, self._output_options)
                 headers, coding = infer_headers(n_json), self._head.coding
                 if coding != "identity":
-                    body = compression.encoded(body, coding)
+                    body = compression.compress(body, coding)
                     headers.append((b"content-encoding", coding.encode()))
                 return HttpReply(200, body, headers)
         except StatusError as unfit:
@@ -294,7 +296,7 @@ class DirectAnswer:
             direct.backend.log.add("POST", head.path, self._id, status, took_ms)
         direct.serving.metrics.answered(head.route, "POST", status)
         direct.serving.load.n -= 1
-        self._request = self._wanted = None  # the connection keeps this, and so would regions of shared memory be kept
+        self._request = self._output_options = None  # the connection keeps this, and so would regions of shared memory be kept
 
     def _on_disconnect(self) -> None:
         """Cancel the request if its client has disconnected."""

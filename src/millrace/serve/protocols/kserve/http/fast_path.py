@@ -28,7 +28,7 @@ from millrace.serve.http.server_context import ServerContext
 from millrace.serve.protocols.kserve.http.direct import Direct, DirectAnswer, InferHead, header_lines
 from millrace.serve.protocols.kserve.http.frontend import error_of, infer_headers
 from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions, read_infer
-from millrace.serve.protocols.kserve.http.infer_response import written
+from millrace.serve.protocols.kserve.http.infer_response import encode_response
 from millrace.serve.protocols.kserve.http.request_template import (
     ID,
     REQUEST_ID,
@@ -38,9 +38,9 @@ from millrace.serve.protocols.kserve.http.request_template import (
 )
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 
-MOST_KNOWN = 4  # heads that a connection remembers
+MAX_REQUESTS = 4  # heads that a connection remembers
 Header = tuple[bytes, bytes]
-Likeness = Sequence[tuple[str, Any, tuple[int, ...]]]  # arrays' names, dtypes and shapes
+TensorSignature = Sequence[tuple[str, Any, tuple[int, ...]]]  # arrays' names, dtypes and shapes
 
 
 class InputPlace(NamedTuple):
@@ -58,7 +58,7 @@ class InputPlace(NamedTuple):
 class _CachedReply:
     """An answer, but for its numbers. front, back: its JSON around the id, which has so many bytes"""
 
-    like: Likeness
+    like: TensorSignature
     n_id: int
     headers: bytes
     front: bytes
@@ -72,11 +72,11 @@ class _CachedRequest:
     head: RequestTemplate
     filled: FilledTemplate  # as it last was
     n_bytes: int  # of its tensors
-    told: InferHead
+    infer_head: InferHead
     model: "ref[Model]"  # whoever unloads it gets its memory back, whatever connections remember
     tensors: Sequence[InputPlace]
     like: InferRequest  # but for its inputs
-    wanted: HttpOutputOptions
+    output_options: HttpOutputOptions
     last: _CachedReply | None = None  # the last answer
 
 
@@ -94,9 +94,9 @@ class HttpFastPath:
 class ConnectionFastPath:
     """What one connection remembers."""
 
-    def __init__(self, of: HttpFastPath) -> None:
-        self._of = of
-        self._known: list[_CachedRequest] = []  # the newest first
+    def __init__(self, server: HttpFastPath) -> None:
+        self._server = server
+        self._requests: list[_CachedRequest] = []  # the newest first
         self._head: RequestTemplate | None = (
             None  # of the last that came the usual way: what comes twice is to be remembered
         )
@@ -106,120 +106,122 @@ class ConnectionFastPath:
     def remember(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
         """One request of HTTP/1.1, that is all of `packet`; it is on its way to be answered."""
         if method == "POST" and path.endswith(b"/infer"):
-            found = self._of.direct.heads.add(path, headers, packet)
-            if found is not None:
-                self._look(found, packet)
+            infer_head = self._server.direct.heads.add(path, headers, packet)
+            if infer_head is not None:
+                self._remember_inline(infer_head, packet)
 
-    def _look(self, told: InferHead, packet: bytes) -> None:
-        """What its model answers at once is remembered, if it comes twice. told: its head"""
-        if told.n_json is None or told.coding != "identity":
+    def _remember_inline(self, infer_head: InferHead, packet: bytes) -> None:
+        """What its model answers at once is remembered, if it comes twice. infer_head: its head"""
+        if infer_head.n_json is None or infer_head.coding != "identity":
             return
         try:
-            model = self._of.repository.get(told.name, told.version)
+            model = self._server.repository.get(infer_head.name, infer_head.version)
         except StatusError:
             return
         # where nothing is JSON, heads of different lengths are alike
-        if not model.can_run_inline(told.n_body - told.n_json):
+        if not model.can_run_inline(infer_head.n_body - infer_head.n_json):
             return
-        head = head_of(packet, told.headers)
+        head = head_of(packet, infer_head.headers)
         if head is not None and head == self._head:
-            found = self._read(told, model, packet, head)
-            self._known = [found, *self._known][:MOST_KNOWN] if found is not None else self._known
+            cached = self._read(infer_head, model, packet, head)
+            self._requests = [cached, *self._requests][:MAX_REQUESTS] if cached is not None else self._requests
         self._head = head
 
-    def _read(self, told: InferHead, model: Model, packet: bytes, head: RequestTemplate) -> _CachedRequest | None:
-        body, n_json = packet[told.n_bytes :], told.n_json
+    def _read(self, infer_head: InferHead, model: Model, packet: bytes, head: RequestTemplate) -> _CachedRequest | None:
+        body, n_json = packet[infer_head.n_bytes :], infer_head.n_json
         assert n_json is not None, "it has that header"
         n_bytes = len(body) - n_json
-        if any(k.head == head and k.n_bytes == n_bytes and k.model() is model for k in self._known):
+        if any(k.head == head and k.n_bytes == n_bytes and k.model() is model for k in self._requests):
             return None
         try:
-            request, wanted = read_infer(body, n_json, model.name, model.checker)
+            request, output_options = read_infer(body, n_json, model.name, model.checker)
         except StatusError:
             return None
         tensors = _places(request, body, n_json)
         if tensors is None:
             return None
         request.inputs = {}
-        filled = head.filled(packet)
+        filled = head.fill(packet)
         assert filled is not None, "it is its head"
-        return _CachedRequest(head, filled, n_bytes, told, ref(model), tensors, request, wanted)
+        return _CachedRequest(head, filled, n_bytes, infer_head, ref(model), tensors, request, output_options)
 
     # ------------------------------------------------------------------ what comes again
 
     def knows(self, head: bytes) -> bool:
         """As the connection's `FastPath` has it."""
-        return self._of.direct.heads.knows(head)
+        return self._server.direct.heads.knows(head)
 
     def begin(self, packet: bytes, dates: Sequence[Header], connection: ResponseWriter) -> DirectAnswer | bytes | None:
         """As the connection's `FastPath` has it."""
-        if self._known and (response := self.answer(packet, dates)) is not None:
+        if self._requests and (response := self.answer(packet, dates)) is not None:
             return response
-        head = self._of.direct.heads.lookup(packet)
+        head = self._server.direct.heads.lookup(packet)
         if head is None:
             return None
-        self._look(head, packet)
-        return self._of.direct.begin(head, packet, dates, connection)
+        self._remember_inline(head, packet)
+        return self._server.direct.begin(head, packet, dates, connection)
 
     def answer(self, packet: bytes, dates: Sequence[Header]) -> bytes | None:
         """The whole response to `packet`; None: it is none of those. dates: headers that every response has"""
-        for known in self._known:
-            holes = known.filled.again(packet)
+        for cached in self._requests:
+            holes = cached.filled.match(packet)
             if holes is None:
-                filled = known.head.filled(packet)
-                if filled is None or len(packet) - filled.end != known.n_bytes:
+                filled = cached.head.fill(packet)
+                if filled is None or len(packet) - filled.end != cached.n_bytes:
                     continue
-                known.filled, holes = filled, filled.again(packet)
+                cached.filled, holes = filled, filled.match(packet)
                 assert holes is not None, "it is the same packet"
-            model = fast_path_model(self._of.backend, known.told.name, known.told.version, known.model, known.n_bytes)
-            return self._granted(known, model, packet, holes, dates) if model is not None else None
+            model = fast_path_model(
+                self._server.backend, cached.infer_head.name, cached.infer_head.version, cached.model, cached.n_bytes
+            )
+            return self._answer_with_grant(cached, model, packet, holes, dates) if model is not None else None
         return None
 
-    def _granted(
-        self, known: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
+    def _answer_with_grant(
+        self, cached: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
     ) -> bytes | None:
         """holes: what is in them"""
-        grant = self._of.direct.granted(known.told)
+        grant = self._server.direct.grant(cached.infer_head)
         if grant is None:
             return None
         try:
-            return self._answer(known, model, packet, holes, dates)
+            return self._answer(cached, model, packet, holes, dates)
         finally:
             grant.end()
 
     def _answer(
-        self, known: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
+        self, cached: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
     ) -> bytes:
-        began_ns, front = time.monotonic_ns(), known.filled.end
-        request_id = request_id_of(holes.get(REQUEST_ID) or known.told.headers.get(REQUEST_ID))
+        began_ns, front = time.monotonic_ns(), cached.filled.end
+        request_id = request_id_of(holes.get(REQUEST_ID) or cached.infer_head.headers.get(REQUEST_ID))
         if (own := holes.get(ID)) is not None:
-            known.like.id = own.decode()
+            cached.like.id = own.decode()
         try:
             inputs = {
                 name: ndarray(shape, dtype, packet[front + at : front + end])
-                for name, dtype, shape, at, end in known.tensors
+                for name, dtype, shape, at, end in cached.tensors
             }
-            answered = model.infer_inline(known.like, inputs, began_ns)
-            status, (head, body) = 200, _written(known, model, own or b"", *answered)
+            answered = model.infer_inline(cached.like, inputs, began_ns)
+            status, (head, body) = 200, _encode_reply(cached, model, own or b"", *answered)
         except StatusError as error:
             refused = error_of(error)
             status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
         took_ms = (time.monotonic_ns() - began_ns) / 1e6
-        self._of.backend.log.add("POST", known.told.path, request_id, status, took_ms)
-        self._of.serving.metrics.answered(known.told.route, "POST", status)
-        told = b"x-request-id: %b\r\n\r\n" % request_id.encode()
-        return b"".join((STATUS_LINE[status], header_lines(dates), head, told, body))
+        self._server.backend.log.add("POST", cached.infer_head.path, request_id, status, took_ms)
+        self._server.serving.metrics.answered(cached.infer_head.route, "POST", status)
+        id_header = b"x-request-id: %b\r\n\r\n" % request_id.encode()
+        return b"".join((STATUS_LINE[status], header_lines(dates), head, id_header, body))
 
 
 def fast_path_model(
-    backend: RepositoryBackend, name: str, version: int | None, known: "ref[Model]", n_bytes: int
+    backend: RepositoryBackend, name: str, version: int | None, model_ref: "ref[Model]", n_bytes: int
 ) -> Model | None:
     """The model, where that name still means it, and it would answer so many bytes at once."""
     try:
         model = backend.repository.get(name, version)
     except StatusError:
         return None
-    return model if model is known() and backend.has_room and model.can_run_inline(n_bytes) else None
+    return model if model is model_ref() and backend.has_room and model.can_run_inline(n_bytes) else None
 
 
 def _places(request: InferRequest, body: bytes, n_json: int) -> list[InputPlace] | None:
@@ -227,54 +229,63 @@ def _places(request: InferRequest, body: bytes, n_json: int) -> list[InputPlace]
 
     None where an input is no plain piece of the body: it was JSON, or strings, or it had to be converted.
     """
-    found, begin = [], _address(np.frombuffer(body, np.uint8))
+    places, begin = [], _address(np.frombuffer(body, np.uint8))
     for name, array in request.inputs.items():
         here = _address(array) - begin
         if not array.nbytes or not array.flags.c_contiguous or not n_json <= here <= len(body) - array.nbytes:
             return None
-        found.append(InputPlace(name, array.dtype, array.shape, here - n_json, here - n_json + array.nbytes))
-    return found
+        places.append(InputPlace(name, array.dtype, array.shape, here - n_json, here - n_json + array.nbytes))
+    return places
 
 
 def _address(array: Array) -> int:
-    found: int = array.__array_interface__["data"][0]
-    return found
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
-def _written(
-    known: _CachedRequest, model: Model, own: bytes, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
+def _encode_reply(
+    cached: _CachedRequest, model: Model, own: bytes, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
 ) -> tuple[bytes, bytes]:
     """Headers and body. Where the outputs are as the last ones were but for their numbers, nothing is told anew.
 
     own: the id, where that is another one each time
     """
-    told = known.last
-    if told is not None and not parameters and len(own) == told.n_id and matches_signature(told.like, outputs):
-        return told.headers, b"".join((told.front, own, told.back, *[array.tobytes() for array in outputs.values()]))
-    body, n_json = written(model, known.like, InferResponse(outputs, parameters), known.wanted)
+    last_reply = cached.last
+    if (
+        last_reply is not None
+        and not parameters
+        and len(own) == last_reply.n_id
+        and matches_signature(last_reply.like, outputs)
+    ):
+        return last_reply.headers, b"".join(
+            (last_reply.front, own, last_reply.back, *[array.tobytes() for array in outputs.values()])
+        )
+    body, n_json = encode_response(model, cached.like, InferResponse(outputs, parameters), cached.output_options)
     headers, _ = _with_head(infer_headers(n_json), body)
-    is_plain = not (parameters or known.wanted.n_classes or any(a.dtype == np.object_ for a in outputs.values()))
+    is_plain = not (
+        parameters or cached.output_options.n_classes or any(a.dtype == np.object_ for a in outputs.values())
+    )
     # all of them, and nothing else, in binary: then what is in front of them depends on `like` alone
     if n_json is not None and is_plain and body[n_json:] == b"".join(a.tobytes() for a in outputs.values()):
         front = b'{"id":"' if own else b""
         assert body.startswith(front + own), body[:80]
-        known.last = _CachedReply(
+        cached.last = _CachedReply(
             tensor_signature(outputs), len(own), headers, front, body[len(front) + len(own) : n_json]
         )
     return headers, body
 
 
-def tensor_signature(outputs: Mapping[str, Array]) -> Likeness:
+def tensor_signature(outputs: Mapping[str, Array]) -> TensorSignature:
     """All of them but their numbers."""
     return [(name, array.dtype, array.shape) for name, array in outputs.items()]
 
 
-def matches_signature(like: Likeness, outputs: Mapping[str, Array]) -> bool:
+def matches_signature(like: TensorSignature, outputs: Mapping[str, Array]) -> bool:
     """Whether `like` is their likeness."""
     if len(like) != len(outputs):
         return False
-    for (name, dtype, shape), (found, array) in zip(like, outputs.items(), strict=True):
-        if name != found or dtype != array.dtype or shape != array.shape:
+    for (name, dtype, shape), (output_name, array) in zip(like, outputs.items(), strict=True):
+        if name != output_name or dtype != array.dtype or shape != array.shape:
             return False
     return True
 

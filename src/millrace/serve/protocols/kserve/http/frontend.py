@@ -22,12 +22,12 @@ from millrace.model_repository.tracing.tracer import TracedExchange
 from millrace.serve.http.http_request import EVENT_STREAM, UNBUFFERED
 from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
 from millrace.serve.protocols.kserve.http import compression
-from millrace.serve.protocols.kserve.http.generate_extension import Aside, Events, generate, read_generate
+from millrace.serve.protocols.kserve.http.generate_extension import Events, RunOffLoop, generate, read_generate
 from millrace.serve.protocols.kserve.http.infer_request import HEADER, HttpOutputOptions, read_infer
-from millrace.serve.protocols.kserve.http.infer_response import written, written_error
-from millrace.serve.protocols.kserve.http.server_timing import TIMED, server_timing
-from millrace.serve.protocols.kserve.restricted_apis import OPEN, ApiRestrictions, named
-from millrace.serve.protocols.kserve.shared_memory import Regions, allowed, of_tenant
+from millrace.serve.protocols.kserve.http.infer_response import encode_error, encode_response
+from millrace.serve.protocols.kserve.http.server_timing import TIMING_HEADER, server_timing
+from millrace.serve.protocols.kserve.restricted_apis import OPEN, ApiRestrictions, headers_as_text
+from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, of_tenant, require_shared_memory
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
@@ -35,12 +35,12 @@ _HEADER = HEADER.encode()
 _LINES = b"application/x-ndjson"
 _STREAMS = {b"text/event-stream": EVENT_STREAM, _LINES: _LINES}
 _EVENTS = ((b"content-type", EVENT_STREAM), *UNBUFFERED)
-_MOST_GROWTH = 1032  # times, of deflate
+_MAX_GROWTH = 1032  # times, of deflate
 OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
 
 
 @dataclass(slots=True)
-class Request:
+class HttpCall:
     """path: without the query, as it was sent. headers: names in lower case"""
 
     method: str
@@ -63,7 +63,7 @@ class HttpReply:
 
 
 def error_reply(status: int, message: str) -> HttpReply:
-    return HttpReply(status, written_error(message), [(b"content-type", _JSON)])
+    return HttpReply(status, encode_error(message), [(b"content-type", _JSON)])
 
 
 def error_of(error: StatusError) -> HttpReply:
@@ -89,18 +89,18 @@ class HttpFrontend:
     """The routes of one repository."""
 
     def __init__(
-        self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside, shared: Regions | None = None,
-        guard: ApiRestrictions = OPEN,
+        self, repository: ModelRepository, is_ready: Callable[[], bool], run_off_loop: RunOffLoop,
+        shared: SharedMemoryRegions | None = None, guard: ApiRestrictions = OPEN,
     ) -> None:  # fmt: skip
-        """is_ready: the server as a whole. aside: runs a reader of so many bytes of JSON, off the loop
+        """is_ready: the server as a whole. run_off_loop: runs a reader of so many bytes of JSON, off the loop
 
         shared: None where no client's memory is read; guard: which headers models see
         """
         self._guard = guard
-        self._repository, self._is_ready, self._aside, self._shared = repository, is_ready, aside, shared
-        self._most_bytes = repository.flags.http_max_input_size
+        self._repository, self._is_ready, self._run_off_loop, self._shared = repository, is_ready, run_off_loop, shared
+        self._max_bytes = repository.flags.http_max_input_size
 
-    async def answer(self, request: Request) -> HttpReply:
+    async def answer(self, request: HttpCall) -> HttpReply:
         try:
             return await self._dispatch(request)
         except StatusError as error:
@@ -110,7 +110,7 @@ class HttpFrontend:
         except _WrongMethod:
             return error_reply(405, "Method Not Allowed")
 
-    async def _dispatch(self, request: Request) -> HttpReply:
+    async def _dispatch(self, request: HttpCall) -> HttpReply:
         parts = request.path.split("/")[2:]  # ["", "v2", ...]
         match parts:
             case ["models", "stats"]:
@@ -134,7 +134,7 @@ class HttpFrontend:
                 )
         raise _NoSuchPath
 
-    def _of_server(self, request: Request, parts: list[str]) -> HttpReply:
+    def _of_server(self, request: HttpCall, parts: list[str]) -> HttpReply:
         _require_method("GET", request)
         if not parts:
             return json_reply(metadata.server(self._shared is not None))
@@ -142,7 +142,7 @@ class HttpFrontend:
 
     # ------------------------------------------------------------------ models
 
-    async def _of_model(self, request: Request, name: str, version: int | None, action: str) -> HttpReply:
+    async def _of_model(self, request: HttpCall, name: str, version: int | None, action: str) -> HttpReply:
         if action and action not in OF_MODEL:
             raise _NoSuchPath
         if action == "trace/setting":
@@ -173,35 +173,37 @@ class HttpFrontend:
             is_ready = False
         return HttpReply(200) if is_ready else error_reply(400, "Model version not ready")
 
-    async def _infer(self, request: Request, model: Model) -> HttpReply:
+    async def _infer(self, request: HttpCall, model: Model) -> HttpReply:
         headers = request.headers
         accepts = headers.get(b"accept", b"").split(b";")[0].strip()
         if model.is_decoupled and accepts not in _STREAMS:
             what = "HTTP end point doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
-        asking, wanted = await self._read(request, model)
+        inference, output_options = await self._read(request, model)
         if model.is_decoupled:
-            return await self._stream(request, model, asking, wanted, accepts)
-        asking.hops = [] if TIMED in headers else None
+            return await self._stream(request, model, inference, output_options, accepts)
+        inference.hops = [] if TIMING_HEADER in headers else None
         with TracedExchange(
-            self._repository.common.tracer, asking, "HTTP", request.came_ns, self._parent(request)
+            self._repository.common.tracer, inference, "HTTP", request.came_ns, self._parent(request)
         ) as call:
-            response = await model.infer(asking)
+            response = await model.infer(inference)
             call.answered()
             n_bytes = held_bytes(response.outputs.values())
-            answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
-        found = [*infer_headers(n_head), *server_timing(asking, request.came_ns)]
+            answer, n_head = await self._run_off_loop(
+                lambda: encode_response(model, inference, response, output_options), n_bytes
+            )
+        reply_headers = [*infer_headers(n_head), *server_timing(inference, request.came_ns)]
         accepted = headers.get(b"accept-encoding")
-        if accepted and (coding := compression.chosen(accepted.decode("latin-1"))) != "identity":
-            answer = await self._aside(lambda: compression.encoded(answer, coding), len(answer))
-            found.append((b"content-encoding", coding.encode()))
-        return HttpReply(200, answer, found)
+        if accepted and (coding := compression.choose_coding(accepted.decode("latin-1"))) != "identity":
+            answer = await self._run_off_loop(lambda: compression.compress(answer, coding), len(answer))
+            reply_headers.append((b"content-encoding", coding.encode()))
+        return HttpReply(200, answer, reply_headers)
 
-    async def _read(self, request: Request, model: Model) -> tuple[InferRequest, HttpOutputOptions]:
+    async def _read(self, request: HttpCall, model: Model) -> tuple[InferRequest, HttpOutputOptions]:
         """raises StatusError"""
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
-        body = request.body if coding in ("", "identity") else await self._unpacked(request, coding)
+        body = request.body if coding in ("", "identity") else await self._decompress(request, coding)
         n_json = header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
@@ -210,60 +212,67 @@ class HttpFrontend:
         n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
         if self._shared is not None:
             n_slow = max(n_slow, self._shared.slow_bytes)
-        asking: InferRequest
-        asking, wanted = await self._aside(read, n_slow)
-        self._show_headers(asking, request)
-        asking.bill, asking.tenant = request.bill, request.tenant
-        return asking, wanted
+        inference: InferRequest
+        inference, output_options = await self._run_off_loop(read, n_slow)
+        self._show_headers(inference, request)
+        inference.bill, inference.tenant = request.bill, request.tenant
+        return inference, output_options
 
     async def _stream(
-        self, request: Request, model: Model, asking: InferRequest, wanted: HttpOutputOptions, accepts: bytes
+        self,
+        request: HttpCall,
+        model: Model,
+        inference: InferRequest,
+        output_options: HttpOutputOptions,
+        accepts: bytes,
     ) -> HttpReply:
         """The responses of a decoupled model, as they are ready: each what `/infer` would answer. raises StatusError"""
-        if wanted.otherwise or any(wanted.binary.values()):
+        if output_options.binary_default or any(output_options.binary.values()):
             raise invalid("a stream of responses is JSON: leave binary_data and binary_data_output out of its outputs")
-        self._repository.common.tracer.came(asking, "HTTP", request.came_ns, self._parent(request))
-        write = lambda model, asking, response: written(model, asking, response, wanted)[0]  # noqa: E731
-        events = Events(model, asking, self._aside, write, lines=accepts == _LINES)
+        self._repository.common.tracer.came(inference, "HTTP", request.came_ns, self._parent(request))
+        write = lambda model, inference, response: encode_response(model, inference, response, output_options)[0]  # noqa: E731
+        events = Events(model, inference, self._run_off_loop, write, lines=accepts == _LINES)
         failed = await events.begin()
         headers = [(b"content-type", _STREAMS[accepts]), *UNBUFFERED]
         return HttpReply(STATUS.get(failed, 400) if failed else 200, b"", headers, events)
 
-    async def _generate(self, request: Request, model: Model, *, streamed: bool) -> HttpReply:
+    async def _generate(self, request: HttpCall, model: Model, *, streamed: bool) -> HttpReply:
         if request.headers.get(b"content-encoding", b"identity") != b"identity":
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
-        inference = await self._aside(lambda: read_generate(request.body, model), len(request.body))
+        inference = await self._run_off_loop(lambda: read_generate(request.body, model), len(request.body))
         self._show_headers(inference, request)
         inference.bill, inference.tenant = request.bill, request.tenant
         self._repository.common.tracer.came(inference, "HTTP", request.came_ns, self._parent(request))
         if not streamed:
-            return HttpReply(200, await generate(model, inference, self._aside), [(b"content-type", _JSON)])
-        events = Events(model, inference, self._aside)
+            return HttpReply(200, await generate(model, inference, self._run_off_loop), [(b"content-type", _JSON)])
+        events = Events(model, inference, self._run_off_loop)
         failed = await events.begin()
         return HttpReply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
 
-    def _parent(self, request: Request) -> Parent | None:
+    def _parent(self, request: HttpCall) -> Parent | None:
         """Of the trace that its client has begun."""
         headers = request.headers
         return self._repository.common.tracer.parent(headers.get(PARENT.encode()), headers.get(STATE.encode()))
 
-    def _show_headers(self, asking: InferRequest, request: Request) -> None:
+    def _show_headers(self, inference: InferRequest, request: HttpCall) -> None:
         """Those that become parameters. raises StatusError"""
         if self._guard.forward is not None:  # otherwise nobody looks at them
-            asking.parameters.update(self._guard.forwarded(named(request.headers.items())))
+            inference.parameters.update(self._guard.forwarded_headers(headers_as_text(request.headers.items())))
 
-    async def _unpacked(self, request: Request, coding: str) -> bytes:
+    async def _decompress(self, request: HttpCall, coding: str) -> bytes:
         """In pieces, each counted before the next: it may become a thousand times larger."""
-        reader, pieces = compression.Decoder(request.body, coding, self._most_bytes), list[bytes]()
+        reader, pieces = compression.BodyDecompressor(request.body, coding, self._max_bytes), list[bytes]()
         while not reader.is_done:
-            pieces.append(await self._aside(reader.piece, min(compression.PIECE, len(request.body) * _MOST_GROWTH)))
+            pieces.append(
+                await self._run_off_loop(reader.piece, min(compression.PIECE, len(request.body) * _MAX_GROWTH))
+            )
             request.grew(len(pieces[-1]))
         n_bytes = sum(map(len, pieces))
-        return await self._aside(lambda: b"".join(pieces), n_bytes) if len(pieces) > 1 else pieces[0]
+        return await self._run_off_loop(lambda: b"".join(pieces), n_bytes) if len(pieces) > 1 else pieces[0]
 
     # ------------------------------------------------------------------ shared memory
 
-    def _of_shared(self, request: Request, kind: str, rest: list[str]) -> HttpReply:
+    def _of_shared(self, request: HttpCall, kind: str, rest: list[str]) -> HttpReply:
         """[/region/{name}]/{status,register,unregister}"""
         action, region = rest[-1], ""
         if len(rest) == 3 and rest[0] == "region":
@@ -271,12 +280,16 @@ class HttpFrontend:
         elif len(rest) > 1:
             raise _NoSuchPath
         _require_method("GET" if action == "status" else "POST", request)
-        regions = allowed(of_tenant(self._shared, request.tenant))
+        regions = require_shared_memory(of_tenant(self._shared, request.tenant))
         if kind == "cudasharedmemory":
             if action == "register":
                 request_fields.json_object(request.body)
-            found = request_fields.cuda_regions(action, region)
-            return HttpReply(200, b"", [(b"content-type", _JSON)]) if found is None else json_reply(found)
+            regions_of_cuda = request_fields.cuda_regions(action, region)
+            return (
+                HttpReply(200, b"", [(b"content-type", _JSON)])
+                if regions_of_cuda is None
+                else json_reply(regions_of_cuda)
+            )
         if action == "status":
             return json_reply(regions.status(region))
         if action == "unregister":
@@ -287,7 +300,7 @@ class HttpFrontend:
 
     # ------------------------------------------------------------------ repository
 
-    async def _of_repository(self, request: Request, rest: list[str]) -> HttpReply:
+    async def _of_repository(self, request: HttpCall, rest: list[str]) -> HttpReply:
         of_one = ""
         if len(rest) in (2, 4) and rest[0]:
             of_one, rest = rest[0], rest[1:]
@@ -302,8 +315,10 @@ class HttpFrontend:
                 _require_method("POST", request)
                 if of_one:
                     raise StatusError(Code.UNSUPPORTED, request_fields.NO_REPOSITORY_NAME)
-                most = self._most_bytes  # it may bring the model's files
-                body = await self._aside(lambda: request_fields.json_object(request.body, most), len(request.body))
+                most = self._max_bytes  # it may bring the model's files
+                body = await self._run_off_loop(
+                    lambda: request_fields.json_object(request.body, most), len(request.body)
+                )
                 return await self._control(_name(name), action, body, request.owner)
         raise _NoSuchPath
 
@@ -342,14 +357,14 @@ def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
     return key, offset, size
 
 
-def _settings_update(request: Request) -> dict[str, Any] | None:
+def _settings_update(request: HttpCall) -> dict[str, Any] | None:
     """Of settings; None where they are only looked up. raises StatusError"""
     if request.method not in ("GET", "POST"):
         raise _WrongMethod
     return request_fields.json_object(request.body) if request.method == "POST" else None
 
 
-def _require_method(method: str, request: Request) -> None:
+def _require_method(method: str, request: HttpCall) -> None:
     if request.method != method:
         raise _WrongMethod
 
@@ -374,17 +389,17 @@ def infer_headers(n_head: int | None) -> list[tuple[bytes, bytes]]:
     return [(b"content-type", _BINARY), (_HEADER, b"%d" % n_head)]
 
 
-def header_length(said: bytes | None) -> int | None:
-    if said is None:
+def header_length(value: bytes | None) -> int | None:
+    if value is None:
         return None
-    text = said.decode("latin-1")
+    text = value.decode("latin-1")
     if not text.removeprefix("-").isdigit() or not text.isascii() or len(text) > 19:
         raise invalid(f"Unable to parse {HEADER}, got: {text}")
     return int(text)
 
 
-def _wrong(key: str, wanted: str) -> StatusError:
+def _wrong(key: str, expected: str) -> StatusError:
     """Of a parameter of a load or an unload, in the words of Triton's JSON."""
-    wanted = "string" if wanted == "file" else wanted
-    what = f"attempt to access JSON non-{wanted} as {wanted}"
+    expected = "string" if expected == "file" else expected
+    what = f"attempt to access JSON non-{expected} as {expected}"
     return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {what}" if key == "unload_dependents" else what)

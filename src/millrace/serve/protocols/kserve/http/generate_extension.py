@@ -20,16 +20,16 @@ from millrace.model_repository.request.tensors import held_bytes, named_type
 from millrace.serve.http.json_scan import count_values
 from millrace.serve.protocols.kserve.http.compression import too_large
 from millrace.serve.protocols.kserve.http.infer_request import take_parameters
-from millrace.serve.protocols.kserve.http.infer_response import listed, written_error
+from millrace.serve.protocols.kserve.http.infer_response import encode_error, flat_list
 from millrace.serve.protocols.kserve.http.json_values import elements, from_json, no_json, too_deep, unparsed
 
-_MOST_BYTES = 16 << 20  # of a text, and what is said about it; tensors of numbers go to `infer`
-_MOST_VALUES = 1 << 17
+_MAX_BYTES = 16 << 20  # of a text, and what is said about it; tensors of numbers go to `infer`
+_MAX_VALUES = 1 << 17
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
     "of responses"
 )
-Aside = Callable[[Callable[[], Any], int], Awaitable[Any]]
+RunOffLoop = Callable[[Callable[[], Any], int], Awaitable[Any]]
 
 
 class _Object(tuple[tuple[str, Any], ...]):
@@ -40,9 +40,9 @@ class _Object(tuple[tuple[str, Any], ...]):
 
 def read_generate(body: bytes, model: Model) -> InferRequest:
     """raises StatusError"""
-    told = _decoded(body)
-    request, given = InferRequest({}), list[RawInput]()
-    for key, value in told:
+    members = _decode(body)
+    request, inputs = InferRequest({}), list[RawInput]()
+    for key, value in members:
         if key == "id" and model.checker.said(key) is None:
             if not isinstance(value, str):
                 raise unparsed("id", "attempt to access JSON non-string as string")
@@ -52,47 +52,47 @@ def read_generate(body: bytes, model: Model) -> InferRequest:
                 raise invalid("Expected JSON object for keyword: 'parameters'")
             try:
                 for inner, inner_value in value:
-                    _take(inner, inner_value, request, given, model)
+                    _take(inner, inner_value, request, inputs, model)
             except StatusError as error:
                 raise StatusError(error.code, f"Converting keyword: 'parameters': {error}") from None
         else:
-            _take(key, value, request, given, model)
-    model.checker.take(request, given)
+            _take(key, value, request, inputs, model)
+    model.checker.take(request, inputs)
     return request
 
 
-def _decoded(body: bytes) -> _Object:
-    if len(body) > _MOST_BYTES:
-        raise too_large("generate request JSON size", len(body), _MOST_BYTES)
-    if count_values(body).values > _MOST_VALUES:
-        raise no_json(f"it has more than {_MOST_VALUES} values: send tensors of so many to /infer")
+def _decode(body: bytes) -> _Object:
+    if len(body) > _MAX_BYTES:
+        raise too_large("generate request JSON size", len(body), _MAX_BYTES)
+    if count_values(body).values > _MAX_VALUES:
+        raise no_json(f"it has more than {_MAX_VALUES} values: send tensors of so many to /infer")
     try:
-        found = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
-        msgspec.json.encode(found)  # half of a surrogate pair, of which no answer could speak
+        members = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
+        msgspec.json.encode(members)  # half of a surrogate pair, of which no answer could speak
     except RecursionError:
         raise too_deep() from None
     except ValueError as error:
         raise no_json(error) from None
-    if not isinstance(found, _Object):
+    if not isinstance(members, _Object):
         raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
-    return found
+    return members
 
 
 def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
 
 
-def _take(key: str, value: Any, request: InferRequest, given: list[RawInput], model: Model) -> None:
-    said = model.checker.said(key)
-    if said is None:
+def _take(key: str, value: Any, request: InferRequest, inputs: list[RawInput], model: Model) -> None:
+    declared = model.checker.said(key)
+    if declared is None:
         if take_parameters(request, {key: value}):  # `binary_data_output`, which is nothing of this protocol's
             request.parameters[key] = value
         return
-    if any(tensor.name == key for tensor in given):
+    if any(tensor.name == key for tensor in inputs):
         raise invalid(f"{request.named}input '{key}' already exists in request")
-    datatype, dims = said
+    datatype, dims = declared
     shape = _shape(key, dims, value)
-    given.append(RawInput(key, datatype, shape, from_json(key, datatype, value, prod(shape)).reshape(shape)))
+    inputs.append(RawInput(key, datatype, shape, from_json(key, datatype, value, prod(shape)).reshape(shape)))
 
 
 def _shape(name: str, dims: tuple[int, ...], value: Any) -> tuple[int, ...]:
@@ -113,25 +113,25 @@ def _shape(name: str, dims: tuple[int, ...], value: Any) -> tuple[int, ...]:
 
 def _nesting(value: Any, depth: int) -> tuple[int, ...] | None:
     """The lengths of lists in lists, as far as the first of each goes; None where there are fewer levels."""
-    found: list[int] = []
-    while isinstance(value, list) and len(found) < depth:
-        found.append(len(value))
+    lengths: list[int] = []
+    while isinstance(value, list) and len(lengths) < depth:
+        lengths.append(len(value))
         value = value[0] if value else None
-    return tuple(found) if len(found) == depth else None
+    return tuple(lengths) if len(lengths) == depth else None
 
 
-def generated(model: Model, request: InferRequest, response: InferResponse) -> bytes:
+def encode_generated(model: Model, request: InferRequest, response: InferResponse) -> bytes:
     """One response. raises StatusError"""
     answer: dict[str, Any] = dict(response.parameters)
     answer |= {"id": request.id} if request.id else {}
     answer |= {"model_name": model.name, "model_version": str(model.version)}
     for name, array in response.outputs.items():
-        values = listed(name, named_type(name, array), array)
+        values = flat_list(name, named_type(name, array), array)
         answer[name] = values[0] if len(values) == 1 else values
     return msgspec.json.encode(answer)
 
 
-async def generate(model: Model, request: InferRequest, aside: Aside) -> bytes:
+async def generate(model: Model, request: InferRequest, run_off_loop: RunOffLoop) -> bytes:
     """The one response that there must be. raises StatusError"""
     responses = Responses(model, request)
     try:
@@ -140,8 +140,8 @@ async def generate(model: Model, request: InferRequest, aside: Aside) -> bytes:
             raise StatusError(Code.INTERNAL, _NOT_ONE)
     finally:
         responses.close()
-    written: bytes = await aside(lambda: generated(model, request, only), held_bytes(only.outputs.values()))
-    return written
+    data: bytes = await run_off_loop(lambda: encode_generated(model, request, only), held_bytes(only.outputs.values()))
+    return data
 
 
 Write = Callable[[Model, InferRequest, InferResponse], bytes]
@@ -151,10 +151,16 @@ class Events:
     """Server-sent events, one a response. What went wrong is one, too: the status is sent long since."""
 
     def __init__(
-        self, model: Model, request: InferRequest, aside: Aside, write: Write = generated, *, lines: bool = False
+        self,
+        model: Model,
+        request: InferRequest,
+        run_off_loop: RunOffLoop,
+        write: Write = encode_generated,
+        *,
+        lines: bool = False,
     ) -> None:
         """write: a response as JSON; lines: one a line, in place of events. raises StatusError"""
-        self._model, self._request, self._aside, self._write = model, request, aside, write
+        self._model, self._request, self._run_off_loop, self._write = model, request, run_off_loop, write
         self._around = (b"", b"\n") if lines else (b"data: ", b"\n\n")
         self._responses = Responses(model, request)
         self._first: bytes | None = None
@@ -190,13 +196,13 @@ class Events:
         response = await self._responses.next()
         if response is None:
             return b""
-        written: bytes = await self._aside(
+        data: bytes = await self._run_off_loop(
             lambda: self._write(self._model, self._request, response), held_bytes(response.outputs.values())
         )
-        return written.join(self._around)
+        return data.join(self._around)
 
     def _failed(self, error: StatusError) -> bytes:
-        return written_error(error.message).join(self._around)
+        return encode_error(error.message).join(self._around)
 
     def close(self) -> None:
         """Nobody reads any more."""

@@ -17,10 +17,10 @@ from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.request_validation import Later, RawInput, RequestValidator, check_shape
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import DTYPES, Array
-from millrace.serve.protocols.kserve.http.json_spans import Cut, Span, found
+from millrace.serve.protocols.kserve.http.json_spans import JsonWithSpans, Span, span_or_value
 from millrace.serve.protocols.kserve.http.json_values import from_json, no_json, not_a, too_deep, unparsed
 from millrace.serve.protocols.kserve.request_fields import output_names, take_parameter
-from millrace.serve.protocols.kserve.shared_memory import RegionPlace, TenantRegions, allowed
+from millrace.serve.protocols.kserve.shared_memory import RegionPlace, TenantRegions, require_shared_memory
 
 HEADER = "Inference-Header-Content-Length"
 _LARGE = 64 << 10  # bytes of JSON
@@ -40,7 +40,7 @@ class SharedParameters(Struct, gc=False):
         region, size = self.shared_memory_region, self.shared_memory_byte_size
         if region is UNSET:
             return None
-        regions = allowed(shared)
+        regions = require_shared_memory(shared)
         if size is UNSET:
             raise unparsed(_SHARED_SIZE, f"attempt to access non-existing object member '{_SHARED_SIZE}'")
         return regions.place(region, self.shared_memory_offset, size)
@@ -89,7 +89,7 @@ class HttpOutputOptions:
     binary: dict[str, bool] = field(default_factory=dict)
     shared: dict[str, RegionPlace] = field(default_factory=dict)
     n_classes: dict[str, int] = field(default_factory=dict)
-    otherwise: bool = False
+    binary_default: bool = False
     inputs: list[RegionPlace] = field(default_factory=list)
 
 
@@ -105,33 +105,33 @@ def read_infer(
     if n_json == 0:
         request = InferRequest({})
         checker.take(request, [checker.raw(request, memoryview(body))])
-        return request, HttpOutputOptions(otherwise=True)
-    told, spans = _read(memoryview(body)[:n_json])
-    request, wanted = InferRequest({}, request_id=told.id), HttpOutputOptions()
-    if told.parameters is not UNSET:
-        wanted.otherwise = take_parameters(request, told.parameters)
+        return request, HttpOutputOptions(binary_default=True)
+    decoded, spans = _read(memoryview(body)[:n_json])
+    request, output_options = InferRequest({}, request_id=decoded.id), HttpOutputOptions()
+    if decoded.parameters is not UNSET:
+        output_options.binary_default = take_parameters(request, decoded.parameters)
     behind = memoryview(body)[len(body) if n_json is None else n_json :]
-    given = _given(told.inputs, spans, behind, model, shared, wanted.inputs)
-    if told.outputs is not UNSET:
-        request.outputs = _take_outputs(told.outputs, wanted, shared)
-    checker.take(request, given)
-    return request, wanted
+    inputs = _raw_inputs(decoded.inputs, spans, behind, model, shared, output_options.inputs)
+    if decoded.outputs is not UNSET:
+        request.outputs = _take_outputs(decoded.outputs, output_options, shared)
+    checker.take(request, inputs)
+    return request, output_options
 
 
 def _read(head: memoryview) -> tuple[InferBody, list[Span]]:
     """With long lists cut out of a large one. raises StatusError"""
     if len(head) <= _LARGE:
-        return _decoded(head), []
-    cut = Cut(head)
-    return _decoded(memoryview(cut.rest)), cut.spans
+        return _decode(head), []
+    cut = JsonWithSpans(head)
+    return _decode(memoryview(cut.rest)), cut.spans
 
 
-def _decoded(head: memoryview) -> InferBody:
+def _decode(head: memoryview) -> InferBody:
     try:
         try:
             return _decoder.decode(head)
         except msgspec.ValidationError as error:
-            raise explained(msgspec.json.decode(head)) or StatusError(Code.INTERNAL, str(error)) from None
+            raise explain_type_error(msgspec.json.decode(head)) or StatusError(Code.INTERNAL, str(error)) from None
     except RecursionError:
         raise too_deep() from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -149,14 +149,14 @@ def id_place(head: bytes) -> tuple[int, int] | None:
         return None
     begin, end = places[0].span(1)
     try:
-        told, tried = _decoder.decode(head), _decoder.decode(head[:begin] + _TRIED + head[end:])
+        decoded, tried = _decoder.decode(head), _decoder.decode(head[:begin] + _TRIED + head[end:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    is_id, tried.id = tried.id == _TRIED.decode() != told.id, told.id
-    return (begin, end) if is_id and tried == told else None
+    is_id, tried.id = tried.id == _TRIED.decode() != decoded.id, decoded.id
+    return (begin, end) if is_id and tried == decoded else None
 
 
-def _given(
+def _raw_inputs(
     inputs: Sequence[InferInput],
     spans: list[Span],
     behind: memoryview,
@@ -165,37 +165,37 @@ def _given(
     places: list[RegionPlace],
 ) -> list[RawInput]:
     """behind: the bytes after the JSON, which are those of the binary inputs, in order. places: gets those used"""
-    given, at, shared_bytes = list[RawInput](), 0, 0
-    for told in inputs:
-        size = told.parameters.binary_data_size if told.parameters is not UNSET else UNSET
-        _check_source(told, size)
-        place = told.parameters.place(shared) if told.parameters is not UNSET else None
-        if told.datatype not in DTYPES:
-            raise invalid(f"invalid datatype for input {told.name}")
-        shape = tuple(told.shape)
-        n = check_shape(told.name, told.datatype, shape)
+    raw_inputs, at, shared_bytes = list[RawInput](), 0, 0
+    for tensor in inputs:
+        size = tensor.parameters.binary_data_size if tensor.parameters is not UNSET else UNSET
+        _check_source(tensor, size)
+        place = tensor.parameters.place(shared) if tensor.parameters is not UNSET else None
+        if tensor.datatype not in DTYPES:
+            raise invalid(f"invalid datatype for input {tensor.name}")
+        shape = tuple(tensor.shape)
+        n = check_shape(tensor.name, tensor.datatype, shape)
         data: memoryview | Array | Later
         if place is not None:
             places.append(place)
             shared_bytes += place.byte_size
-            allowed(shared).check_total(shared_bytes)
+            require_shared_memory(shared).check_total(shared_bytes)
             data = Later(place.read, place.byte_size)
         elif size is UNSET:
-            values = found(told.data, spans)
+            values = span_or_value(tensor.data, spans)
             if isinstance(values, Span):
-                data = Later(partial(_of_span, values, told.name, told.datatype, shape, n))
+                data = Later(partial(_of_span, values, tensor.name, tensor.datatype, shape, n))
             else:
-                data = from_json(told.name, told.datatype, values, n).reshape(shape)
+                data = from_json(tensor.name, tensor.datatype, values, n).reshape(shape)
         else:
             data = behind[at : at + size]
             if len(data) < size:
-                what = f"unexpected size for input '{told.name}', expecting {size - len(data)} additional bytes"
+                what = f"unexpected size for input '{tensor.name}', expecting {size - len(data)} additional bytes"
                 raise invalid(f"{what} for model '{model}'")
             at += size
-        given.append(RawInput(told.name, told.datatype, shape, data))
+        raw_inputs.append(RawInput(tensor.name, tensor.datatype, shape, data))
     if at != len(behind):
         raise invalid(f"unexpected additional input data for model '{model}'")
-    return given
+    return raw_inputs
 
 
 def _of_span(span: Span, name: str, datatype: str, shape: tuple[int, ...], n: int) -> Array:
@@ -203,17 +203,18 @@ def _of_span(span: Span, name: str, datatype: str, shape: tuple[int, ...], n: in
     return span.array(name, datatype, n).reshape(shape)
 
 
-def _check_source(told: InferInput, size: int | UnsetType) -> None:
-    is_shared = told.parameters is not UNSET and told.parameters.shared_memory_region is not UNSET
-    if (told.data is not UNSET) + (size is not UNSET) + is_shared == 1:
+def _check_source(tensor: InferInput, size: int | UnsetType) -> None:
+    is_shared = tensor.parameters is not UNSET and tensor.parameters.shared_memory_region is not UNSET
+    if (tensor.data is not UNSET) + (size is not UNSET) + is_shared == 1:
         return
     there = {
-        "'data'": told.data is not UNSET, "'binary_data_size'": size is not UNSET, "'shared_memory_region'": is_shared,
+        "'data'": tensor.data is not UNSET, "'binary_data_size'": size is not UNSET,
+        "'shared_memory_region'": is_shared,
     }  # fmt: skip
-    said = [name for name, is_there in there.items() if is_there]
+    fields = [name for name, is_there in there.items() if is_there]
     raise invalid(
         "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
-        f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
+        f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(fields) if fields else 'no field is set'}"
     )
 
 
@@ -235,66 +236,70 @@ def take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> boo
     return binary
 
 
-def _wrong(key: str, wanted: str) -> StatusError:
+def _wrong(key: str, expected: str) -> StatusError:
     """Of a parameter."""
-    if wanted == "any":
+    if expected == "any":
         return invalid(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'.")
-    word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(wanted, wanted)
+    word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(expected, expected)
     return unparsed(key, not_a(word, word))
 
 
 def _take_outputs(
-    outputs: Sequence[InferOutput], wanted: HttpOutputOptions, shared: TenantRegions | None
+    outputs: Sequence[InferOutput], output_options: HttpOutputOptions, shared: TenantRegions | None
 ) -> tuple[str, ...]:
-    names = output_names(told.name for told in outputs)
-    for told in outputs:
-        if told.parameters is UNSET:
+    names = output_names(output.name for output in outputs)
+    for output in outputs:
+        if output.parameters is UNSET:
             continue
-        if (place := told.parameters.place(shared)) is not None:
-            wanted.shared[told.name] = place
-        if told.parameters.binary_data is not UNSET:
-            wanted.binary[told.name] = told.parameters.binary_data
-        if told.parameters.classification:
-            wanted.n_classes[told.name] = told.parameters.classification
+        if (place := output.parameters.place(shared)) is not None:
+            output_options.shared[output.name] = place
+        if output.parameters.binary_data is not UNSET:
+            output_options.binary[output.name] = output.parameters.binary_data
+        if output.parameters.classification:
+            output_options.n_classes[output.name] = output.parameters.classification
     return names
 
 
-def explained(body: Any) -> StatusError | None:
+def explain_type_error(body: Any) -> StatusError | None:
     """Which field of a body has a wrong type, in the words of Triton's JSON."""
     if not isinstance(body, dict):
         return StatusError(Code.INTERNAL, not_a("object", "object"))
     members = [("id", "string", str)] if "id" in body else []
-    found = _member(body, members)
-    if found is None and "parameters" in body and not isinstance(body["parameters"], dict):
-        found = unparsed("parameters", not_a("object", "object"))
-    found = found or _member(body, [("inputs", "array", list)])
-    for told in body["inputs"] if found is None else ():
-        if not isinstance(told, dict):
+    error = _member(body, members)
+    if error is None and "parameters" in body and not isinstance(body["parameters"], dict):
+        error = unparsed("parameters", not_a("object", "object"))
+    error = error or _member(body, [("inputs", "array", list)])
+    for tensor in body["inputs"] if error is None else ():
+        if not isinstance(tensor, dict):
             return StatusError(Code.INTERNAL, not_a("object", "object"))
-        found = found or _member(told, [("name", "string", str), ("shape", "array", list), ("datatype", "string", str)])
-        if found is None and not all(_is_size(d) for d in told["shape"]):
-            found = unparsed("shape", not_a("unsigned-integer", "unsigned-integer"))
-        found = found or _sizes(told, "binary_data_size", "shared_memory_region")
-    if found is None and "outputs" in body:
-        found = _member(body, [("outputs", "array", list)])
-        for told in body["outputs"] if found is None else ():
-            if not isinstance(told, dict):
+        error = error or _member(
+            tensor, [("name", "string", str), ("shape", "array", list), ("datatype", "string", str)]
+        )
+        if error is None and not all(_is_size(d) for d in tensor["shape"]):
+            error = unparsed("shape", not_a("unsigned-integer", "unsigned-integer"))
+        error = error or _sizes(tensor, "binary_data_size", "shared_memory_region")
+    if error is None and "outputs" in body:
+        error = _member(body, [("outputs", "array", list)])
+        for tensor in body["outputs"] if error is None else ():
+            if not isinstance(tensor, dict):
                 return StatusError(Code.INTERNAL, not_a("object", "object"))
-            found = found or _member(told, [("name", "string", str)]) or _sizes(told, "classification", "binary_data")
-    return found
+            error = (
+                error or _member(tensor, [("name", "string", str)]) or _sizes(tensor, "classification", "binary_data")
+            )
+    return error
 
 
-def _member(of: Mapping[str, Any], members: Sequence[tuple[str, str, type]]) -> StatusError | None:
+def _member(mapping: Mapping[str, Any], members: Sequence[tuple[str, str, type]]) -> StatusError | None:
     for name, word, kind in members:
-        if name not in of:
+        if name not in mapping:
             return unparsed(name, f"attempt to access non-existing object member '{name}'")
-        if not isinstance(of[name], kind):
+        if not isinstance(mapping[name], kind):
             return unparsed(name, not_a(word, word))
     return None
 
 
-def _sizes(told: Mapping[str, Any], size: str, other: str) -> StatusError | None:
-    parameters = told.get("parameters", {})
+def _sizes(tensor: Mapping[str, Any], size: str, other: str) -> StatusError | None:
+    parameters = tensor.get("parameters", {})
     if not isinstance(parameters, dict):
         return unparsed("parameters", not_a("object", "object"))
     if size in parameters and not _is_size(parameters[size]):

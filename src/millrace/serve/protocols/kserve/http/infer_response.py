@@ -16,7 +16,7 @@ from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions
 _PIECE = 1 << 16  # values
 
 
-def told_outputs(
+def requested_outputs(
     model: Model, request: InferRequest, response: InferResponse, n_classes: Mapping[str, int]
 ) -> Iterator[Tensor]:
     """Those that were asked for, of some their classes in place of their values. raises StatusError"""
@@ -28,33 +28,33 @@ def told_outputs(
         yield Tensor(name, named_type(name, array), array)
 
 
-def written_error(message: str) -> bytes:
+def encode_error(message: str) -> bytes:
     """The one way in which errors are written, of a route, before one is reached, and in a stream."""
     return msgspec.json.encode({"error": message})
 
 
-def written(
-    model: Model, request: InferRequest, response: InferResponse, wanted: HttpOutputOptions
+def encode_response(
+    model: Model, request: InferRequest, response: InferResponse, output_options: HttpOutputOptions
 ) -> tuple[bytes, int | None]:
     """The body, and how much of it is JSON where not all of it is. raises StatusError"""
     outputs, raw = list[dict[str, Any]](), list[bytes | memoryview]()
     long: dict[str, Sequence[bytes]] = {}  # JSON of an output's data, in pieces
-    for tensor in told_outputs(model, request, response, wanted.n_classes):
+    for tensor in requested_outputs(model, request, response, output_options.n_classes):
         name, datatype = tensor.name, tensor.datatype
-        told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": tensor.values.shape}
-        if (place := wanted.shared.get(name)) is not None:
+        member: dict[str, Any] = {"name": name, "datatype": datatype, "shape": tensor.values.shape}
+        if (place := output_options.shared.get(name)) is not None:
             place.write(
                 name, tensor.raw()
             )  # and nothing more is said: Triton's client in C++ takes any parameters for a size
-        elif wanted.binary.get(name, wanted.otherwise):
+        elif output_options.binary.get(name, output_options.binary_default):
             parts = tensor.raw_parts()
             raw += parts
-            told["parameters"] = {"binary_data_size": sum(map(len, parts))}
+            member["parameters"] = {"binary_data_size": sum(map(len, parts))}
         elif tensor.values.size <= _PIECE:
-            told["data"] = listed(name, datatype, tensor.values)
+            member["data"] = flat_list(name, datatype, tensor.values)
         else:
             long[name] = _listed_pieces(name, datatype, tensor.values)
-        outputs.append(told)
+        outputs.append(member)
     answer: dict[str, Any] = {"id": request.id} if request.id else {}
     answer["model_name"], answer["model_version"] = model.name, str(model.version)
     if response.parameters:
@@ -64,8 +64,8 @@ def written(
         head: Sequence[bytes] = (msgspec.json.encode(answer),)
     else:
         pieces = list[bytes]()
-        for told in outputs:
-            pieces += (b",", *_with_member(msgspec.json.encode(told), b"data", long.get(told["name"], ())))
+        for member in outputs:
+            pieces += (b",", *_with_member(msgspec.json.encode(member), b"data", long.get(member["name"], ())))
         head = _with_member(msgspec.json.encode(answer), b"outputs", (b"[", *pieces[1:], b"]"))
     if not raw and len(head) == 1:
         return head[0], None
@@ -79,13 +79,13 @@ def _with_member(encoded: bytes, name: bytes, value: Sequence[bytes]) -> Sequenc
 
 def _listed_pieces(name: str, datatype: str, array: Array) -> Sequence[bytes]:
     """The JSON of `listed`, for a long list: in pieces, for each holds the interpreter. raises StatusError"""
-    flat, found = array.reshape(-1), list[bytes]()
+    flat, parts = array.reshape(-1), list[bytes]()
     for i in range(0, len(flat), _PIECE):
-        found += (b",", msgspec.json.encode(listed(name, datatype, flat[i : i + _PIECE]))[1:-1])
-    return (b"[", *found[1:], b"]")
+        parts += (b",", msgspec.json.encode(flat_list(name, datatype, flat[i : i + _PIECE]))[1:-1])
+    return (b"[", *parts[1:], b"]")
 
 
-def listed(name: str, datatype: str, array: Array) -> list[Any]:
+def flat_list(name: str, datatype: str, array: Array) -> list[Any]:
     """Flat. What is no number (NaN, infinite) becomes null: JSON has no word for it."""
     if datatype in ONLY_BINARY:
         what = f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"
@@ -106,11 +106,11 @@ def classified(array: Array, n: int, labels: Sequence[str], *, has_batch: bool) 
     items = array.reshape(array.shape[0] if has_batch else 1, -1)
     n = min(n, items.shape[1])
     order = np.argsort(-items.astype(np.float64), axis=1, kind="stable")[:, :n]
-    found = [_told(items[i, j], int(j), labels) for i in range(len(items)) for j in order[i]]
-    return objects(found).reshape((len(items), n) if has_batch else (n,))
+    texts = [_class_text(items[i, j], int(j), labels) for i in range(len(items)) for j in order[i]]
+    return objects(texts).reshape((len(items), n) if has_batch else (n,))
 
 
-def _told(value: Any, index: int, labels: Sequence[str]) -> bytes:
+def _class_text(value: Any, index: int, labels: Sequence[str]) -> bytes:
     number = f"{float(value):f}" if np.asarray(value).dtype.kind not in "iu" else str(int(value))
     label = f":{labels[index]}" if index < len(labels) and labels[index] else ""
     return f"{number}:{index}{label}".encode()

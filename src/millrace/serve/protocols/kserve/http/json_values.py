@@ -9,17 +9,17 @@ import numpy as np
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
 
-MOST_DEPTH = 100
+MAX_DEPTH = 100
 _CODES = {"FP32": "f", "FP64": "d"}  # of the module array
 _PLACE = re.compile(r"invalid character \(byte (\d+)\)$|^Expecting value: .*\(char (\d+)\)$")
 
 
 def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
     """A tensor's `data`, nested in whatever way, flat. n: elements that its shape has. raises StatusError"""
-    found = flat_array(name, datatype, data)
-    if len(found) != n:
+    flat = flat_array(name, datatype, data)
+    if len(flat) != n:
         raise mismatch()
-    return found
+    return flat
 
 
 def flat_array(name: str, datatype: str, data: Any) -> Array:
@@ -60,9 +60,9 @@ def _number(value: Any) -> int | float:
     return value if isinstance(value, int | float) else -1
 
 
-def _only(kinds: set[type], allowed: set[type], is_none: str, wanted: str) -> None:
+def _only(kinds: set[type], allowed: set[type], is_none: str, expected: str) -> None:
     if not kinds <= allowed:
-        raise unparsed("data", not_a(is_none, wanted))
+        raise unparsed("data", not_a(is_none, expected))
 
 
 def elements(data: Any) -> list[Any]:
@@ -71,7 +71,7 @@ def elements(data: Any) -> list[Any]:
 
 
 def _flat(data: Any, depth: int) -> list[Any]:
-    if depth >= MOST_DEPTH:
+    if depth >= MAX_DEPTH:
         raise too_deep()
     if not isinstance(data, list):
         return [data]
@@ -80,8 +80,8 @@ def _flat(data: Any, depth: int) -> list[Any]:
     return [value for part in data for value in _flat(part, depth + 1)]
 
 
-def not_a(is_none: str, wanted: str) -> str:
-    return f"attempt to access JSON non-{is_none} as {wanted}"
+def not_a(is_none: str, expected: str) -> str:
+    return f"attempt to access JSON non-{is_none} as {expected}"
 
 
 def unparsed(key: str, cause: str) -> StatusError:
@@ -93,11 +93,11 @@ def mismatch() -> StatusError:
 
 
 def too_deep() -> StatusError:
-    return invalid(f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")
+    return invalid(f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})")
 
 
-def no_json(why: object) -> StatusError:
-    """why: what is wrong, or what a parser raised, whose place is told as Triton tells it"""
-    at = _PLACE.search(str(why))
+def no_json(reason: object) -> StatusError:
+    """reason: what is wrong, or what a parser raised, whose place is told as Triton tells it"""
+    at = _PLACE.search(str(reason))
     where = f"Invalid value. at {at[1] or at[2]} " if at is not None else ""
-    return invalid(f"failed to parse the request JSON buffer: {where}{f'({why})' if where else why}")
+    return invalid(f"failed to parse the request JSON buffer: {where}{f'({reason})' if where else reason}")

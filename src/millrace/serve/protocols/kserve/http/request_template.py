@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from millrace.serve.http.request_bodies import FREE_BYTES
 from millrace.serve.protocols.kserve.http.infer_request import HEADER, id_place
 
-MOST_BYTES = 4 << 10  # of a head
+MAX_HEAD_BYTES = 4 << 10  # of a head
 END = b"\r\n\r\n"
 LENGTH, JSON_LENGTH, REQUEST_ID, ID = b"content-length", HEADER.lower().encode(), b"x-request-id", b"id"
 # What may stand in them; none has a byte that ends it. Other ids (escapes, beyond ASCII) are no holes: they are pieces.
@@ -37,19 +37,19 @@ class FilledTemplate:
     fixed: Sequence[tuple[int, bytes]]
     holes: Sequence[tuple[bytes, int, int]]
 
-    def again(self, packet: bytes) -> dict[bytes, bytes] | None:
+    def match(self, packet: bytes) -> dict[bytes, bytes] | None:
         """What is in the holes of a packet that is as this one; None: it is not."""
         if len(packet) != self.n_bytes:
             return None
         for at, piece in self.fixed:
             if not packet.startswith(piece, at):
                 return None
-        found = {}
+        values = {}
         for hole, begin, end in self.holes:
             if _HOLES[hole].fullmatch(packet, begin, end) is None:
                 return None
-            found[hole] = packet[begin:end]
-        return found
+            values[hole] = packet[begin:end]
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class RequestTemplate:
     holes: tuple[bytes, ...]
     n_json: int
 
-    def filled(self, packet: bytes) -> FilledTemplate | None:
+    def fill(self, packet: bytes) -> FilledTemplate | None:
         """None where the head of the packet is another."""
         at, spans = 0, list[tuple[bytes, int, int]]()
         for piece, hole in zip(self.pieces, self.holes, strict=False):
@@ -70,12 +70,12 @@ class RequestTemplate:
             spans.append((hole, *there.span()))
             at = there.end()
         end = at + len(self.pieces[-1])
-        if not packet.startswith(self.pieces[-1], at) or end > MOST_BYTES:
+        if not packet.startswith(self.pieces[-1], at) or end > MAX_HEAD_BYTES:
             return None
-        told = {hole: packet[begin:stop] for hole, begin, stop in spans}
-        n_json = self.n_json + len(told.get(ID, b""))
+        values = {hole: packet[begin:stop] for hole, begin, stop in spans}
+        n_json = self.n_json + len(values.get(ID, b""))
         n_body = len(packet) - end + n_json
-        if int(told[JSON_LENGTH]) != n_json or int(told[LENGTH]) != n_body or n_body > FREE_BYTES:
+        if int(values[JSON_LENGTH]) != n_json or int(values[LENGTH]) != n_body or n_body > FREE_BYTES:
             return None
         holes = [span for span in spans if span[0] in (ID, REQUEST_ID)]
         begins, ends = [0, *(stop for _, _, stop in holes)], [*(begin for _, begin, _ in holes), end]
@@ -90,7 +90,7 @@ def head_of(packet: bytes, headers: Mapping[bytes, bytes]) -> RequestTemplate | 
     if not all(_HOLES[LENGTH].fullmatch(length) or length == b"0" for length in lengths):
         return None
     end = at + int(lengths[0])
-    if end > min(len(packet), MOST_BYTES) or len(packet) - at != int(lengths[1]):
+    if end > min(len(packet), MAX_HEAD_BYTES) or len(packet) - at != int(lengths[1]):
         return None
     lines = ((m[1].lower(), m) for m in _LINES.finditer(packet, 0, at))
     spans = [(m.start(2), m.end(2), name) for name, m in lines if headers.get(name) == m[2]]  # as the parser has it
@@ -103,5 +103,5 @@ def head_of(packet: bytes, headers: Mapping[bytes, bytes]) -> RequestTemplate | 
     begins, ends = [0, *(stop for _, stop, _ in spans)], [*(begin for begin, _, _ in spans), end]
     pieces = tuple(packet[begin:stop] for begin, stop in zip(begins, ends, strict=True))
     n_id = sum(stop - begin for begin, stop, hole in spans if hole == ID)
-    found = RequestTemplate(pieces, holes, end - at - n_id)
-    return found if found.filled(packet) is not None else None
+    template = RequestTemplate(pieces, holes, end - at - n_id)
+    return template if template.fill(packet) is not None else None

@@ -4,24 +4,24 @@ import time
 
 from millrace.model_repository.request.infer_request import InferRequest
 
-TIMED = b"x-millrace-timing"
+TIMING_HEADER = b"x-millrace-timing"
 
 
-def server_timing(request: InferRequest, came_ns: int) -> list[tuple[bytes, bytes]]:
+def server_timing(request: InferRequest, arrived_ns: int) -> list[tuple[bytes, bytes]]:
     """`server-timing`, as browsers read it: each model that computed for the request, in the order in which they ended.
 
     Milliseconds: until it was read; of each model its queue, inputs, inference, outputs; all until it is written.
     """
     if request.hops is None:
         return []
-    told = [("read", "", request.received_ns - came_ns)]
+    entries = [("read", "", request.received_ns - arrived_ns)]
     for hop in request.hops:
         phases = (("queue", hop.queued_ns, hop.started_ns), ("compute_input", hop.started_ns, hop.computing_ns),
                   ("compute_infer", hop.computing_ns or hop.started_ns, hop.computed_ns or hop.done_ns),
                   ("compute_output", hop.computed_ns, hop.done_ns))  # fmt: skip
-        told += [(name, hop.model, end - begin) for name, begin, end in phases if begin and end]
-    told.append(("total", "", time.monotonic_ns() - came_ns))
-    texts = [f"{name}{_described(model)};dur={ns / 1e6:.3f}" for name, model, ns in told]
+        entries += [(name, hop.model, end - begin) for name, begin, end in phases if begin and end]
+    entries.append(("total", "", time.monotonic_ns() - arrived_ns))
+    texts = [f"{name}{_described(model)};dur={ns / 1e6:.3f}" for name, model, ns in entries]
     return [(b"server-timing", ", ".join(texts).encode())]
 
 
