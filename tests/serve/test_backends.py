@@ -44,7 +44,7 @@ class Adder(ServedModel):
 
 
 class AdderBackend(Backend):
-    what = "a model that adds"
+    kind_name = "a model that adds"
     beat = Beat()
 
     def start(self) -> None: ...

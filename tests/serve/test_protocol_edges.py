@@ -19,9 +19,9 @@ from millrace.runtime.request.tool_specs import checked_functions
 from millrace.serve.http.errors import HttpError
 from millrace.serve.llm import tools as tools_module
 from millrace.serve.protocols.responses import store as store_module
-from millrace.serve.protocols.responses.answer import Answer
+from millrace.serve.protocols.responses.answer import ActiveResponse
 from millrace.serve.protocols.responses.endpoints import MAX_BEHIND_BYTES, EventBroadcast
-from millrace.serve.protocols.responses.store import OVERHEAD_BYTES, Responses, StoredResponse
+from millrace.serve.protocols.responses.store import OVERHEAD_BYTES, ResponseStore, StoredResponse
 from tests.serve.support import Fake, Running, post, serving_with, until
 
 RESPONSES = "/v1/responses"
@@ -240,13 +240,13 @@ def test_one_without_an_answer_cannot_be_gone_on_from(gated: Running, gate: thre
 
 def test_stored_responses_take_the_memory_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a body whose lists are 20 times as large decoded; with tools that are not told to the model."""
-    stores, keep = dict[int, Responses](), Responses.keep
+    stores, keep = dict[int, ResponseStore](), ResponseStore.add
 
-    def seen(self: Responses, kept: StoredResponse) -> None:
+    def seen(self: ResponseStore, kept: StoredResponse) -> None:
         stores[id(self)] = self
         keep(self, kept)
 
-    monkeypatch.setattr(Responses, "keep", seen)
+    monkeypatch.setattr(ResponseStore, "add", seen)
     function = {"type": "function", "name": "f", "parameters": {"x": [[]] * 20_000}}
     body = {"input": "Hi", "max_output_tokens": 2, "tools": [function], "tool_choice": "none", "metadata": {"a": "b"}}
     with serving_with() as own:
@@ -294,53 +294,53 @@ def kept(n: int, n_bytes: int, answered: bool = True, tenant: str = "") -> Store
 
 
 def test_the_store_is_bounded_in_bytes_and_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MAX_KEPT", 5)
-    monkeypatch.setattr(store_module, "MAX_KEPT_BYTES", 10_000)
-    store = Responses()
-    store.keep(kept(0, 4000, answered=False))
+    monkeypatch.setattr(store_module, "MAX_RESPONSES", 5)
+    monkeypatch.setattr(store_module, "MAX_STORED_BYTES", 10_000)
+    store = ResponseStore()
+    store.add(kept(0, 4000, answered=False))
     for n in (1, 2):
-        store.keep(kept(n, 3000))
+        store.add(kept(n, 3000))
     assert store.get("resp_1", "").id == "resp_1" and store.n_bytes == 10_000
-    store.keep(kept(3, 3000))  # in the place of 2, which was not asked for
+    store.add(kept(3, 3000))  # in the place of 2, which was not asked for
     for n, there in enumerate((True, True, False, True)):
         with contextlib.nullcontext() if there else pytest.raises(HttpError, match="no response"):
             store.get(f"resp_{n}", "")
     one = store.get("resp_3", "")
-    one.said = b"x" * 20_000
-    store.changed(one)
+    one.messages_json = b"x" * 20_000
+    store.update(one)
     assert store.n_bytes == 7000 and store.get("resp_1", ""), "it is too large itself, and goes alone"
     with pytest.raises(HttpError, match="no response"):
         store.get("resp_3", "")
     for n in range(10, 20):
-        store.keep(kept(n, OVERHEAD_BYTES))
-    assert [n for n in range(10, 20) if f"resp_{n}" in store._kept] == [16, 17, 18, 19]
+        store.add(kept(n, OVERHEAD_BYTES))
+    assert [n for n in range(10, 20) if f"resp_{n}" in store._responses] == [16, 17, 18, 19]
 
 
 @pytest.mark.parametrize("sizes", [(2000, 2000), (2000, 5000)], ids=["too many", "too large"])
 def test_no_tenant_pushes_out_what_another_stored(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MAX_KEPT", 5)
-    monkeypatch.setattr(store_module, "MAX_KEPT_BYTES", 20_000)
-    store = Responses()
+    monkeypatch.setattr(store_module, "MAX_RESPONSES", 5)
+    monkeypatch.setattr(store_module, "MAX_STORED_BYTES", 20_000)
+    store = ResponseStore()
     for n in range(2):
-        store.keep(kept(n, sizes[0], tenant="a"))
+        store.add(kept(n, sizes[0], tenant="a"))
     for n in range(2, 50):
-        store.keep(kept(n, sizes[1], tenant="b"))
-    assert [kept.tenant for kept in store._kept.values()] == ["a", "a", "b", "b", "b"]
+        store.add(kept(n, sizes[1], tenant="b"))
+    assert [kept.tenant for kept in store._responses.values()] == ["a", "a", "b", "b", "b"]
     assert store.get("resp_49", "b") and store.n_bytes == 2 * sizes[0] + 3 * sizes[1]
     for n in (0, 1, 47, 48, 49):
         store.delete(f"resp_{n}")
     assert store.n_bytes == 0 and not store._bytes and not store._number, "tenants who have none cost nothing"
 
 
-def watched_store(monkeypatch: pytest.MonkeyPatch) -> list[Responses]:
+def watched_store(monkeypatch: pytest.MonkeyPatch) -> list[ResponseStore]:
     """The store into which the last response was put."""
-    stores, keep = list[Responses](), Responses.keep
+    stores, keep = list[ResponseStore](), ResponseStore.add
 
-    def watched(self: Responses, kept: StoredResponse) -> None:
+    def watched(self: ResponseStore, kept: StoredResponse) -> None:
         stores[:] = [self]
         keep(self, kept)
 
-    monkeypatch.setattr(Responses, "keep", watched)
+    monkeypatch.setattr(ResponseStore, "add", watched)
     return stores
 
 
@@ -357,7 +357,7 @@ def test_a_response_too_large_to_be_kept_says_so_and_leaves_others(
     stores = watched_store(monkeypatch)
     with serving_with(Fake()) as server:
         small = ask(server, RESPONSES).json()
-        monkeypatch.setattr(store_module, "MAX_KEPT_BYTES", 4 * stores[0].n_bytes)
+        monkeypatch.setattr(store_module, "MAX_STORED_BYTES", 4 * stores[0].n_bytes)
         whole = ask(server, RESPONSES, **more).json()
         lines = ask(server, RESPONSES, stream=True, **more).text.splitlines()
         streamed = [json.loads(line[6:]) for line in lines if line.startswith("data: ")][-1]["response"]
@@ -375,14 +375,14 @@ def test_a_response_too_large_to_be_kept_says_so_and_leaves_others(
 def test_whoever_reads_the_last_event_can_go_on_at_once(background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The response is settled before the event is written."""
     stores, under_way = watched_store(monkeypatch), list[bool]()
-    event = Answer._event
+    event = ActiveResponse._event
 
-    def watched(self: Answer, kind: str, **fields: object) -> bytes:
+    def watched(self: ActiveResponse, kind: str, **fields: object) -> bytes:
         if kind == "response.incomplete":
             under_way.append(stores[0].get(self.reply.id, "").is_under_way)
         return event(self, kind, **fields)
 
-    monkeypatch.setattr(Answer, "_event", watched)
+    monkeypatch.setattr(ActiveResponse, "_event", watched)
     with serving_with(Fake()) as server:
         assert ask(server, RESPONSES, stream=True, background=background).status_code == 200
     assert under_way == [False]

@@ -70,18 +70,18 @@ def test_another_recording_has_other_digests(tmp_path: Path) -> None:
     one, other = Recorder(tmp_path / "a"), Recorder(tmp_path / "b")
     prompt = tokens(10)
     assert one._beginnings(prompt) == other._beginnings(prompt) == [0]
-    assert not set(one._known) & set(other._known)
+    assert not set(one._block_numbers) & set(other._block_numbers)
     one.close()
     other.close()
 
 
 def test_file_and_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "MOST_BYTES", 300)
-    monkeypatch.setattr(bounds, "MOST_KNOWN", 3)
+    monkeypatch.setattr(bounds, "MAX_BYTES", 300)
+    monkeypatch.setattr(bounds, "MAX_BLOCKS", 3)
     recorder = Recorder(tmp_path / "r")
     for _ in range(50):
         recorder.write(1.0, tokens(3), 1)
-    assert 300 < (tmp_path / "r").stat().st_size < 400 and len(recorder._known) == 3
+    assert 300 < (tmp_path / "r").stat().st_size < 400 and len(recorder._block_numbers) == 3
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

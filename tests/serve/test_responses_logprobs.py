@@ -240,7 +240,7 @@ def test_tokens_of_a_call_are_not_kept() -> None:
 def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """That has all of the text's log probabilities. Without them they are one write; and they are counted as often."""
     blocks, held = list[bytes](), list[int]()
-    followed, hold = endpoints._followed, generation_stream.GenerationStream.reserve_unsent_bytes
+    followed, hold = endpoints._stream_events, generation_stream.GenerationStream.reserve_unsent_bytes
 
     async def watched(*args: Any) -> Any:
         async for block in followed(*args):
@@ -251,7 +251,7 @@ def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch
         held.append(n_bytes)
         hold(self, n_bytes)
 
-    monkeypatch.setattr(endpoints, "_followed", watched)
+    monkeypatch.setattr(endpoints, "_stream_events", watched)
     monkeypatch.setattr(generation_stream.GenerationStream, "reserve_unsent_bytes", counted)
     post(server.url, PATH, ASK)
     n_once, held[:] = sum(held), []

@@ -22,7 +22,7 @@ ALL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repeat_l
 class Model:
     def __init__(self, generation: Mapping[str, object]) -> None:
         said = read_generation(generation)
-        self.defaults, self.defaults_of = said.sampling, said.origin
+        self.defaults, self.defaults_origin = said.sampling, said.origin
 
 
 CASES: list[tuple[Mapping[str, object], dict[str, Any] | None, dict[str, Any]]] = [

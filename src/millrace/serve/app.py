@@ -16,7 +16,7 @@ from millrace.serve.http.fast_path import FastPath
 from millrace.serve.http.openapi import ServerDescription, openapi_document
 from millrace.serve.http.request_bodies import BodyLimiter
 from millrace.serve.http.routes import AsgiEdge, Handler, HttpEndpoint, Protocol
-from millrace.serve.ops.metrics_port import MetricsDoor
+from millrace.serve.ops.metrics_port import MetricsListener
 from millrace.serve.protocols.anthropic.endpoints import ANTHROPIC
 from millrace.serve.protocols.kserve.http.asgi_app import KSERVE, KServe
 from millrace.serve.protocols.kserve.http.fast_path import HttpFastPath
@@ -43,9 +43,9 @@ def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASG
     settings = models.serving.settings
     keys, bodies = models.keys, _bodies(settings)
     endpoints = [endpoint for protocol in protocols for endpoint in protocol.endpoints]
-    asked = None if keys.stay_open else keys
+    keys_or_none = None if keys.stay_open else keys
     routes = [
-        Handler(endpoint, protocol, models, asked, bodies, endpoints).route()
+        Handler(endpoint, protocol, models, keys_or_none, bodies, endpoints).route()
         for protocol in protocols
         for endpoint in protocol.endpoints
     ]
@@ -72,18 +72,18 @@ class Listener(Interface):
 def create_listeners(models: Models) -> list[Listener]:
     """What is configured of them; not open yet."""
     settings = models.serving.settings
-    doors: list[Listener] = []
+    listeners: list[Listener] = []
     if settings.metrics_port is not None:
-        doors.append(MetricsDoor(settings, models.serving.metrics))
+        listeners.append(MetricsListener(settings, models.serving.metrics))
     repositories = [r for r in models.of_kind(RepositoryBackend) if r.repository.flags.grpc_port is not None]
     if not repositories:
-        return doors
+        return listeners
     from millrace.serve.protocols.kserve.grpc.server import GrpcServer  # an extra
 
-    return [*doors, *(GrpcServer(models, r, models.keys) for r in repositories)]
+    return [*listeners, *(GrpcServer(models, r, models.keys) for r in repositories)]
 
 
-def create_shortcut(models: Models) -> Callable[[], FastPath] | None:
+def create_fast_path(models: Models) -> Callable[[], FastPath] | None:
     """For each connection, where tensor models are served; it stands beside the application, and knows its answers."""
     for repository in models.of_kind(RepositoryBackend):
         if not repository.http_guard.leaves_inference_alone:  # headers may say something else the next time

@@ -55,13 +55,13 @@ class ServedModel(ABC):
 class Backend(ABC):
     """One model behind one engine: started, asked by its endpoints' handlers, aborted and closed, in order."""
 
-    what: str  # kind of model this is, in an error: "a language model"
-    elsewhere = ""  # where it is asked, if no endpoint of these protocols does
-    broken = "the warm-up failed"  # what a trouble of `warm_up` is
+    kind_name: str  # the kind of model, as errors name it: "a language model"
+    other_endpoints = ""  # where the model answers, if none of these protocols has an endpoint for it
+    failure_text = "the warm-up failed"  # what a message of `warm_up` follows in an error
 
     def __init__(self, model: ServedModel, serving: ServerContext) -> None:
         self.model, self.settings = model, serving.settings
-        self.metrics: ModelMetrics = serving.metrics.of(model.name)
+        self.metrics: ModelMetrics = serving.metrics.for_model(model.name)
 
     @property
     def defaults(self) -> Mapping[str, object]:
@@ -69,7 +69,7 @@ class Backend(ABC):
         return {}
 
     @property
-    def defaults_of(self) -> str:
+    def defaults_origin(self) -> str:
         """Whose defaults these are, if not the model's own."""
         return ""
 
@@ -173,8 +173,8 @@ class Models:
             404,
             "model_not_found",
             f'the model "{name}" does not exist',
-            "one of " + ", ".join(f'"{known}"' for known in self._by_name) if self._by_name else "no name",
-            f"correct the model's name; {listed_at} lists them" if self._by_name else self.first.elsewhere,
+            "one of " + ", ".join(f'"{served_name}"' for served_name in self._by_name) if self._by_name else "no name",
+            f"correct the model's name; {listed_at} lists them" if self._by_name else self.first.other_endpoints,
         ).about("model")
 
     def close(self) -> None:

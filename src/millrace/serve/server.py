@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from millrace.runtime.service import STOP_S, use_short_switch_interval
-from millrace.serve.app import PROTOCOLS, Listener, create_app, create_listeners, create_shortcut
+from millrace.serve.app import PROTOCOLS, Listener, create_app, create_fast_path, create_listeners
 from millrace.serve.backend import Backend, Models, ServedModel
 from millrace.serve.http.routes import Protocol
 from millrace.serve.http.server_context import ServerContext
@@ -97,7 +97,7 @@ class Server:
     async def _run(self, sock: socket.socket, url: str) -> None:
         models = Models(ServerContext(self._settings), self._served)
         settings = models.serving.settings
-        app, shortcut = create_app(models, self._protocols), create_shortcut(models)
+        app, shortcut = create_app(models, self._protocols), create_fast_path(models)
         web, doors = (
             UvicornServer.from_settings(app, settings, settings.max_connections, shortcut),
             create_listeners(models),
@@ -200,7 +200,7 @@ class Server:
 def _troubles(failed: Mapping[Backend, str]) -> str:
     """What is wrong now. failed: those whose warm-up did, with what it said"""
     now = ((backend, backend.current_failure(at_first)) for backend, at_first in failed.items())
-    return "; ".join(f"{backend.broken}: {trouble}" for backend, trouble in now if trouble)
+    return "; ".join(f"{backend.failure_text}: {trouble}" for backend, trouble in now if trouble)
 
 
 async def _with_signals(server: Server) -> None:

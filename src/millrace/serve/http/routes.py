@@ -174,11 +174,11 @@ class Handler:
         own = [e for e in able_to if e in self.protocol.endpoints]
         can = [e.path for e in own or able_to]
         another = f"another model: {', '.join(b.model.name for b in able)}" if able else "a server of another model"
-        mend = f"choose {another}" if able or not backend.elsewhere else backend.elsewhere
+        mend = f"choose {another}" if able or not backend.other_endpoints else backend.other_endpoints
         raise HttpError(
             400,
             "model_cannot",
-            f'the model "{name or backend.model.name}" is {backend.what}, and cannot answer {self.endpoint.path}',
+            f'the model "{name or backend.model.name}" is {backend.kind_name}, and cannot answer {self.endpoint.path}',
             f"a request to {' or '.join(can[:3])}" if can else "a model that can",
             f"ask it there, or {mend}" if can else mend,
         ).about("model")
@@ -222,7 +222,7 @@ class AsgiEdge:
                 trace(serving.tracer, call, scope)
             serving.load.n -= 1
             path = getattr(scope.get("route"), "path", "other")
-            serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)
+            serving.metrics.count_response(path, scope["method"], call.log.status or CLIENT_CLOSED)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, call: RequestContext) -> None:
         headers: dict[str, str] = {}

@@ -19,7 +19,7 @@ from millrace.serve.http.connection_limits import MAX_REFUSED, ConnectionLimits
 from millrace.serve.http.errors import HttpError
 from millrace.serve.ops.logs import RateLimitedLog
 from millrace.serve.ops.metrics import Metrics
-from millrace.serve.protocols.responses.store import Responses
+from millrace.serve.protocols.responses.store import ResponseStore
 from millrace.serve.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -351,7 +351,7 @@ class ServerContext:
         self.metrics = Metrics()
         self.tracer = Tracer.of(settings.trace_config)
         self.unsent = UnsentBytes(settings.max_unread_bytes)
-        self.responses = Responses()
+        self.responses = ResponseStore()
         self._tasks: set[asyncio.Task[None]] = set()  # of what nobody waits for
         self._bodies = BoundedExecutor("bodies", settings.max_preparing)
         self._replies = BoundedExecutor("replies", settings.max_preparing)

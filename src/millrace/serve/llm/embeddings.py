@@ -59,7 +59,7 @@ class EncoderModel(ServedModel):
 class EncoderBackend(Backend):
     """An encoder and its texts."""
 
-    what = "an encoder"
+    kind_name = "an encoder"
 
     def __init__(self, model: EncoderModel, serving: ServerContext) -> None:
         super().__init__(model, serving)

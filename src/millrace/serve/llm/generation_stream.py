@@ -204,7 +204,7 @@ class GenerationStream:
             for i, request in enumerate(requests):
                 longest = max(self._n_generated[i * n : (i + 1) * n])
                 max_tokens = request.resolved.max_tokens
-                self._metrics.finished(request.timings, len(request.prompt), n, max_tokens, longest)
+                self._metrics.observe_finished(request.timings, len(request.prompt), n, max_tokens, longest)
 
 
 def digest_of(ids: IntArray) -> str:

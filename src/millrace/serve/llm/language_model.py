@@ -266,7 +266,7 @@ class TextModel(ServedModel):
 class TextBackend(Backend):
     """A language model, its texts, and how it is named in answers."""
 
-    what = "a language model"
+    kind_name = "a language model"
 
     def __init__(self, model: TextModel, serving: ServerContext) -> None:
         super().__init__(model, serving)
@@ -294,7 +294,7 @@ class TextBackend(Backend):
         return self.model.engine.loop.defaults.sampling
 
     @property
-    def defaults_of(self) -> str:
+    def defaults_origin(self) -> str:
         return self.model.engine.loop.defaults.origin
 
     @cached_property

@@ -65,7 +65,9 @@ def undecided_fields(request: object) -> list[str]:
 
 def thinking_of(request: object) -> Thinking | None:
     """Return what a request says. raises RequestError if its fields contradict one another"""
-    switches = {name: enabled for name in FIELDS if (enabled := wants_thoughts(name, getattr(request, name))) is not None}
+    switches = {
+        name: enabled for name in FIELDS if (enabled := wants_thoughts(name, getattr(request, name))) is not None
+    }
     if len(set(switches.values())) > 1:
         first, second = (next(name for name, enabled in switches.items() if enabled is one) for one in (True, False))
         raise RequestError(

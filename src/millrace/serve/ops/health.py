@@ -62,8 +62,8 @@ class Heartbeat:
         if self.phase is Phase.DRAINING:
             return Health(False, "shutting down: running requests are finished, new ones are refused")
         alive = self.alive()
-        why = next(filter(None, (missing() for missing in self._missing)), "") if alive.ok else ""
-        return Health(False, why) if why else alive
+        reason = next(filter(None, (missing() for missing in self._missing)), "") if alive.ok else ""
+        return Health(False, reason) if reason else alive
 
     def alive(self) -> Health:
         """Does the engine work? Says yes while draining, and where a tensor model is missing: others are served."""

@@ -53,17 +53,17 @@ def escaped(text: str) -> str:
 
 def _text(level: str, lines: BatchedRequestLogs) -> str:
     """As a RequestLog says them, in a fifth of the time."""
-    found, second_s, second = [], -1, ""
+    texts, second_s, second = [], -1, ""
     for at_s, method, path, request_id, status, total_ms, error in lines:
         if not 0 <= at_s - second_s < 1:
             second_s = int(at_s)
             second = _second(second_s)
         begin = f"{second}.{int((at_s - second_s) * 1000):03d}Z {level} "
         if error:
-            found.append(begin + str(RequestLog(method, path, request_id, status, total_ms, error=error)))
+            texts.append(begin + str(RequestLog(method, path, request_id, status, total_ms, error=error)))
         else:
-            found.append(f"{begin}{method} {path} request_id={request_id} status={status} total_ms={total_ms:.1f}")
-    return "\n".join(found)
+            texts.append(f"{begin}{method} {path} request_id={request_id} status={status} total_ms={total_ms:.1f}")
+    return "\n".join(texts)
 
 
 class JsonFormatter(logging.Formatter):

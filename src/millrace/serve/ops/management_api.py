@@ -53,9 +53,9 @@ _ROOTS = {
 def model_list(models: Models, scope: Scope) -> Response:
     """OpenAI's, or Anthropic's for its clients."""
     if header(scope, VERSION) is not None:
-        found = [_anthropic(b, name) for b in models.backends for name in b.model.listed_names]
-        first, last = (found[0].id, found[-1].id) if found else (None, None)
-        return json_reply(AnthropicModels(found, first, last))
+        cards = [_anthropic(b, name) for b in models.backends for name in b.model.listed_names]
+        first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
+        return json_reply(AnthropicModels(cards, first, last))
     return json_reply(ModelList([_card(b, name) for b in models.backends for name in b.model.listed_names]))
 
 
@@ -95,7 +95,7 @@ def tokenizer_info(models: Models, scope: Scope) -> Response:
     able = models.of_kind(TextBackend)
     if not able:
         raise HttpError(
-            404, "no_tokenizer", f"{models.first.model.name} is {models.first.what}", "a language model",
+            404, "no_tokenizer", f"{models.first.model.name} is {models.first.kind_name}", "a language model",
             "ask a server that has one",
         )  # fmt: skip
     model = able[0].model
@@ -125,30 +125,30 @@ def engine_version(models: Models, scope: Scope) -> Response:
 
 def metadata(models: Models, scope: Scope) -> Response:
     """NIM's, which knows one model: more than its name is said of the first only."""
-    known = models.first.model.metadata
+    metadata_of_first = models.first.model.metadata
     reply = MetadataReply(
         version=__version__,
         modelInfo=[ModelInfo(b.model.name, str(b.model.metadata.get("source", ""))) for b in models.backends],
-        licenseInfo=LicenseInfo(str(known.get("license", ""))),
-        selectedModelProfileId=str(known.get("engine", "")),
+        licenseInfo=LicenseInfo(str(metadata_of_first.get("license", ""))),
+        selectedModelProfileId=str(metadata_of_first.get("engine", "")),
         assetInfo=[],
         repository_override="",
-        millrace=dict(known),
+        millrace=dict(metadata_of_first),
     )
     return json_reply(reply)
 
 
-def not_found_error(path: str, known: Collection[str]) -> HttpError:
-    """known: the paths that there are"""
+def not_found_error(path: str, paths: Collection[str]) -> HttpError:
+    """paths: the paths that there are"""
     plain = path.rstrip("/")
     what, expected, mend = f"there is nothing at {path}", "one of those listed at /docs", "correct the path"
     base = "end the base URL of the client with /v1, once"
     instead = next((mend for prefix, mend in NOT_YET.items() if f"{plain}/".startswith(f"{prefix}/")), None)
-    if plain in known:
+    if plain in paths:
         expected, mend = f'"{plain}"', "leave out the slash at its end"
-    elif f"/v1{plain}" in known:
+    elif f"/v1{plain}" in paths:
         expected, mend = f'"/v1{plain}"', base
-    elif plain.startswith("/v1/v1/") and plain.removeprefix("/v1") in known:
+    elif plain.startswith("/v1/v1/") and plain.removeprefix("/v1") in paths:
         expected, mend = f'"{plain.removeprefix("/v1")}"', base
     elif plain in _ROOTS:
         mend = _ROOTS[plain]
@@ -170,5 +170,5 @@ def _card(backend: Backend, name: str) -> ModelCard:
     card = ModelCard(name, backend.model.created, backend.model.name, backend.model.max_context)
     if backend.defaults:
         card.default_sampling = dict(backend.defaults)
-        card.default_sampling_of = backend.defaults_of or UNSET
+        card.default_sampling_of = backend.defaults_origin or UNSET
     return card

@@ -96,7 +96,7 @@ class Metrics:
         self._models = _Models()
         self.registry.register(self._models)
 
-    def of(self, model_name: str) -> "ModelMetrics":
+    def for_model(self, model_name: str) -> "ModelMetrics":
         """What its answers are measured with."""
         return ModelMetrics(**{ours: histogram.labels(model_name) for ours, histogram in self._histograms.items()})
 
@@ -108,7 +108,7 @@ class Metrics:
         """As `add`, of what is in Prometheus' text format already."""
         self._texts.append(source)
 
-    def answered(self, path: str, method: str, status: int) -> None:
+    def count_response(self, path: str, method: str, status: int) -> None:
         """`path` is a route's pattern, never what a client wrote, so that there are few."""
         counters = self._answered.get((path, method, status))
         if counters is None:
@@ -142,7 +142,7 @@ class ModelMetrics:
     params_n: Histogram
     params_max_tokens: Histogram
 
-    def finished(self, timings: Timings, n_prompt: int, n: int, max_tokens: int, longest: int) -> None:
+    def observe_finished(self, timings: Timings, n_prompt: int, n: int, max_tokens: int, longest: int) -> None:
         """One request of the engine came to its regular end. `timings` are the engine clock's.
 
         longest: tokens of its longest answer
@@ -187,27 +187,27 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
         "Sequences that wait for their first step, or for pages again",
         stats.waiting,
     )
-    said = "Fraction of KV pages in use (1 = full); the fullest cache group if there are several"
-    yield gauge(model, "vllm:kv_cache_usage_perc", said, used)
+    help_text = "Fraction of KV pages in use (1 = full); the fullest cache group if there are several"
+    yield gauge(model, "vllm:kv_cache_usage_perc", help_text, used)
     yield counter(
         model, "vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache", stats.prompt_tokens_total
     )
     yield counter(model, "vllm:generation_tokens", "Tokens generated", stats.generation_tokens_total)
     yield counter(model, "vllm:num_preemptions", "Sequences preempted", stats.preemptions_total)
-    said = "Prompt tokens looked up in the prefix cache"
-    yield counter(model, "vllm:prefix_cache_queries", said, stats.prefix_queries_total)
-    said = "Prompt tokens found in the prefix cache, and so not computed"
-    yield counter(model, "vllm:prefix_cache_hits", said, stats.prefix_hits_total)
+    help_text = "Prompt tokens looked up in the prefix cache"
+    yield counter(model, "vllm:prefix_cache_queries", help_text, stats.prefix_queries_total)
+    help_text = "Prompt tokens found in the prefix cache, and so not computed"
+    yield counter(model, "vllm:prefix_cache_hits", help_text, stats.prefix_hits_total)
     yield _finished(model, stats)
     yield _iterations(model, stats)
     yield _config(model, limits)
     yield gauge(model, "millrace:kv_pages_used", "KV pages in use", stats.pages_used)
-    said = "KV pages that are free, but kept: a prompt that begins as they do finds them"
-    yield gauge(model, "millrace:kv_pages_kept", said, stats.pages_kept)
-    said = "KV pages in use that prompts pinned"
-    yield gauge(model, "millrace:kv_pages_pinned", said, stats.pages_pinned)
-    said = "KV pages whose content was given up for others"
-    yield counter(model, "millrace:kv_pages_evicted", said, stats.pages_evicted_total)
+    help_text = "KV pages that are free, but kept: a prompt that begins as they do finds them"
+    yield gauge(model, "millrace:kv_pages_kept", help_text, stats.pages_kept)
+    help_text = "KV pages in use that prompts pinned"
+    yield gauge(model, "millrace:kv_pages_pinned", help_text, stats.pages_pinned)
+    help_text = "KV pages whose content was given up for others"
+    yield counter(model, "millrace:kv_pages_evicted", help_text, stats.pages_evicted_total)
     if stats.windows:
         yield from _window_metrics(model, stats.windows)
     if stats.tier is not None:
@@ -227,12 +227,12 @@ def _window_metrics(model: str, windows: tuple[WindowStats, ...]) -> Iterator[Me
     used = GaugeMetricFamily(
         "millrace:kv_window_pages_used", "KV pages in use, of layers with this window", labels=labels
     )
-    said = "KV pages of layers with this window that are free, but kept for prompts to find"
-    kept = GaugeMetricFamily("millrace:kv_window_pages_kept", said, labels=labels)
+    help_text = "KV pages of layers with this window that are free, but kept for prompts to find"
+    cached = GaugeMetricFamily("millrace:kv_window_pages_kept", help_text, labels=labels)
     for window in windows:
         used.add_metric((model, str(window.tokens)), window.pages_used)
-        kept.add_metric((model, str(window.tokens)), window.pages_kept)
-    yield from (used, kept)
+        cached.add_metric((model, str(window.tokens)), window.pages_kept)
+    yield from (used, cached)
 
 
 def _tier_metrics(model: str, tier: TierStats) -> Iterator[Metric]:
@@ -240,26 +240,26 @@ def _tier_metrics(model: str, tier: TierStats) -> Iterator[Metric]:
     yield gauge(model, "millrace:kv_tier_bytes", "Of the second tier's two files", tier.bytes)
     yield counter(model, "millrace:kv_tier_stored", "KV pages written to the second tier", tier.stored_total)
     yield counter(model, "millrace:kv_tier_found", "KV pages that came back from there", tier.found_total)
-    said = "Records of KV pages that were damaged, and so left out"
-    yield counter(model, "millrace:kv_tier_damaged", said, tier.damaged_total)
-    said = "KV pages that were not written: too many at a time, or the disk refused them"
-    yield counter(model, "millrace:kv_tier_dropped", said, tier.dropped_total)
+    help_text = "Records of KV pages that were damaged, and so left out"
+    yield counter(model, "millrace:kv_tier_damaged", help_text, tier.damaged_total)
+    help_text = "KV pages that were not written: too many at a time, or the disk refused them"
+    yield counter(model, "millrace:kv_tier_dropped", help_text, tier.dropped_total)
 
 
 def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator[Metric]:
     """The roofline's word beside what is measured. step_s: None before the first step."""
-    said = "Least time of a decode step of what runs now, by this machine's measured roofline"
-    yield gauge(model, "millrace:decode_step_bound_seconds", said, bound_s)
+    help_text = "Least time of a decode step of what runs now, by this machine's measured roofline"
+    yield gauge(model, "millrace:decode_step_bound_seconds", help_text, bound_s)
     if step_s is not None:
-        said = "Measured time of a decode step, without prompt tokens; smoothed"
-        yield gauge(model, "millrace:decode_step_seconds", said, step_s)
+        help_text = "Measured time of a decode step, without prompt tokens; smoothed"
+        yield gauge(model, "millrace:decode_step_seconds", help_text, step_s)
 
 
 def step_metrics(model: str, measured_s: float, predicted_s: float) -> Iterator[Metric]:
     """A profile's word beside what is measured."""
     yield gauge(model, "millrace:step_seconds", "Measured time of a step, mean of the last 256", measured_s)
-    said = "The same by the profile that was given, of the very same steps"
-    yield gauge(model, "millrace:step_predicted_seconds", said, predicted_s)
+    help_text = "The same by the profile that was given, of the very same steps"
+    yield gauge(model, "millrace:step_predicted_seconds", help_text, predicted_s)
 
 
 def gauge(model: str, name: str, help_text: str, value: float) -> Metric:

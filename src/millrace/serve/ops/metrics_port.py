@@ -14,7 +14,7 @@ from millrace.serve.settings import ServerSettings
 _MOST_CONNECTIONS = 32
 
 
-class MetricsDoor:
+class MetricsListener:
     """url: with the path"""
 
     name = "metrics_url"

@@ -37,7 +37,7 @@ def trace(tracer: Tracer, call: RequestContext, scope: Scope) -> None:
 
 def _attributes(call: RequestContext, operation: str, status: int) -> dict[str, Any]:
     log = call.log
-    told = {
+    attributes = {
         "gen_ai.operation.name": operation, "gen_ai.provider.name": "millrace", "gen_ai.request.model": call.model,
         "gen_ai.request.id": call.id, "gen_ai.usage.input_tokens": log.prompt_tokens,
         "gen_ai.usage.output_tokens": log.generated_tokens,
@@ -46,7 +46,7 @@ def _attributes(call: RequestContext, operation: str, status: int) -> dict[str, 
         "gen_ai.latency.time_to_first_token": _seconds(log.ttft_ms),
         "http.request.method": log.method, "url.path": log.path, "http.response.status_code": status,
     }  # fmt: skip
-    return {key: value for key, value in told.items() if value is not None}
+    return {key: value for key, value in attributes.items() if value is not None}
 
 
 def _seconds(ms: float | None) -> float | None:

@@ -25,7 +25,7 @@ from millrace.runtime.request.request import Request
 from millrace.runtime.service import STOP_S, AsyncEngine, ServiceOptions
 from millrace.tune.trace_formats import BLOCK
 
-MOST_BYTES, MOST_KNOWN = 1 << 30, 1 << 20  # of a file; of beginnings, of which the oldest are forgotten
+MAX_BYTES, MAX_BLOCKS = 1 << 30, 1 << 20  # of a file; of beginnings, of which the oldest are forgotten
 log = logging.getLogger(__name__)
 
 
@@ -42,28 +42,28 @@ class Recorder:
             what = f"--record {path} cannot be written: {error.strerror}"
             raise ConfigError(what, "a file in a folder that exists", "correct the path") from None
         self._salt = secrets.token_bytes(32)  # digests in memory are of no use elsewhere
-        self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._block_numbers: OrderedDict[bytes, int] = OrderedDict()
         self._n_numbers, self._n_bytes = 0, 0
 
-    def write(self, came_s: float, prompt: IntArray, n_output: int, **stay: float) -> None:
+    def write(self, arrived_s: float, prompt: IntArray, n_output: int, **fields: float) -> None:
         """prompt: (N,) token ids; stay: what else its line says"""
         if self._file is None:
             return
         line = json.dumps(
             {
-                "timestamp": round(1e3 * came_s, 3),
+                "timestamp": round(1e3 * arrived_s, 3),
                 "input_length": len(prompt),
                 "output_length": n_output,
                 "hash_ids": self._beginnings(prompt),
-                **stay,
+                **fields,
             }
         )
         try:
             self._append(self._file, f"{line}\n".encode())
         except OSError as error:
             self._end(f"the file cannot be written ({error.strerror})")
-        if self._n_bytes > MOST_BYTES:
-            self._end(f"it has {MOST_BYTES} bytes")
+        if self._n_bytes > MAX_BYTES:
+            self._end(f"it has {MAX_BYTES} bytes")
 
     def _append(self, file: FileIO, data: bytes) -> None:
         """raises OSError; the file has whole lines then, too: one that is torn would not be replayed"""
@@ -85,24 +85,24 @@ class Recorder:
         except OSError as error:  # some disks tell only now that they were full
             log.warning("the end of the recording may be missing: %s", error.strerror)
 
-    def _end(self, why: str) -> None:
-        log.warning("nothing more is recorded: %s", why)
+    def _end(self, reason: str) -> None:
+        log.warning("nothing more is recorded: %s", reason)
         self.close()
 
     def _beginnings(self, prompt: IntArray) -> list[int]:
         """Of each block, the last shorter one included, the number of all up to its end."""
-        found, digest = [], b""
+        numbers, digest = [], b""
         for start in range(0, len(prompt), BLOCK):
             block = prompt[start : start + BLOCK]
             digest = hashlib.blake2b(digest + block.tobytes(), key=self._salt, digest_size=16).digest()
-            if digest not in self._known:
-                self._known[digest] = self._n_numbers
+            if digest not in self._block_numbers:
+                self._block_numbers[digest] = self._n_numbers
                 self._n_numbers += 1
-                if len(self._known) > MOST_KNOWN:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(digest)
-            found.append(self._known[digest])
-        return found
+                if len(self._block_numbers) > MAX_BLOCKS:
+                    self._block_numbers.popitem(last=False)
+            self._block_numbers.move_to_end(digest)
+            numbers.append(self._block_numbers[digest])
+        return numbers
 
 
 class RecordedEngine(AsyncEngine):
@@ -120,7 +120,7 @@ class RecordedEngine(AsyncEngine):
             if handle not in self._live:
                 for request in handle.requests:
                     came_s, n_output = self._epoch_s + request.timings.queued_s, request.timings.n_output_tokens
-                    stay = stay_of(request, self.limits.context_tokens)
+                    stay = timing_fields(request, self.limits.context_tokens)
                     self._recorder.write(came_s, content_of(request), n_output, **stay)
 
     async def close(self, within_s: float = STOP_S) -> None:
@@ -136,17 +136,17 @@ def content_of(request: Request) -> IntArray:
     return np.frombuffer(b"".join(digests), np.int32)
 
 
-def stay_of(request: Request, context: int) -> dict[str, float]:
+def timing_fields(request: Request, context: int) -> dict[str, float]:
     """What the line of a request that ended says of its stay; a limit that is the rest of the context is nobody's."""
     timings, resolved = request.timings, request.resolved
     ended_s = timings.queued_s if timings.finished_s is None else timings.finished_s
     began_s = ended_s if timings.first_scheduled_s is None else timings.first_scheduled_s
-    told = {
+    fields = {
         "duration": round(1e3 * (ended_s - timings.queued_s), 3),
         "waited": round(1e3 * (began_s - timings.queued_s), 3),
     }
     if resolved.n > 1:
-        told["choices"] = resolved.n
+        fields["choices"] = resolved.n
     if len(request.prompt) + resolved.max_tokens < context:
-        told["max_tokens"] = resolved.max_tokens
-    return told
+        fields["max_tokens"] = resolved.max_tokens
+    return fields

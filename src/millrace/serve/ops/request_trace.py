@@ -58,34 +58,34 @@ class TraceList(Struct):
 
 def request_trace(models: Models, scope: Scope) -> Response:
     """By the id of the call: x-request-id; `?steps=N`: the last N steps. raises HttpError with 404, RequestError"""
-    n_steps = _steps_asked(scope)
+    n_steps = _step_limit(scope)
     request_id: str = scope["path_params"]["request_id"]
     call: RequestContext = scope[CALL]
     loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
-    found: list[TraceReply] = []
+    traces: list[TraceReply] = []
     for loop in loops:
         if own := [trace for trace in loop.traces(request_id) if trace.record.tenant == call.tenant]:
             token_s = _prompt_token_s(tuple(loop.history.steps))
-            found += [_trace(trace, token_s, n_steps) for trace in own]
-    if not found:
+            traces += [_trace(trace, token_s, n_steps) for trace in own]
+    if not traces:
         raise HttpError(
             404, "request_not_found", f'nothing is known of the request "{request_id[:100]}"',
             "one of the last few hundred", "send the x-request-id that came with the answer",
         )  # fmt: skip
-    return json_reply(TraceList(found))
+    return json_reply(TraceList(traces))
 
 
-def _steps_asked(scope: Scope) -> int:
-    found = MOST_STEPS
+def _step_limit(scope: Scope) -> int:
+    limit = MOST_STEPS
     for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
         if name != "steps" or not re.fullmatch("[0-9]{1,9}", value):
             raise RequestError(f"{name:.60}={value:.60} is asked of a trace", "steps=N", "leave it out", name[:60])
-        found = int(value)
-    return found
+        limit = int(value)
+    return limit
 
 
 def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS) -> TraceReply:
-    seen, timings = trace.record, trace.record.timings
+    request, timings = trace.record, trace.record.timings
     queued_s = timings.queued_s
     steps = [
         StepReply(
@@ -95,12 +95,12 @@ def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS
         )
         for step, parts in trace.steps[max(0, len(trace.steps) - n_steps) :]
     ]  # fmt: skip
-    saved = None if token_s is None else _ms(seen.n_cached * token_s)
+    saved = None if token_s is None else _ms(request.n_cached * token_s)
     return TraceReply(
-        seen.id, None if timings.received_s is None else _ms(queued_s - timings.received_s),
+        request.id, None if timings.received_s is None else _ms(queued_s - timings.received_s),
         _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
         _since(queued_s, timings.first_told_s), _since(queued_s, timings.finished_s), _since(queued_s, timings.told_s),
-        seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
+        request.n_prompt, request.n_cached, saved, timings.n_output_tokens,
         timings.n_preemptions, steps,
     )  # fmt: skip
 

@@ -80,36 +80,38 @@ class StepList(Struct):
 
 def steps(models: Models, scope: Scope) -> Response:
     """Of a client's own requests alone, where there are several API keys. raises RequestError"""
-    after, found = _after(scope), []
+    after, replies = _after(scope), []
     for backend in models.of_kind(TextBackend):
         loop, about = backend.model.engine.loop, backend.model.metadata
-        seen = _seen(loop, scope[CALL])
-        turns, limits, budget = turns_s(seen), loop.limits, loop.budget
+        visible = _visible_steps(loop, scope[CALL])
+        turns, limits, budget = turns_s(visible), loop.limits, loop.budget
         schedule = ScheduleReply(
             limits.max_step_tokens, limits.max_sequences, limits.max_rows, limits.max_context, limits.page_tokens,
             limits.n_pages, budget.gap_limit_s, budget.stretch, budget.chunk_low,
         )  # fmt: skip
-        told = [_told(step, turn_s) for step, turn_s in zip(seen, turns, strict=True) if step.number > after]
+        entries = [
+            _step_entry(step, turn_s) for step, turn_s in zip(visible, turns, strict=True) if step.number > after
+        ]
         engine, isa = (str(about.get(name, "")) for name in ("engine", "isa"))
-        found.append(StepsReply(backend.model.name, engine, isa, machine_name(), schedule, told))
-    return json_reply(StepList(found))
+        replies.append(StepsReply(backend.model.name, engine, isa, machine_name(), schedule, entries))
+    return json_reply(StepList(replies))
 
 
-def _seen(loop: EngineLoop, call: RequestContext) -> tuple[StepRecord, ...]:
+def _visible_steps(loop: EngineLoop, call: RequestContext) -> tuple[StepRecord, ...]:
     """Return the last steps as a client may see them: an API key, if there are several, only what was done for it."""
     steps = tuple(loop.history.steps)
     if not call.tenant or call.is_admin:
         return steps
-    own, seen = loop.history.requests_of(call.tenant), []
+    own, visible = loop.history.requests_of(call.tenant), []
     for step in steps:
         mine = np.isin(step.parts["request"], own)
         if mine.any():
             ids = tuple(request_id for request_id, one in zip(step.request_ids, mine, strict=True) if one)
-            seen.append(step._replace(parts=step.parts[mine], request_ids=ids, waiting=0))
-    return tuple(seen)
+            visible.append(step._replace(parts=step.parts[mine], request_ids=ids, waiting=0))
+    return tuple(visible)
 
 
-def _told(step: StepRecord, turn_s: float | None) -> StepEntry:
+def _step_entry(step: StepRecord, turn_s: float | None) -> StepEntry:
     work = StepWork.of(step.parts)
     prompts = list(zip(work.starts, work.prompts, strict=True))
     return StepEntry(
@@ -118,18 +120,18 @@ def _told(step: StepRecord, turn_s: float | None) -> StepEntry:
 
 
 def _after(scope: Scope) -> int:
-    found = 0
+    after = 0
     for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
         if name != "after" or not re.fullmatch("[0-9]{1,15}", value):
             raise RequestError(f"{name:.60}={value:.60} is asked of the steps", "after=N", "leave it out", name[:60])
-        found = int(value)
-    return found
+        after = int(value)
+    return after
 
 
 def timeline(models: Models, scope: Scope) -> Response:
     """A page that needs no network and runs no script: save it, and it stays what it is."""
     pages = [
-        {"name": backend.model.name, **_drawn(_seen(backend.model.engine.loop, scope[CALL])[-SHOWN_STEPS:])}
+        {"name": backend.model.name, **_chart(_visible_steps(backend.model.engine.loop, scope[CALL])[-SHOWN_STEPS:])}
         for backend in models.of_kind(TextBackend)
     ]
     template = Path(__file__).with_name("timeline.html")
@@ -138,7 +140,7 @@ def timeline(models: Models, scope: Scope) -> Response:
     )
 
 
-def _drawn(steps: Iterable[StepRecord]) -> dict[str, object]:
+def _chart(steps: Iterable[StepRecord]) -> dict[str, object]:
     """A row for each sequence, a block for each of its steps: prompt tokens, a token drawn, or output once more."""
     steps = list(steps)
     if not steps:

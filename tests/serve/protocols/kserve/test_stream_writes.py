@@ -41,16 +41,16 @@ class Front:
     def __init__(self, model: Decoupled) -> None:
         self._model = model
 
-    async def decoded(self, data: bytes) -> Any:
+    async def decode_infer(self, data: bytes) -> Any:
         return message("ModelInferRequest").FromString(data), None
 
     def model(self, told: Any) -> Any:
         return self._model
 
-    async def checked(self, told: Any, *_: Any) -> tuple[InferRequest, GrpcOutputOptions]:
+    async def check_infer(self, told: Any, *_: Any) -> tuple[InferRequest, GrpcOutputOptions]:
         return InferRequest({}, request_id=told.id), GrpcOutputOptions()
 
-    async def packed(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
+    async def encode_off_loop(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
         await asyncio.sleep(0)  # in a thread, say
         return write()
 

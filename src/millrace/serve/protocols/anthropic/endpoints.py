@@ -65,27 +65,27 @@ def write_error(problem: HttpProblem) -> bytes:
 _STREAM = StreamFraming(EVENT_STREAM, lambda problem: b"event: error\ndata: " + write_error(problem) + b"\n\n")
 
 
-async def messages(backend: TextBackend, call: RequestContext, asked: MessagesRequest) -> ASGIApp:
+async def messages(backend: TextBackend, call: RequestContext, request: MessagesRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    params = _params(asked)
-    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: conversation_of(asked, params))
-    drop_large_fields(asked)
+    params = _params(request)
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: conversation_of(request, params))
+    drop_large_fields(request)
     generation = await start_chat_generation(backend, call, conversation)
     answer = _Answer(generation, call.model)
-    if asked.stream:
+    if request.stream:
         return EventStream(generation, answer.stream(), _STREAM)
     async with generation:
-        (whole,) = await collect_answer(generation, backend)
-        answer.blocks = whole.blocks
-        return json_reply(answer.message(whole.end))
+        (choice,) = await collect_answer(generation, backend)
+        answer.blocks = choice.blocks
+        return json_reply(answer.message(choice.end))
 
 
-async def count_tokens(backend: TextBackend, call: RequestContext, asked: CountRequest) -> ASGIApp:
+async def count_tokens(backend: TextBackend, call: RequestContext, request: CountRequest) -> ASGIApp:
     """Of the prompt that these messages would have. raises MillraceError"""
     conversation = await backend.off_loop(
-        call.body_bytes > LARGE_BODY, lambda: conversation_of(asked, SamplingParams())
+        call.body_bytes > LARGE_BODY, lambda: conversation_of(request, SamplingParams())
     )
-    drop_large_fields(asked)
+    drop_large_fields(request)
     specs = conversation.tools.specs if conversation.tools else ()
     ids = await backend.texts.encode_chat(
         conversation.messages, conversation.rendering, tools=specs, body_bytes=call.body_bytes, bounded=False
@@ -93,35 +93,37 @@ async def count_tokens(backend: TextBackend, call: RequestContext, asked: CountR
     return json_reply(CountReply(len(ids)))
 
 
-def _params(asked: MessagesRequest) -> SamplingParams:
+def _params(request: MessagesRequest) -> SamplingParams:
     return SamplingParams(
-        max_tokens=asked.max_tokens, temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
-        stop=tuple(asked.stop_sequences or ()), structured_outputs=_form(asked),
+        max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
+        stop=tuple(request.stop_sequences or ()), structured_outputs=_form(request),
     )  # fmt: skip
 
 
-def _form(asked: MessagesRequest) -> StructuredOutputsParams | None:
+def _form(request: MessagesRequest) -> StructuredOutputsParams | None:
     """Return what `output_config.format`, or its older name `output_format`, holds the answer to."""
-    given = (asked.output_config or {}).get("format") or asked.output_format
-    match given:
+    output_format = (request.output_config or {}).get("format") or request.output_format
+    match output_format:
         case None:
             return None
         case {"type": "json_schema", "schema": dict(schema)}:
             return StructuredOutputsParams(json=schema, asked_as="output_config.format")
     expected = '{"type": "json_schema", "schema": ...}'
-    raise RequestError(f"output_config.format is {given!r:.80}", expected, "correct output_config", "output_config")
+    raise RequestError(
+        f"output_config.format is {output_format!r:.80}", expected, "correct output_config", "output_config"
+    )
 
 
-def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation:
+def conversation_of(request: CountRequest, params: SamplingParams) -> Conversation:
     """As OpenAI's clients would have written it. raises RequestError naming the field"""
-    said: list[Message] = []
-    if asked.system:
-        said.append(Message("system", _text(asked.system, "system")))
-    for i, message in enumerate(asked.messages):
-        said += _messages(message, f"messages[{i}].content")
+    messages: list[Message] = []
+    if request.system:
+        messages.append(Message("system", _text(request.system, "system")))
+    for i, message in enumerate(request.messages):
+        messages += _messages(message, f"messages[{i}].content")
     return Conversation(
-        messages=said, params=params, tools=_tools(asked), terms=request_options(asked),
-        rendering=continue_last_assistant_message(_rendering(asked.thinking), said), capped=True,
+        messages=messages, params=params, tools=_tools(request), terms=request_options(request),
+        rendering=continue_last_assistant_message(_rendering(request.thinking), messages), capped=True,
     )  # fmt: skip
 
 
@@ -136,16 +138,16 @@ def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
     return Rendering(thinking=Thinking(kind != "disabled", "thinking"))
 
 
-def _tools(asked: CountRequest) -> Tools | None:
-    given: list[dict[str, object]] = []
-    for tool in asked.tools or ():
+def _tools(request: CountRequest) -> Tools | None:
+    tools: list[dict[str, object]] = []
+    for tool in request.tools or ():
         function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
         function["parameters"] = tool.get("input_schema")
-        given.append(
+        tools.append(
             {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
         )
-    choice, parallel = _choice(asked.tool_choice)
-    return tools_of(given, choice, parallel, TOOL_SHAPE)
+    choice, parallel = _choice(request.tool_choice)
+    return tools_of(tools, choice, parallel, TOOL_SHAPE)
 
 
 def _choice(choice: Mapping[str, object] | None) -> tuple[object, bool]:

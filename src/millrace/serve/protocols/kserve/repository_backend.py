@@ -56,9 +56,9 @@ class RepositoryModel(ServedModel):
 
 
 class RepositoryBackend(Backend):
-    what = "a repository of tensor models"
-    broken = "tensor models could not be loaded"
-    elsewhere = (
+    kind_name = "a repository of tensor models"
+    failure_text = "tensor models could not be loaded"
+    other_endpoints = (
         "ask its models at /v2/models/NAME/infer or /generate; here are those of "
         "`millrace serve MODEL --model-repository DIR`"
     )

@@ -34,10 +34,10 @@ class _Request(Body, kw_only=True):
         self.model = without_latest(self.model)
 
     def ignored_within(self) -> list[str]:
-        known = {name: value for name, value in (self.options or {}).items() if name in _OPTIONS}
-        others = ignored_names(self.options, _OPTIONS, "options", "options", useful=()) if self.options else []
+        options = {name: value for name, value in (self.options or {}).items() if name in _OPTIONS}
+        unknown = ignored_names(self.options, _OPTIONS, "options", "options", useful=()) if self.options else []
         self.options = None
-        return [*others, *(f"options.{name}" for name in known)]
+        return [*unknown, *(f"options.{name}" for name in options)]
 
 
 class EmbedRequest(_Request, kw_only=True):
@@ -64,37 +64,37 @@ class EmbeddingsReply(Struct):
     embedding: list[float]
 
 
-async def embed(backend: EncoderBackend, call: RequestContext, asked: EmbedRequest) -> ASGIApp:
+async def embed(backend: EncoderBackend, call: RequestContext, request: EmbedRequest) -> ASGIApp:
     """A vector of length 1 for each text; without one, the model is there. raises MillraceError"""
-    check_dimensions(asked.dimensions, backend.limits.width, backend.model.matryoshka)
-    texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
+    check_dimensions(request.dimensions, backend.limits.width, backend.model.matryoshka)
+    texts = [request.input] if isinstance(request.input, str) else list(request.input)
     if not any(texts):
         return finish_reply(backend, call, msgspec.json.encode(EmbedReply(call.model, [], 0, 0, 0)))
-    ids = await token_ids(backend, [*texts], "input", truncate=None if asked.truncate is False else ALL)
-    drop_large_fields(asked)
+    ids = await token_ids(backend, [*texts], "input", truncate=None if request.truncate is False else ALL)
+    drop_large_fields(request)
     call.log.prompt_tokens = n_tokens = sum(map(len, ids))
-    held = backend.unsent.lease()
+    lease = backend.unsent.lease()
     try:
-        held.add(len(ids) * backend.limits.width * FLOAT_BYTES)
+        lease.add(len(ids) * backend.limits.width * FLOAT_BYTES)
         vectors = await backend.vectors(ids)
 
-        def written() -> bytes:
-            own = normalise(shorten(vectors, asked.dimensions)).tolist()
+        def encode_reply() -> bytes:
+            own = normalise(shorten(vectors, request.dimensions)).tolist()
             took_ns = int((time.perf_counter() - call.arrived_s) * 1e9)
             return msgspec.json.encode(EmbedReply(call.model, own, took_ns, 0, n_tokens))
 
-        content = await backend.off_loop(vectors.size > LARGE, written)
+        content = await backend.off_loop(vectors.size > LARGE, encode_reply)
     finally:
-        held.release()
+        lease.release()
     return finish_reply(backend, call, content)
 
 
-async def embeddings(backend: EncoderBackend, call: RequestContext, asked: EmbeddingsRequest) -> ASGIApp:
+async def embeddings(backend: EncoderBackend, call: RequestContext, request: EmbeddingsRequest) -> ASGIApp:
     """The vector of one text, as the model gives it. raises MillraceError"""
-    if not asked.prompt:
+    if not request.prompt:
         return finish_reply(backend, call, msgspec.json.encode(EmbeddingsReply([])))
-    ids = await token_ids(backend, asked.prompt, "prompt", truncate=ALL)
-    drop_large_fields(asked)
+    ids = await token_ids(backend, request.prompt, "prompt", truncate=ALL)
+    drop_large_fields(request)
     call.log.prompt_tokens = len(ids[0])
     (vector,) = await backend.vectors(ids)
     return finish_reply(backend, call, msgspec.json.encode(EmbeddingsReply(vector.tolist())))

@@ -80,53 +80,55 @@ LINES = "application/x-ndjson"
 _STREAM = StreamFraming(LINES.encode(), lambda problem: write_error(problem) + b"\n")
 
 
-async def chat(backend: TextBackend, call: RequestContext, asked: OllamaChatRequest) -> ASGIApp:
+async def chat(backend: TextBackend, call: RequestContext, request: OllamaChatRequest) -> ASGIApp:
     """The response, or the stream that will be one; without messages, the model is there. raises MillraceError"""
-    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked, backend))
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(request, backend))
     if not conversation.messages:
-        return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
-    drop_large_fields(asked)
+        return _load_reply(
+            call, request, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage(""))
+        )
+    drop_large_fields(request)
     generation = await start_chat_generation(backend, call, conversation)
-    return await _Answer(generation, call, is_chat=True).response(backend, asked.stream is not False)
+    return await _Answer(generation, call, is_chat=True).response(backend, request.stream is not False)
 
 
-async def generate(backend: TextBackend, call: RequestContext, asked: OllamaGenerateRequest) -> ASGIApp:
+async def generate(backend: TextBackend, call: RequestContext, request: OllamaGenerateRequest) -> ASGIApp:
     """A prompt as the user's message; with `raw`, as it is; without one, the model is there. raises MillraceError"""
-    params, terms = _params(asked, backend), request_options(asked)
-    if not asked.prompt:
-        return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), response=""))
-    if asked.raw:
-        (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
-        drop_large_fields(asked)
+    params, terms = _params(request, backend), request_options(request)
+    if not request.prompt:
+        return _load_reply(call, request, OllamaReply(model=call.model, created_at=_now(), response=""))
+    if request.raw:
+        (ids,) = await backend.texts.encode([request.prompt], True, "prompt")
+        drop_large_fields(request)
         params = capped(params, len(ids), backend.model.engine.limits.context_tokens)
         check_context(len(ids), params.max_tokens, backend.model.engine.limits.context_tokens, "prompt")
         generation = await submit_prompts(backend, [list(ids)], params, call, terms)
     else:
-        system = [Message("system", asked.system)] if asked.system else []
-        messages = [*system, Message("user", asked.prompt)]
+        system = [Message("system", request.system)] if request.system else []
+        messages = [*system, Message("user", request.prompt)]
         conversation = Conversation(
-            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms, capped=True
+            messages=messages, params=params, rendering=_rendering(request.think), terms=terms, capped=True
         )  # fmt: skip
         del messages
-        drop_large_fields(asked)
+        drop_large_fields(request)
         generation = await start_chat_generation(backend, call, conversation)
-    return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
+    return await _Answer(generation, call, is_chat=False).response(backend, request.stream is not False)
 
 
-def _conversation(asked: OllamaChatRequest, backend: TextBackend) -> Conversation:
-    said = with_call_ids([_message(i, message) for i, message in enumerate(asked.messages)])
+def _conversation(request: OllamaChatRequest, backend: TextBackend) -> Conversation:
+    messages = with_call_ids([_message(i, message) for i, message in enumerate(request.messages)])
     return Conversation(
-        messages=said, params=_params(asked, backend),
-        tools=_tools(asked.tools), rendering=continue_last_assistant_message(_rendering(asked.think), said),
-        terms=request_options(asked),
+        messages=messages, params=_params(request, backend),
+        tools=_tools(request.tools), rendering=continue_last_assistant_message(_rendering(request.think), messages),
+        terms=request_options(request),
         capped=True,
     )  # fmt: skip
 
 
-def _loaded(call: RequestContext, asked: OllamaRequest, reply: OllamaReply) -> Response:
+def _load_reply(call: RequestContext, request: OllamaRequest, reply: OllamaReply) -> Response:
     """Clients ask so when a model is chosen, or to be let go of; this server's is there as long as the server is."""
-    reply.done, reply.done_reason = True, "unload" if asked.keep_alive in (0, "0", "0s") else "load"
-    return Response(msgspec.json.encode(reply) + b"\n", media_type=LINES if asked.stream is not False else None)
+    reply.done, reply.done_reason = True, "unload" if request.keep_alive in (0, "0", "0s") else "load"
+    return Response(msgspec.json.encode(reply) + b"\n", media_type=LINES if request.stream is not False else None)
 
 
 class _Answer:
@@ -135,28 +137,28 @@ class _Answer:
     def __init__(self, generation: GenerationStream, call: RequestContext, is_chat: bool) -> None:
         self._generation, self._call, self._is_chat = generation, call, is_chat
         self._blocks = Blocks(generation.new_call_id)
-        self._n_told = 0  # calls
+        self._n_sent_calls = 0  # calls
 
     async def response(self, backend: TextBackend, streams: bool) -> ASGIApp:
         """raises GenerationFailedError"""
         if streams:
             return EventStream(self._generation, self._lines(), _STREAM)
         async with self._generation:
-            (whole,) = await collect_answer(self._generation, backend)
-            blocks = self._blocks = whole.blocks
-            reply = self._line(blocks.text(BlockKind.TEXT), blocks.text(BlockKind.REASONING), whole.end)
+            (choice,) = await collect_answer(self._generation, backend)
+            blocks = self._blocks = choice.blocks
+            reply = self._line(blocks.text(BlockKind.TEXT), blocks.text(BlockKind.REASONING), choice.end)
         return json_reply(reply)
 
     async def _lines(self) -> AsyncIterator[bytes]:
         async for deltas in self._generation:
             for delta in deltas:
-                said = self._generation.parse_delta(delta)
-                self._blocks.push(said)
+                parsed = self._generation.parse_delta(delta)
+                self._blocks.push(parsed)
                 if delta.finish_reason is not None:
                     for _ in self._blocks.close():
                         pass
-                if said.content or said.reasoning or self._n_complete > self._n_told:
-                    yield msgspec.json.encode(self._line(said.content, said.reasoning)) + b"\n"
+                if parsed.content or parsed.reasoning or self._n_complete > self._n_sent_calls:
+                    yield msgspec.json.encode(self._line(parsed.content, parsed.reasoning)) + b"\n"
                 if delta.finish_reason is not None:
                     yield msgspec.json.encode(self._line("", "", delta)) + b"\n"
 
@@ -168,10 +170,10 @@ class _Answer:
         reply = OllamaReply(model=self._call.model, created_at=_now())
         thoughts = thinking or UNSET
         if self._is_chat:
-            calls = self._blocks.calls()[self._n_told : None if last is not None else self._n_complete]
-            self._n_told += len(calls)
-            told = [OutCall(OutFunction(c.name, c.arguments), c.call_id) for c in calls]
-            reply.message = OutOllamaMessage(content, thinking=thoughts, tool_calls=told or UNSET)
+            calls = self._blocks.calls()[self._n_sent_calls : None if last is not None else self._n_complete]
+            self._n_sent_calls += len(calls)
+            tool_calls = [OutCall(OutFunction(c.name, c.arguments), c.call_id) for c in calls]
+            reply.message = OutOllamaMessage(content, thinking=thoughts, tool_calls=tool_calls or UNSET)
         else:
             reply.response, reply.thinking = content, thoughts
         if last is not None:
@@ -197,7 +199,7 @@ def tags(models: Models, scope: Scope) -> Response:
     return json_reply(OllamaModels([_model(b, name) for b in able for name in b.model.listed_names]))
 
 
-async def show(backend: TextBackend, call: RequestContext, asked: OllamaShowRequest) -> ASGIApp:
+async def show(backend: TextBackend, call: RequestContext, request: OllamaShowRequest) -> ASGIApp:
     template = backend.model.chat_template
     details, thinks = _details(backend), ["thinking"] if backend.speech.thoughts else []
     architecture = details.family
@@ -216,7 +218,7 @@ async def show(backend: TextBackend, call: RequestContext, asked: OllamaShowRequ
 def _parameters(backend: TextBackend) -> str:
     """The model's own settings, as a Modelfile has them."""
     theirs = {ours: name for name, ours in OPTIONS.items()}
-    own = {} if backend.defaults_of else backend.defaults
+    own = {} if backend.defaults_origin else backend.defaults
     return "\n".join(f"{theirs[name]} {value:g}" for name, value in own.items())
 
 
@@ -224,35 +226,37 @@ def version(models: Models, scope: Scope) -> Response:
     return json_reply(OllamaVersion(__version__))
 
 
-def _params(asked: OllamaRequest, backend: TextBackend) -> SamplingParams:
+def _params(request: OllamaRequest, backend: TextBackend) -> SamplingParams:
     """The model's own settings count before Ollama's defaults, as in Ollama. raises RequestError"""
-    own = {} if backend.defaults_of else backend.defaults
-    given: dict[str, Any] = {**DEFAULTS, **own}
-    for name, value in (asked.options or {}).items():  # what changes nothing was taken out of them
+    own = {} if backend.defaults_origin else backend.defaults
+    fields: dict[str, Any] = {**DEFAULTS, **own}
+    for name, value in (request.options or {}).items():  # what changes nothing was taken out of them
         if value is not None:
-            given[OPTIONS[name]] = value
-    if given.get("seed") == -1:  # Ollama's word for any
-        del given["seed"]
-    if given.get("max_tokens") in (-1, -2):  # to the end of the context, which is what happens
-        del given["max_tokens"]
-    if isinstance(given.get("stop"), list):
-        given["stop"] = tuple(given["stop"])
-    return SamplingParams(**given, structured_outputs=_form(asked.format))
+            fields[OPTIONS[name]] = value
+    if fields.get("seed") == -1:  # Ollama's word for any
+        del fields["seed"]
+    if fields.get("max_tokens") in (-1, -2):  # to the end of the context, which is what happens
+        del fields["max_tokens"]
+    if isinstance(fields.get("stop"), list):
+        fields["stop"] = tuple(fields["stop"])
+    return SamplingParams(**fields, structured_outputs=_form(request.format))
 
 
-def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-    if asked is None or asked == "":
+def _form(response_format: str | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    if response_format is None or response_format == "":
         return None
-    if isinstance(asked, str):
-        if asked != "json":
-            raise RequestError(f"format is {asked!r:.60}", '"json", or a JSON schema', "correct format", "format")
+    if isinstance(response_format, str):
+        if response_format != "json":
+            raise RequestError(
+                f"format is {response_format!r:.60}", '"json", or a JSON schema', "correct format", "format"
+            )
         return StructuredOutputsParams(json_object=True, asked_as="format")
-    return StructuredOutputsParams(json=asked, asked_as="format")
+    return StructuredOutputsParams(json=response_format, asked_as="format")
 
 
 def _rendering(think: bool | str | None) -> Rendering:
-    wanted = wants_thoughts("think", think)
-    return DEFAULT_RENDERING if wanted is None else Rendering(thinking=Thinking(wanted, "think"))
+    enabled = wants_thoughts("think", think)
+    return DEFAULT_RENDERING if enabled is None else Rendering(thinking=Thinking(enabled, "think"))
 
 
 def _message(i: int, message: OllamaMessage) -> Message:
@@ -290,8 +294,8 @@ def with_call_ids(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _tools(given: list[dict[str, Any]] | None) -> Tools | None:
-    return tools_of(given, None, None) if given else None
+def _tools(tools: list[dict[str, Any]] | None) -> Tools | None:
+    return tools_of(tools, None, None) if tools else None
 
 
 def _model(backend: Backend, name: str) -> OllamaModel:
@@ -302,9 +306,9 @@ def _model(backend: Backend, name: str) -> OllamaModel:
 
 
 def _details(backend: Backend) -> OllamaDetails:
-    known = backend.model.metadata
-    family = str(known.get("architecture", "")).partition("For")[0].lower()  # llama, of LlamaForCausalLM
-    precision, n = known.get("precision"), known.get("parameters")
+    metadata = backend.model.metadata
+    family = str(metadata.get("architecture", "")).partition("For")[0].lower()  # llama, of LlamaForCausalLM
+    precision, n = metadata.get("precision"), metadata.get("parameters")
     kinds = dict.fromkeys(map(str, precision.values())) if isinstance(precision, Mapping) else []
     return OllamaDetails(family, [family], ", ".join(kinds), parameter_size=_count(n) if isinstance(n, int) else "")
 
@@ -322,7 +326,7 @@ def _time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-def _posted(
+def _post_endpoint(
     path: str, handler: PostHandler, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object],
     backend: type[Backend] = TextBackend,
 ) -> HttpEndpoint:  # fmt: skip
@@ -339,13 +343,13 @@ _PROMPT = {"prompt": "Tell me a story.", **_BRIEFLY}
 _TEXTS = {"input": ["The river runs past a mill.", "The wheel turns."]}
 OLLAMA = Protocol(
     (
-        _posted(
+        _post_endpoint(
             "/api/chat", chat, "Answer a conversation, as Ollama's clients ask", OllamaChatRequest, OllamaReply, _CHAT
         ),
-        _posted("/api/generate", generate, "Answer a prompt", OllamaGenerateRequest, OllamaReply, _PROMPT),
-        _posted("/api/show", show, "What is known of a model", OllamaShowRequest, OllamaShowReply, {}),
-        _posted("/api/embed", embed, "A vector for each text", EmbedRequest, EmbedReply, _TEXTS, EncoderBackend),
-        _posted(
+        _post_endpoint("/api/generate", generate, "Answer a prompt", OllamaGenerateRequest, OllamaReply, _PROMPT),
+        _post_endpoint("/api/show", show, "What is known of a model", OllamaShowRequest, OllamaShowReply, {}),
+        _post_endpoint("/api/embed", embed, "A vector for each text", EmbedRequest, EmbedReply, _TEXTS, EncoderBackend),
+        _post_endpoint(
             "/api/embeddings",
             embeddings,
             "The vector of a text",

@@ -44,28 +44,29 @@ from millrace.serve.protocols.openai.replies import (
 )
 
 
-async def chat_completions(backend: TextBackend, call: RequestContext, asked: ChatRequest) -> ASGIApp:
+async def chat_completions(backend: TextBackend, call: RequestContext, request: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    ignore_thinking(backend, call, asked)
-    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, asked))
-    drop_large_fields(asked)
-    with_receipt = requests_receipt(asked)
+    ignore_thinking(backend, call, request)
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, request))
+    drop_large_fields(request)
+    with_receipt = requests_receipt(request)
     generation = await start_chat_generation(backend, call, conversation)
     if with_receipt:
         generation.keep_receipt()
     answer = _Answer(backend, generation, f"chatcmpl-{call.id}", call.model)
-    if asked.stream:
-        return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
-    return await answer.whole()
+    if request.stream:
+        return EventStream(generation, answer.stream(StreamUsage(request.stream_options, generation)))
+    return await answer.response()
 
 
-def _conversation(asked: ChatRequest) -> Conversation:
+def _conversation(request: ChatRequest) -> Conversation:
     """raises RequestError"""
-    has_tools = asked.tools is not None or asked.tool_choice is not None
+    has_tools = request.tools is not None or request.tool_choice is not None
     return Conversation(
-        messages=asked.messages, params=chat_params(asked), terms=request_options(asked), rendering=rendering_of(asked),
-        tools=tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls) if has_tools else None,
-        whole_bytes=None if asked.stream else CHAT_BYTES,
+        messages=request.messages, params=chat_params(request), terms=request_options(request),
+        rendering=rendering_of(request),
+        tools=tools_of(request.tools, request.tool_choice, request.parallel_tool_calls) if has_tools else None,
+        whole_bytes=None if request.stream else CHAT_BYTES,
     )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ class _Answer:
         self._backend, self._generation = backend, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
 
-    async def whole(self) -> Response:
+    async def response(self) -> Response:
         """raises GenerationFailedError"""
         logprobs = [CollectedChatLogprobs() for _ in range(self._generation.n_choices)]
 
@@ -137,14 +138,14 @@ class _Answer:
 
     def _block(self, deltas: list[Delta], usage: StreamUsage, plain: TextDeltaEncoder | None) -> bytes:
         """plain: of events that say nothing but a text, where there are such"""
-        found = []
+        events = []
         for delta in deltas:
-            said = self._generation.parse_delta(delta)
-            if plain is not None and said.content and not (said.reasoning or said.calls or delta.finish_reason):
-                found.append(plain.event(delta.index, said.content))
-            elif (choice := self._choice(delta, said)) is not None:
-                found.append(encode_events([self._chunk([choice], usage)]))
-        return b"".join(found)
+            parsed = self._generation.parse_delta(delta)
+            if plain is not None and parsed.content and not (parsed.reasoning or parsed.calls or delta.finish_reason):
+                events.append(plain.event(delta.index, parsed.content))
+            elif (choice := self._choice(delta, parsed)) is not None:
+                events.append(encode_events([self._chunk([choice], usage)]))
+        return b"".join(events)
 
     def _empty(self, usage: StreamUsage, choice: int) -> ChatChunk:
         """What an event in the middle of a stream would be without its text."""
@@ -155,19 +156,19 @@ class _Answer:
         chunk.usage = usage.for_choice(choices[0].index)
         return chunk
 
-    def _choice(self, delta: Delta, said: ParsedDelta) -> ChatChunkChoice | None:
+    def _choice(self, delta: Delta, parsed: ParsedDelta) -> ChatChunkChoice | None:
         """None where there is nothing to say yet: half a character, or the beginning of a mark."""
         choice = ChatChunkChoice(delta.index, ChatDelta())
-        if said.content:
-            choice.delta.content = said.content
-        if said.reasoning:
-            choice.delta.reasoning_content = said.reasoning
-        if said.calls:
-            choice.delta.tool_calls = [self._call(part) for part in said.calls]
+        if parsed.content:
+            choice.delta.content = parsed.content
+        if parsed.reasoning:
+            choice.delta.reasoning_content = parsed.reasoning
+        if parsed.calls:
+            choice.delta.tool_calls = [self._call(part) for part in parsed.calls]
         choice.logprobs = self._logprobs(delta.logprobs or ())
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = self._generation.finish_of(delta), delta.stop_reason
-        is_empty = not (said.content or said.reasoning or said.calls or delta.logprobs or delta.finish_reason)
+        is_empty = not (parsed.content or parsed.reasoning or parsed.calls or delta.logprobs or delta.finish_reason)
         return None if is_empty else choice
 
     def _call(self, part: CallPart) -> ToolCallDelta:

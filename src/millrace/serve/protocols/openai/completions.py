@@ -46,28 +46,28 @@ from millrace.serve.protocols.openai.replies import CompletionChoice, Completion
 _ID_BYTES = 8  # of a token id, as text
 
 
-async def completions(backend: TextBackend, call: RequestContext, asked: CompletionRequest) -> ASGIApp:
+async def completions(backend: TextBackend, call: RequestContext, request: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
-    params, terms = completion_params(asked), request_options(asked)
-    if delivered := parse_resume_token_ids(asked.resume_token_ids):
+    params, terms = completion_params(request), request_options(request)
+    if delivered := parse_resume_token_ids(request.resume_token_ids):
         terms = replace(terms, delivered=delivered)
-    max_tokens = asked.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
-    special = asked.add_special_tokens is not False
-    rows = await _rows(asked, call, backend)
-    given = _prompts(asked.prompt, params.n, max_tokens, backend) if rows is None else []
-    tokens = await _tokens(backend, given, max_tokens, special)
+    max_tokens = request.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
+    special = request.add_special_tokens is not False
+    rows = await _rows(request, call, backend)
+    inputs = _prompts(request.prompt, params.n, max_tokens, backend) if rows is None else []
+    tokens = await _tokens(backend, inputs, max_tokens, special)
     prompts: Sequence[list[int] | EmbeddedPrompt] = tokens if rows is None else [rows]
     echoes = None
-    if asked.echo:
-        pairs = zip(given, tokens, strict=True)
-        echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
-    drop_large_fields(asked)
-    given = []
-    whole_bytes = None if asked.stream else COMPLETION_BYTES
-    with_receipt = requests_receipt(asked, len(prompts))
-    if delivered and (len(prompts) > 1 or with_receipt or asked.echo):
-        what = "echo" if asked.echo else "a receipt" if with_receipt else f"{len(prompts)} prompts"
+    if request.echo:
+        pairs = zip(inputs, tokens, strict=True)
+        echoes = [await backend.texts.echo(prompt, ids, special, params.skip_special_tokens) for prompt, ids in pairs]
+    drop_large_fields(request)
+    inputs = []
+    whole_bytes = None if request.stream else COMPLETION_BYTES
+    with_receipt = requests_receipt(request, len(prompts))
+    if delivered and (len(prompts) > 1 or with_receipt or request.echo):
+        what = "echo" if request.echo else "a receipt" if with_receipt else f"{len(prompts)} prompts"
         raise RequestError(
             f"{FIELD} cannot be combined with {what}",
             "one prompt, without echo or receipt",
@@ -77,11 +77,11 @@ async def completions(backend: TextBackend, call: RequestContext, asked: Complet
     generation = await submit_prompts(backend, prompts, params, call, terms, continues=True, whole_bytes=whole_bytes)
     if with_receipt:
         generation.keep_receipt()
-    prompt_only, with_ids = asked.max_tokens == 0, bool(asked.return_token_ids)
+    prompt_only, with_ids = request.max_tokens == 0, bool(request.return_token_ids)
     answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=prompt_only, with_ids=with_ids)
-    if asked.stream:
-        return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
-    return await answer.whole()
+    if request.stream:
+        return EventStream(generation, answer.stream(StreamUsage(request.stream_options, generation)))
+    return await answer.response()
 
 
 class _Answer:
@@ -110,7 +110,7 @@ class _Answer:
                 for delivered in request.terms.delivered or [()] * params.n
             ]
 
-    async def whole(self) -> Response:
+    async def response(self) -> Response:
         """raises GenerationFailedError"""
         logprobs = [CollectedCompletionLogprobs() for _ in range(self._generation.n_choices)]
         for choice, piece in self._first_logprobs():
@@ -134,19 +134,19 @@ class _Answer:
         return Response(content, media_type="application/json")
 
     def _whole_reply(
-        self, wholes: list[CollectedChoice], logprobs: list[CollectedCompletionLogprobs], ids: list[list[int]]
+        self, collected: list[CollectedChoice], logprobs: list[CollectedCompletionLogprobs], ids: list[list[int]]
     ) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=i,
-                text=self._echo(i) + ("" if self._prompt_only else whole.blocks.text(BlockKind.TEXT)),
+                text=self._echo(i) + ("" if self._prompt_only else choice.blocks.text(BlockKind.TEXT)),
                 logprobs=logprobs[i].finish() if self._offsets else None,
-                finish_reason="length" if self._prompt_only else _finish(whole.end),
-                stop_reason=None if self._prompt_only else whole.end.stop_reason,
+                finish_reason="length" if self._prompt_only else _finish(choice.end),
+                stop_reason=None if self._prompt_only else choice.end.stop_reason,
                 token_ids=([] if self._prompt_only else ids[i]) if self._with_ids else UNSET,
                 prompt_token_ids=self._prompt(i) if self._with_ids else UNSET,
             )
-            for i, whole in enumerate(wholes)
+            for i, choice in enumerate(collected)
         ]
         reply = self._reply(choices)
         reply.usage, reply.millrace = self._usage, self._generation.seed_echo
@@ -159,7 +159,7 @@ class _Answer:
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
-        asked: SeedEcho | None = self._generation.seed_echo  # told in the first event
+        seed_echo: SeedEcho | None = self._generation.seed_echo  # told in the first event
         is_plain = not (self._offsets or self._prompt_only or self._with_ids or usage.always)
         plain = TextDeltaEncoder(b'"text"', partial(self._empty, usage)) if is_plain else None
         head = b""  # goes out with the first token: whoever takes the first event for it is not misled
@@ -167,29 +167,29 @@ class _Answer:
             echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._generation.n_choices)]
             for choice, piece in self._first_logprobs():
                 echoed[choice].logprobs = piece
-            head, asked = self._events([echoed], usage, asked), None
+            head, seed_echo = self._events([echoed], usage, seed_echo), None
         async for deltas in self._generation:
-            if plain is not None and not (head or asked) and len(deltas) == 1 and deltas[0].finish_reason is None:
+            if plain is not None and not (head or seed_echo) and len(deltas) == 1 and deltas[0].finish_reason is None:
                 if deltas[0].text:
                     yield plain.event(deltas[0].index, deltas[0].text)
                 continue
             block = await self._backend.encode_off_loop(
-                self._generation.is_expensive_to_encode(deltas), partial(self._block, deltas, usage, asked)
+                self._generation.is_expensive_to_encode(deltas), partial(self._block, deltas, usage, seed_echo)
             )
             if block:
                 yield head + block
-                head, asked = b"", None
+                head, seed_echo = b"", None
         if usage.at_end:
             last = self._reply([])
             last.usage = self._usage
             yield encode_events([last])
 
-    def _block(self, deltas: list[Delta], usage: StreamUsage, asked: SeedEcho | None) -> bytes:
+    def _block(self, deltas: list[Delta], usage: StreamUsage, seed_echo: SeedEcho | None) -> bytes:
         choices = [choice for delta in deltas for choice in self._choices(delta)]
-        said = [
+        blocks = [
             [choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids
         ]
-        return self._events(said, usage, asked) if said else b""
+        return self._events(blocks, usage, seed_echo) if blocks else b""
 
     def _empty(self, usage: StreamUsage, choice: int) -> CompletionReply:
         """What an event in the middle of a stream would be without its text."""
@@ -197,12 +197,12 @@ class _Answer:
         reply.usage = usage.for_choice(choice)
         return reply
 
-    def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: SeedEcho | None) -> bytes:
+    def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, seed_echo: SeedEcho | None) -> bytes:
         replies = [self._reply(choices) for choices in blocks]
         for reply in replies:
             reply.usage = usage.for_choice(reply.choices[0].index)
-        if asked is not None:
-            replies[0].millrace = asked
+        if seed_echo is not None:
+            replies[0].millrace = seed_echo
         return encode_events(replies)
 
     def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:
@@ -232,9 +232,9 @@ class _Answer:
                 yield choice, offsets.first(int(prompt[0]), self._with_top)
 
     def _logprobs(self, delta: Delta) -> list[CompletionLogprobs]:
-        told = [delta.prompt_logprobs, None if self._prompt_only else delta.logprobs]
+        groups = [delta.prompt_logprobs, None if self._prompt_only else delta.logprobs]
         offsets = self._offsets[delta.index] if self._offsets else None
-        return [offsets.take(tokens, self._with_top) for tokens in told if offsets is not None and tokens]
+        return [offsets.take(tokens, self._with_top) for tokens in groups if offsets is not None and tokens]
 
     def _prompt(self, choice: int) -> list[int]:
         return _ids(self._generation.handle.requests[choice // self._generation.params.n])
@@ -260,50 +260,52 @@ def _finish(delta: Delta) -> Literal["stop", "length"]:
     return "length" if delta.finish_reason is FinishReason.LENGTH else "stop"
 
 
-async def _rows(asked: CompletionRequest, call: RequestContext, backend: TextBackend) -> EmbeddedPrompt | None:
+async def _rows(request: CompletionRequest, call: RequestContext, backend: TextBackend) -> EmbeddedPrompt | None:
     """Decode embedding rows, off the event loop if they are large. raises RequestError, BusyError"""
-    given = asked.prompt_embeds
-    if given is None:
+    embeds = request.prompt_embeds
+    if embeds is None:
         return None
-    _check_number(asked.n or 1, backend)
-    beside = "prompt" if asked.prompt else "echo" if asked.echo else "receipt" if asked.receipt else ""
-    if beside:
-        raise RequestError(f"prompt_embeds and {beside} are both set", "one of them", f"leave {beside} out", beside)
+    _check_number(request.n or 1, backend)
+    conflict = "prompt" if request.prompt else "echo" if request.echo else "receipt" if request.receipt else ""
+    if conflict:
+        raise RequestError(
+            f"prompt_embeds and {conflict} are both set", "one of them", f"leave {conflict} out", conflict
+        )
     limits = backend.model.engine.limits
     return await backend.off_loop(
-        call.body_bytes > LARGE_BODY, lambda: EmbeddedPrompt.of(embedding_rows(given, limits), limits)
+        call.body_bytes > LARGE_BODY, lambda: EmbeddedPrompt.of(embedding_rows(embeds, limits), limits)
     )
 
 
 def _prompts(
-    given: str | list[str | int | list[int]] | None, n: int, max_tokens: int | None, backend: TextBackend
+    prompt: str | list[str | int | list[int]] | None, n: int, max_tokens: int | None, backend: TextBackend
 ) -> list[str | list[int]]:
     """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
-    if given is None:
+    if prompt is None:
         raise RequestError("prompt is missing", "a text, token ids, or several", "add prompt", "prompt")
-    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-    _check_number((1 if is_one else len(given)) * n, backend)
-    if is_one and not isinstance(given, str):
-        check_context(len(given), max_tokens, backend.model.engine.limits.context_tokens, "prompt")
-    return [*texts_or_ids(given, "prompt")]
+    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    _check_number((1 if is_one else len(prompt)) * n, backend)
+    if is_one and not isinstance(prompt, str):
+        check_context(len(prompt), max_tokens, backend.model.engine.limits.context_tokens, "prompt")
+    return [*texts_or_ids(prompt, "prompt")]
 
 
 def _check_number(n_sequences: int, backend: TextBackend) -> None:
-    if n_sequences > (most := backend.capacity):
+    if n_sequences > (limit := backend.capacity):
         raise RequestError(
             f"the prompts times n are {n_sequences} answers",
-            f"at most {most}, which is what the queue holds",
+            f"at most {limit}, which is what the queue holds",
             "send several requests",
             param="prompt",
         )
 
 
 async def _tokens(
-    backend: TextBackend, given: list[str | list[int]], max_tokens: int | None, special: bool
+    backend: TextBackend, inputs: list[str | list[int]], max_tokens: int | None, special: bool
 ) -> list[list[int]]:
     """All prompts are of one kind: texts or token ids."""
-    texts = [prompt for prompt in given if isinstance(prompt, str)]
-    prompts = [prompt for prompt in given if not isinstance(prompt, str)]
+    texts = [prompt for prompt in inputs if isinstance(prompt, str)]
+    prompts = [prompt for prompt in inputs if not isinstance(prompt, str)]
     if texts:
         prompts = [list(ids) for ids in await backend.texts.encode(texts, special, "prompt")]
     for ids in prompts:

@@ -29,16 +29,16 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 
 
-def embedding_rows(given: str | list[list[float]], limits: ExecutorLimits) -> Rows:
+def embedding_rows(embeds: str | list[list[float]], limits: ExecutorLimits) -> Rows:
     """Return rows (N, width). What does not fit `limits` is refused before it is converted. raises RequestError"""
-    if isinstance(given, str):
-        return _of_safetensors(given, limits)
-    if given and given[0]:
-        check_shape(len(given), len(given[0]), limits)
-    return to_rows(given, limits)
+    if isinstance(embeds, str):
+        return _rows_from_safetensors(embeds, limits)
+    if embeds and embeds[0]:
+        check_shape(len(embeds), len(embeds[0]), limits)
+    return to_rows(embeds, limits)
 
 
-def _of_safetensors(text: str, limits: ExecutorLimits) -> Rows:
+def _rows_from_safetensors(text: str, limits: ExecutorLimits) -> Rows:
     try:
         data = b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -51,12 +51,12 @@ def _of_safetensors(text: str, limits: ExecutorLimits) -> Rows:
     try:
         header = msgspec.json.decode(data[_LENGTH_BYTES : _LENGTH_BYTES + size], type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        found = [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
+        tensors = [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _wrong(f"is no safetensors file: {error}") from None
-    if len(found) != 1:
-        raise _wrong(f"has {len(found)} tensors")
-    (tensor,), values = found, memoryview(data)[_LENGTH_BYTES + size :]
+    if len(tensors) != 1:
+        raise _wrong(f"has {len(tensors)} tensors")
+    (tensor,), values = tensors, memoryview(data)[_LENGTH_BYTES + size :]
     if tensor.dtype not in _DTYPES:
         raise _wrong(f"has a tensor of {tensor.dtype}")
     if len(tensor.shape) != 2:

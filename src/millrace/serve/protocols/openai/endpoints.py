@@ -128,7 +128,7 @@ _MAIN: tuple[HttpEndpoint, ...] = (
     get("/version", management_api.engine_version, "Release, in vLLM's shape", EngineVersionReply),
 )
 # the same under another path, as other servers have it
-_ALSO: tuple[tuple[str, str, str], ...] = (
+_ALIASES: tuple[tuple[str, str, str], ...] = (
     ("POST", "/v1/tokenize", "/tokenize"),
     ("POST", "/v1/detokenize", "/detokenize"),
     ("POST", "/score", "/v1/score"),
@@ -140,9 +140,9 @@ _ALSO: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _others() -> tuple[HttpEndpoint, ...]:
+def _aliases() -> tuple[HttpEndpoint, ...]:
     by_path = {endpoint.path: endpoint for endpoint in _MAIN}
-    return tuple(by_path[same_as].also(method, path) for method, path, same_as in _ALSO)
+    return tuple(by_path[same_as].also(method, path) for method, path, same_as in _ALIASES)
 
 
-OPENAI = Protocol((*_MAIN, *_others()), HttpProblem.body)
+OPENAI = Protocol((*_MAIN, *_aliases()), HttpProblem.body)

@@ -23,61 +23,63 @@ from millrace.serve.llm.response_types import EmbeddingUsage, Ranked, RankedText
 _ROW_BYTES = 3 * FLOAT_BYTES  # of a score with its names, at most
 
 
-async def score(backend: EncoderBackend, call: RequestContext, asked: ScoreRequest) -> ASGIApp:
+async def score(backend: EncoderBackend, call: RequestContext, request: ScoreRequest) -> ASGIApp:
     """Of one text and each of the others, or of pairs. raises MillraceError"""
-    first, second = (list(t) if isinstance(t, list) else [t] for t in (asked.text_1, asked.text_2))
-    drop_large_fields(asked)
+    first, second = (list(t) if isinstance(t, list) else [t] for t in (request.text_1, request.text_2))
+    drop_large_fields(request)
     if len(first) not in (1, len(second)):
         raise RequestError(
             f"text_1 has {len(first)} texts, and text_2 {len(second)}", "one in text_1, or as many as in text_2",
             "send one text, or pairs", "text_1",
         )  # fmt: skip
-    found, n_tokens = await _cosines(backend, call, ("text_1", first), ("text_2", second), asked.truncate_prompt_tokens)
+    scores, n_tokens = await _cosines(
+        backend, call, ("text_1", first), ("text_2", second), request.truncate_prompt_tokens
+    )
     reply = ScoreReply(
-        f"score-{call.id}", int(time.time()), call.model, [Score(i, s) for i, s in enumerate(found.tolist())],
+        f"score-{call.id}", int(time.time()), call.model, [Score(i, s) for i, s in enumerate(scores.tolist())],
         EmbeddingUsage(n_tokens, n_tokens),
     )  # fmt: skip
     return finish_reply(backend, call, msgspec.json.encode(reply))
 
 
-async def rerank(backend: EncoderBackend, call: RequestContext, asked: RerankRequest) -> ASGIApp:
+async def rerank(backend: EncoderBackend, call: RequestContext, request: RerankRequest) -> ASGIApp:
     """Documents by how near they are to the query, the nearest first. raises MillraceError"""
-    if asked.top_n is not None and asked.top_n < 0:
-        raise RequestError(f"top_n is {asked.top_n}", "at least 0, which is all", "correct it", "top_n")
-    texts = [d if isinstance(d, str) else d.text for d in asked.documents]
-    found, n_tokens = await _cosines(
-        backend, call, ("query", [asked.query]), ("documents", texts), asked.truncate_prompt_tokens
+    if request.top_n is not None and request.top_n < 0:
+        raise RequestError(f"top_n is {request.top_n}", "at least 0, which is all", "correct it", "top_n")
+    texts = [d if isinstance(d, str) else d.text for d in request.documents]
+    scores, n_tokens = await _cosines(
+        backend, call, ("query", [request.query]), ("documents", texts), request.truncate_prompt_tokens
     )
-    order = np.argsort(-found, kind="stable")[: asked.top_n or None].tolist()
-    shown = asked.return_documents is not False
-    held = backend.unsent.lease()
+    order = np.argsort(-scores, kind="stable")[: request.top_n or None].tolist()
+    shown = request.return_documents is not False
+    lease = backend.unsent.lease()
     try:
-        held.add(sum(len(texts[i].encode(errors="surrogatepass")) for i in order) if shown else 0)
-        results = [Ranked(i, float(found[i]), RankedText(texts[i]) if shown else None) for i in order]
+        lease.add(sum(len(texts[i].encode(errors="surrogatepass")) for i in order) if shown else 0)
+        results = [Ranked(i, float(scores[i]), RankedText(texts[i]) if shown else None) for i in order]
         reply = RerankReply(f"rerank-{call.id}", call.model, EmbeddingUsage(n_tokens, n_tokens), results)
         content = await backend.off_loop(call.body_bytes > LARGE, lambda: msgspec.json.encode(reply))
     finally:
-        held.release()
+        lease.release()
     return finish_reply(backend, call, content)
 
 
 async def _cosines(
     backend: EncoderBackend,
     call: RequestContext,
-    one: tuple[str, list[str]],
-    other: tuple[str, list[str]],
+    first: tuple[str, list[str]],
+    second: tuple[str, list[str]],
     truncate: int | None,
 ) -> tuple[NDArray[np.float64], int]:
-    """(of each of `other` and its text of `one`, tokens of all). one, other: fields of the request"""
-    parts = [await token_ids(backend, [*texts], field, truncate=truncate) for field, texts in (one, other)]
+    """(of each of `second` and its text of `first`, tokens of all). one, second: fields of the request"""
+    parts = [await token_ids(backend, [*texts], field, truncate=truncate) for field, texts in (first, second)]
     call.log.prompt_tokens = n_tokens = sum(len(ids) for part in parts for ids in part)
-    held = backend.unsent.lease()
+    lease = backend.unsent.lease()
     try:
-        held.add(sum(map(len, parts)) * (backend.limits.width * 4 + _ROW_BYTES))
+        lease.add(sum(map(len, parts)) * (backend.limits.width * 4 + _ROW_BYTES))
         vectors = await backend.vectors([*parts[0], *parts[1]])
         return await backend.off_loop(vectors.size > LARGE, lambda: cosines(vectors, len(parts[0]))), n_tokens
     finally:
-        held.release()
+        lease.release()
 
 
 def cosines(vectors: Vectors, first: int) -> NDArray[np.float64]:
@@ -85,5 +87,5 @@ def cosines(vectors: Vectors, first: int) -> NDArray[np.float64]:
     exact = vectors.astype(np.float64)
     a, b = exact[:first], exact[first:]
     length = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    found: NDArray[np.float64] = (a * b).sum(axis=1) / np.where(length, length, 1.0)
-    return found
+    similarities: NDArray[np.float64] = (a * b).sum(axis=1) / np.where(length, length, 1.0)
+    return similarities

@@ -20,32 +20,32 @@ from millrace.serve.protocols.openai.replies import DetokenizeReply, TokenizeRep
 _PIECE = 1 << 15  # tokens whose JSON is written at once: some milliseconds
 
 
-async def tokenize(backend: TextBackend, call: RequestContext, asked: TokenizeRequest) -> ASGIApp:
+async def tokenize(backend: TextBackend, call: RequestContext, request: TokenizeRequest) -> ASGIApp:
     """The token ids that a completion's prompt or a chat's messages would have. raises MillraceError
 
     A text may be longer than the context: whoever cuts it into pieces wants to know by how much.
     """
-    if (asked.prompt is None) == (asked.messages is None):
+    if (request.prompt is None) == (request.messages is None):
         raise RequestError(
             "a request needs either prompt or messages", "one of them", "send one of them", param="prompt"
         )
-    if asked.prompt is not None:
-        ids = (await backend.texts.encode([asked.prompt], asked.add_special_tokens is not False))[0]
+    if request.prompt is not None:
+        ids = (await backend.texts.encode([request.prompt], request.add_special_tokens is not False))[0]
     else:
-        tools = tools_of(asked.tools, None, None)
+        tools = tools_of(request.tools, None, None)
         ids = await backend.texts.encode_chat(
-            asked.messages or [], rendering_of(asked), tools=tools.specs if tools else (),
+            request.messages or [], rendering_of(request), tools=tools.specs if tools else (),
             body_bytes=call.body_bytes, bounded=False,
         )  # fmt: skip
-    ignore_thinking(backend, call, asked)
+    ignore_thinking(backend, call, request)
     call.log.prompt_tokens = len(ids)
 
     def reply() -> bytes:
-        whole = TokenizeReply(len(ids), backend.model.max_context, cast(list[int], _encoded(ids, list)))
-        if asked.return_token_strs:
+        tokens_reply = TokenizeReply(len(ids), backend.model.max_context, cast(list[int], _encoded(ids, list)))
+        if request.return_token_strs:
             text = backend.model.tokenizer.token_text
-            whole.token_strs = cast(list[str], _encoded(ids, lambda part: [text(i) for i in part]))
-        return msgspec.json.encode(whole)
+            tokens_reply.token_strs = cast(list[str], _encoded(ids, lambda part: [text(i) for i in part]))
+        return msgspec.json.encode(tokens_reply)
 
     return Response(await backend.off_loop(len(ids) > LARGE, reply), media_type="application/json")
 
@@ -56,17 +56,20 @@ def _encoded(ids: Sequence[int], values: Callable[[Sequence[int]], Sequence[int 
     return msgspec.Raw(b"[%b]" % b",".join(pieces))
 
 
-async def detokenize(backend: TextBackend, call: RequestContext, asked: DetokenizeRequest) -> ASGIApp:
+async def detokenize(backend: TextBackend, call: RequestContext, request: DetokenizeRequest) -> ASGIApp:
     """The text of these ids, special tokens included. raises MillraceError"""
-    most, n_vocabulary = backend.model.max_context, backend.model.engine.limits.vocab_size
-    if len(asked.tokens) > most:
+    max_tokens, n_vocabulary = backend.model.max_context, backend.model.engine.limits.vocab_size
+    if len(request.tokens) > max_tokens:
         raise RequestError(
-            f"tokens has {len(asked.tokens)} ids", f"at most {most}, this model's context", "send fewer", param="tokens"
+            f"tokens has {len(request.tokens)} ids",
+            f"at most {max_tokens}, this model's context",
+            "send fewer",
+            param="tokens",
         )
-    for at, token in enumerate(asked.tokens):
+    for at, token in enumerate(request.tokens):
         if not 0 <= token < n_vocabulary:
             raise RequestError(
                 f"tokens[{at}] is {token}", f"a token id from 0 to {n_vocabulary - 1}", "correct tokens", param="tokens"
             )
-    text = await backend.texts.decode(asked.tokens, skip_special_tokens=False)
+    text = await backend.texts.decode(request.tokens, skip_special_tokens=False)
     return Response(msgspec.json.encode(DetokenizeReply(text)), media_type="application/json")

@@ -29,7 +29,7 @@ from millrace.serve.protocols.responses.protocol import (
     ResponseUsage,
 )
 
-Named = Sequence[TokenLogprob]
+TextLogprobs = Sequence[TokenLogprob]
 N_CLOSING = 4  # events at the end of a text that have all of its log probabilities
 
 
@@ -38,11 +38,11 @@ class _DecodedDelta:
     """A delta, what it says, and the log probabilities of its text."""
 
     delta: Delta
-    said: ParsedDelta
-    named: Named
+    parsed: ParsedDelta
+    named: TextLogprobs
 
 
-class Answer:
+class ActiveResponse:
     """Its reply is what is known so far."""
 
     def __init__(self, backend: TextBackend, generation: GenerationStream, reply: ResponseReply) -> None:
@@ -50,7 +50,7 @@ class Answer:
         self._blocks = Blocks(generation.new_call_id)
         self._n_events, self.is_cancelled = 0, False
         self._item_ids: list[str] = []
-        self._told: dict[int, JsonList] = {}  # log probabilities of each block of text, by its index
+        self._logprobs: dict[int, JsonList] = {}  # log probabilities of each block of text, by its index
         self.on_finish: Callable[[], None] | None = None  # before the last event, which may depend on it
         self._of_content: ContentLogprobs | None = None
         if generation.params.logprobs is not None:
@@ -59,14 +59,14 @@ class Answer:
 
     async def take(self, deltas: list[Delta]) -> None:
         """raises GenerationFailedError"""
-        each = await self._read(deltas)
+        decoded = await self._read(deltas)
         if self.is_cancelled:  # what was said by then is settled
             return
-        for said in each:
-            for _ in self._add(said):
+        for read in decoded:
+            for _ in self._add(read):
                 pass
-            if said.delta.finish_reason is not None:
-                self._finish(said.delta)
+            if read.delta.finish_reason is not None:
+                self._finish(read.delta)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
@@ -77,15 +77,15 @@ class Answer:
             yield head
             head = b""
         async for deltas in self.generation:
-            each = await self._read(deltas)
+            decoded = await self._read(deltas)
             if self.is_cancelled:
                 return
-            happened = [one for read in each for one in self._add(read, N_CLOSING)]
-            last = each[-1].delta
+            happened = [one for read in decoded for one in self._add(read, N_CLOSING)]
+            last = decoded[-1].delta
             if last.finish_reason is not None:  # complete before anything is awaited: a cancellation comes too late
                 happened += [(closing, ()) for closing in self._blocks.close()]
                 self._finish(last)
-            for block in self._told_of(head, happened, last.finish_reason is not None):
+            for block in self._encode_step(head, happened, last.finish_reason is not None):
                 yield block
             head = b""
 
@@ -109,13 +109,13 @@ class Answer:
         kind = "failed" if self.reply.status == "failed" else "incomplete"
         return self._event(f"response.{kind}", response=self.reply)
 
-    def left_behind(self) -> bytes:
+    def reader_too_slow_event(self) -> bytes:
         """To a reader of a response in the background, which takes too little."""
         message = f"too much was left unread; the answer goes on: ask for /v1/responses/{self.reply.id}"
         return self._event("error", code="reader_too_slow", message=message)
 
     @property
-    def has_said(self) -> bool:
+    def has_output(self) -> bool:
         """Something: a conversation can go on from it."""
         return bool(self._blocks.all) or self.reply.status in ("completed", "incomplete")
 
@@ -129,39 +129,41 @@ class Answer:
 
     async def _read(self, deltas: list[Delta]) -> list[_DecodedDelta]:
         return [
-            _DecodedDelta(delta, said := self.generation.parse_delta(delta), await self._named(delta, said))
+            _DecodedDelta(delta, parsed := self.generation.parse_delta(delta), await self._text_logprobs(delta, parsed))
             for delta in deltas
         ]
 
-    async def _named(self, delta: Delta, said: ParsedDelta) -> Named:
+    async def _text_logprobs(self, delta: Delta, parsed: ParsedDelta) -> TextLogprobs:
         """The log probabilities of the text that a delta adds; in a thread where naming their tokens takes long."""
-        tokens = self._of_content.take(delta, said) if self._of_content is not None else ()
+        tokens = self._of_content.take(delta, parsed) if self._of_content is not None else ()
         if not tokens:
             return ()
         tokenizer, is_much = self._backend.model.tokenizer, self.generation.is_expensive_to_encode([delta])
         return await self._backend.encode_off_loop(is_much, lambda: chat_logprobs(tokenizer, tokens).content)
 
-    def _add(self, read: _DecodedDelta, n_copies: int = 1) -> Iterator[tuple[BlockChange, Named]]:
+    def _add(self, read: _DecodedDelta, n_copies: int = 1) -> Iterator[tuple[BlockChange, TextLogprobs]]:
         """What it does to the blocks, and the log probabilities of what is added. raises GenerationFailedError
 
         n_copies: of all log probabilities, that will be written
         """
-        for turn, block, text in self._blocks.add(read.said):
+        for turn, block, text in self._blocks.add(read.parsed):
             named = read.named if turn is BlockEvent.ADDED and block.kind is BlockKind.TEXT else ()
             if named:
-                n_bytes = self._told.setdefault(block.index, JsonList()).extend(named)
+                n_bytes = self._logprobs.setdefault(block.index, JsonList()).extend(named)
                 try:
                     self.generation.reserve_unsent_bytes(n_bytes * n_copies)
                 except HttpError as error:
                     raise GenerationFailedError(read.delta, error) from None
             yield (turn, block, text), named
 
-    def _told_of(self, head: bytes, happened: list[tuple[BlockChange, Named]], is_last: bool) -> Iterator[bytes]:
+    def _encode_step(
+        self, head: bytes, happened: list[tuple[BlockChange, TextLogprobs]], is_last: bool
+    ) -> Iterator[bytes]:
         """All events of a step at once; but each by itself that has all of a text's log probabilities.
 
         In the background they wait in a queue anyhow, which takes what a step has to tell as one.
         """
-        is_apart = bool(self._told) and not self.reply.background
+        is_apart = bool(self._logprobs) and not self.reply.background
         together = [head]
         for (turn, block, text), named in happened:
             for event in self._events(turn, block, text, named):
@@ -213,10 +215,10 @@ class Answer:
 
     def _part(self, block: AnswerBlock) -> OutputText:
         """All of its text so far."""
-        told = self._told.get(block.index)
-        return OutputText(block.text, logprobs=[] if told is None else told.so_far())
+        logprobs = self._logprobs.get(block.index)
+        return OutputText(block.text, logprobs=[] if logprobs is None else logprobs.so_far())
 
-    def _events(self, turn: BlockEvent, block: AnswerBlock, text: str, named: Named = ()) -> Iterator[bytes]:
+    def _events(self, turn: BlockEvent, block: AnswerBlock, text: str, named: TextLogprobs = ()) -> Iterator[bytes]:
         """named: of the text that was added"""
         is_closed = turn is BlockEvent.CLOSED
         status = self._status(block, self.reply.status == "incomplete") if is_closed else "in_progress"
@@ -236,10 +238,10 @@ class Answer:
                 of_text = {"logprobs": named} if is_text else {}
                 yield self._event(f"response.{name}.delta", **at, delta=text, **of_text)
             case BlockEvent.CLOSED:
-                whole = self._part(block) if is_text else ReasoningText(block.text)
-                of_text = {"logprobs": whole.logprobs} if isinstance(whole, OutputText) else {}
+                closed_part = self._part(block) if is_text else ReasoningText(block.text)
+                of_text = {"logprobs": closed_part.logprobs} if isinstance(closed_part, OutputText) else {}
                 yield self._event(f"response.{name}.done", **at, text=block.text, **of_text)
-                yield self._event("response.content_part.done", **at, part=whole)
+                yield self._event("response.content_part.done", **at, part=closed_part)
                 yield self._event("response.output_item.done", output_index=i, item=item)
 
     def _events_of_call(self, turn: BlockEvent, block: AnswerBlock, text: str, item: Item) -> Iterator[bytes]:

@@ -37,92 +37,98 @@ from millrace.serve.llm.reasoning import thinking_of
 from millrace.serve.llm.request_decoding import drop_large_fields, request_options
 from millrace.serve.llm.request_types import Message
 from millrace.serve.llm.response_types import json_reply
-from millrace.serve.protocols.responses.answer import N_CLOSING, Answer
-from millrace.serve.protocols.responses.input import messages_of, params_of, told_of, tools_of_response
+from millrace.serve.protocols.responses.answer import N_CLOSING, ActiveResponse
+from millrace.serve.protocols.responses.input import echoed_fields, messages_of, params_of, tools_of_response
 from millrace.serve.protocols.responses.protocol import DeletedReply, ResponseReply, ResponsesRequest
-from millrace.serve.protocols.responses.store import MAX_KEPT_BYTES, Responses, StoredResponse
+from millrace.serve.protocols.responses.store import MAX_STORED_BYTES, ResponseStore, StoredResponse
 
 MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a response in the background
 
 
-async def create(backend: TextBackend, call: RequestContext, asked: ResponsesRequest) -> ASGIApp:
+async def create(backend: TextBackend, call: RequestContext, request: ResponsesRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    before = backend.responses.before(asked.previous_response_id, call.tenant) if asked.previous_response_id else None
-    if asked.background and asked.store is False:
+    previous = (
+        backend.responses.previous(request.previous_response_id, call.tenant) if request.previous_response_id else None
+    )
+    if request.background and request.store is False:
         raise RequestError(
             "background is true, and store is false",
             "a response that is kept, to be asked for",
             "leave store out",
             "store",
         )
-    ignore_thinking(backend, call, asked)
-    is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
-    conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
-    drop_large_fields(asked)
-    own = StoredResponse(reply.id, call.tenant, said)
+    ignore_thinking(backend, call, request)
+    is_large = call.body_bytes + (len(previous.messages_json) if previous else 0) > LARGE_BODY
+    conversation, messages_json, reply = await backend.off_loop(is_large, partial(_read, request, previous, call.model))
+    drop_large_fields(request)
+    own = StoredResponse(reply.id, call.tenant, messages_json)
     _fit(own, reply)
     generation = await start_chat_generation(backend, call, conversation)
-    answer = Answer(backend, generation, reply)
-    kept = _kept(answer, own, backend.responses if reply.store else None)
-    if asked.stream and asked.background:
+    answer = ActiveResponse(backend, generation, reply)
+    stored = _storing(answer, own, backend.responses if reply.store else None)
+    if request.stream and request.background:
         feed = EventBroadcast()
-        _in_background(backend, call, generation, _fed(answer, kept, feed))
-        return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), outlives_connection=True)
-    if asked.stream:
-        return EventStream(generation, _followed(answer, kept), _form(answer))
-    if asked.background:
-        _in_background(backend, call, generation, _answered(answer, kept))
+        _in_background(backend, call, generation, _broadcast(answer, stored, feed))
+        return EventStream(
+            generation, feed.blocks(answer.reader_too_slow_event), _form(answer), outlives_connection=True
+        )
+    if request.stream:
+        return EventStream(generation, _stream_events(answer, stored), _form(answer))
+    if request.background:
+        _in_background(backend, call, generation, _run(answer, stored))
         return json_reply(answer.reply)
-    await _answered(answer, kept, raises=True)
+    await _run(answer, stored, raises=True)
     return json_reply(answer.reply)
 
 
-def _fit(kept: StoredResponse, reply: ResponseReply) -> None:
+def _fit(stored: StoredResponse, reply: ResponseReply) -> None:
     """Not to be kept where it is too large before its answer. raises RequestError where it has to be asked for"""
     if not reply.store:
         return
-    kept.write(reply)
-    if kept.fits:
+    stored.write(reply)
+    if stored.fits:
         return
     if reply.background:
         raise RequestError(
-            f"background is true, and the response has {kept.n_bytes} bytes before its answer, too many to be kept",
-            f"at most {MAX_KEPT_BYTES} with it", "shorten the conversation, or leave background out", "background",
+            f"background is true, and the response has {stored.n_bytes} bytes before its answer, too many to be kept",
+            f"at most {MAX_STORED_BYTES} with it", "shorten the conversation, or leave background out", "background",
         )  # fmt: skip
     reply.store = False
 
 
 def _read(
-    asked: ResponsesRequest, before: StoredResponse | None, model: str
+    request: ResponsesRequest, previous: StoredResponse | None, model: str
 ) -> tuple[Conversation, bytes, ResponseReply]:
     """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
-    said = [*(before.messages() if before else ()), *messages_of(asked.input)]
-    system = [Message("system", asked.instructions)] if asked.instructions else []
-    continued = bool(prefixed_by(said))
-    for message in said:
+    messages = [*(previous.messages() if previous else ()), *messages_of(request.input)]
+    system = [Message("system", request.instructions)] if request.instructions else []
+    continued = bool(prefixed_by(messages))
+    for message in messages:
         message.prefix = message.partial = None  # as it is stored, it is a message like others
     conversation = Conversation(
-        messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
-        rendering=Rendering(asked.chat_template_kwargs or {}, not continued, continued, thinking=thinking_of(asked)),
-        terms=request_options(asked),
-        whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1), capped=True,
+        messages=[*system, *messages], params=params_of(request), tools=tools_of_response(request),
+        rendering=Rendering(
+            request.chat_template_kwargs or {}, not continued, continued, thinking=thinking_of(request)
+        ),
+        terms=request_options(request),
+        whole_bytes=CHAT_BYTES * (N_CLOSING if request.stream else 1), capped=True,
     )  # fmt: skip
-    told = told_of(asked)
+    echoed = echoed_fields(request)
     reply = ResponseReply(
         id=f"resp_{uuid.uuid4().hex}", created_at=int(time.time()), model=model, status="in_progress", output=[],
-        instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
-        previous_response_id=asked.previous_response_id, temperature=asked.temperature, top_p=asked.top_p,
-        top_logprobs=asked.top_logprobs or 0, text=told["text"], tools=told["tools"],
-        tool_choice=told["tool_choice"], reasoning=told["reasoning"],
-        metadata=told["metadata"], parallel_tool_calls=asked.parallel_tool_calls is not False,
-        store=asked.store is not False, background=bool(asked.background), user=asked.user,
+        instructions=request.instructions, max_output_tokens=request.max_output_tokens,
+        previous_response_id=request.previous_response_id, temperature=request.temperature, top_p=request.top_p,
+        top_logprobs=request.top_logprobs or 0, text=echoed["text"], tools=echoed["tools"],
+        tool_choice=echoed["tool_choice"], reasoning=echoed["reasoning"],
+        metadata=echoed["metadata"], parallel_tool_calls=request.parallel_tool_calls is not False,
+        store=request.store is not False, background=bool(request.background), user=request.user,
     )  # fmt: skip
-    return conversation, msgspec.json.encode(said) if reply.store else b"[]", reply
+    return conversation, msgspec.json.encode(messages) if reply.store else b"[]", reply
 
 
-async def _answered(answer: Answer, kept: AbstractContextManager[None], raises: bool = False) -> None:
+async def _run(answer: ActiveResponse, stored: AbstractContextManager[None], raises: bool = False) -> None:
     """raises: GenerationFailedError, unless it was cancelled"""
-    with contextlib.suppress(*(() if raises else (GenerationFailedError,))), kept:
+    with contextlib.suppress(*(() if raises else (GenerationFailedError,))), stored:
         async with answer.generation:
             async for deltas in answer.generation:
                 if answer.is_cancelled:  # what was said by then is settled
@@ -130,8 +136,8 @@ async def _answered(answer: Answer, kept: AbstractContextManager[None], raises: 
                 await answer.take(deltas)
 
 
-async def _followed(answer: Answer, kept: AbstractContextManager[None]) -> AsyncIterator[bytes]:
-    with kept:
+async def _stream_events(answer: ActiveResponse, stored: AbstractContextManager[None]) -> AsyncIterator[bytes]:
+    with stored:
         async for block in answer.stream():
             yield block
     if answer.reply.status == "cancelled":
@@ -163,11 +169,11 @@ def _in_background(
         raise
 
 
-async def _fed(answer: Answer, kept: AbstractContextManager[None], feed: "EventBroadcast") -> None:
-    """As `_answered`, with its events for whoever still reads them."""
+async def _broadcast(answer: ActiveResponse, stored: AbstractContextManager[None], feed: "EventBroadcast") -> None:
+    """As `_run`, with its events for whoever still reads them."""
     try:
         async with answer.generation:
-            async for block in _followed(answer, kept):
+            async for block in _stream_events(answer, stored):
                 feed.put(block)
     except GenerationFailedError:
         feed.put(answer.last_event())
@@ -197,8 +203,8 @@ class EventBroadcast:
         self._ended = True
         self._changed.set()
 
-    async def blocks(self, left_behind: Callable[[], bytes]) -> AsyncIterator[bytes]:
-        """left_behind: what is said to one who is too far behind"""
+    async def blocks(self, too_slow_event: Callable[[], bytes]) -> AsyncIterator[bytes]:
+        """too_slow_event: what is said to one who is too far behind"""
         try:
             while True:
                 while self._blocks:
@@ -206,7 +212,7 @@ class EventBroadcast:
                     self._n_bytes -= len(block)
                     yield block
                 if self._left_behind:
-                    yield left_behind()
+                    yield too_slow_event()
                 if self._left_behind or self._ended:
                     return
                 self._changed.clear()
@@ -217,20 +223,20 @@ class EventBroadcast:
 
 
 @contextlib.contextmanager
-def _kept(answer: Answer, kept: StoredResponse, store: Responses | None) -> Iterator[None]:
+def _storing(answer: ActiveResponse, stored: StoredResponse, store: ResponseStore | None) -> Iterator[None]:
     """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
 
     def settle() -> None:
         """Once: whoever cancels it may go on from it at once."""
         answer.end()
-        if store is not None and kept.is_under_way:
-            kept.cancel = None
-            kept.write(answer.reply)
-            if answer.has_said:
-                kept.add(answer.message)
-            if not store.changed(kept):  # it is too large
+        if store is not None and stored.is_under_way:
+            stored.cancel = None
+            stored.write(answer.reply)
+            if answer.has_output:
+                stored.add(answer.message)
+            if not store.update(stored):  # it is too large
                 answer.reply.store = False
-                kept.write(answer.reply)
+                stored.write(answer.reply)
 
     def cancel() -> None:
         answer.cancel()
@@ -238,8 +244,8 @@ def _kept(answer: Answer, kept: StoredResponse, store: Responses | None) -> Iter
 
     answer.on_finish = settle
     if store is not None:
-        kept.cancel = cancel
-        store.keep(kept)
+        stored.cancel = cancel
+        store.add(stored)
     try:
         yield
     except GenerationFailedError as error:
@@ -259,14 +265,14 @@ def retrieve(models: Models, scope: Scope) -> Response:
                 f"{name:.60}={value:.60} is asked of a stored response", "the response as it is",
                 "leave it out: a response is streamed while it is created, and told whole afterwards", name[:60],
             )  # fmt: skip
-    return _told(_stored(models, scope))
+    return _stored_reply(_stored(models, scope))
 
 
 def cancel(models: Models, scope: Scope) -> Response:
     """End a response that is being answered; one that is complete stays what it is."""
-    kept = _stored(models, scope)
-    kept.end()
-    return _told(kept)
+    stored = _stored(models, scope)
+    stored.end()
+    return _stored_reply(stored)
 
 
 def delete(models: Models, scope: Scope) -> Response:
@@ -275,8 +281,8 @@ def delete(models: Models, scope: Scope) -> Response:
     return json_reply(DeletedReply(response_id))
 
 
-def _told(kept: StoredResponse) -> Response:
-    return Response(kept.reply, media_type="application/json")
+def _stored_reply(stored: StoredResponse) -> Response:
+    return Response(stored.reply, media_type="application/json")
 
 
 def _stored(models: Models, scope: Scope) -> StoredResponse:
@@ -285,7 +291,7 @@ def _stored(models: Models, scope: Scope) -> StoredResponse:
     return models.serving.responses.get(scope["path_params"]["response_id"], call.tenant)
 
 
-def _form(answer: Answer) -> StreamFraming:
+def _form(answer: ActiveResponse) -> StreamFraming:
     def failed(problem: HttpProblem) -> bytes:
         return answer.last_event()
 

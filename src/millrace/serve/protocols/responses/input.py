@@ -11,77 +11,77 @@ from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall
 from millrace.serve.llm.structured_output import response_format
 from millrace.serve.llm.tools import RESPONSES, Tools, tools_of
-from millrace.serve.protocols.responses.items import CALLS, OUTPUTS, called, output_of
+from millrace.serve.protocols.responses.items import CALLS, OUTPUTS, call_of, output_of
 from millrace.serve.protocols.responses.protocol import LOGPROBS, ResponsesRequest
 
 # What is given back, and as what where it was left out.
-_TOLD: Mapping[str, object] = {
+_ECHO_DEFAULTS: Mapping[str, object] = {
     "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto",
     "reasoning": {"effort": None, "summary": None}, "metadata": {},
 }  # fmt: skip
-MAX_TOLD_BYTES = 128 * 1024
+MAX_ECHO_BYTES = 128 * 1024
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def params_of(asked: ResponsesRequest) -> SamplingParams:
+def params_of(request: ResponsesRequest) -> SamplingParams:
     """raises RequestError"""
-    wants_logprobs = LOGPROBS in (asked.include or ())
-    if asked.top_logprobs and not wants_logprobs:
+    wants_logprobs = LOGPROBS in (request.include or ())
+    if request.top_logprobs and not wants_logprobs:
         raise RequestError(
             f'top_logprobs is set, but include has no "{LOGPROBS}"', "both", "add it to include", "top_logprobs"
         )
     return SamplingParams(
-        max_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed,
-        structured_outputs=_form(asked.text), logprobs=(asked.top_logprobs or 0) if wants_logprobs else None,
+        max_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p, seed=request.seed,
+        structured_outputs=_form(request.text), logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
     )  # fmt: skip
 
 
-def told_of(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
+def echoed_fields(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
     """What is given back as it came, as JSON: it is kept as long as the response.
 
     raises RequestError where it is large; tools have a bound of their own
     """
-    told = {name: msgspec.json.encode(getattr(asked, name) or default) for name, default in _TOLD.items()}
-    for name, written in {**told, "chat_template_kwargs": msgspec.json.encode(asked.chat_template_kwargs)}.items():
-        if name != "tools" and len(written) > MAX_TOLD_BYTES:
-            what = f"{name} has {len(written)} bytes"
-            raise RequestError(what, f"at most {MAX_TOLD_BYTES}", f"shorten {name}", name)
-    return {name: msgspec.Raw(written) for name, written in told.items()}
+    encoded = {name: msgspec.json.encode(getattr(request, name) or default) for name, default in _ECHO_DEFAULTS.items()}
+    for name, data in {**encoded, "chat_template_kwargs": msgspec.json.encode(request.chat_template_kwargs)}.items():
+        if name != "tools" and len(data) > MAX_ECHO_BYTES:
+            what = f"{name} has {len(data)} bytes"
+            raise RequestError(what, f"at most {MAX_ECHO_BYTES}", f"shorten {name}", name)
+    return {name: msgspec.Raw(data) for name, data in encoded.items()}
 
 
 def _form(text: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     """`text.format` is a chat's `response_format` with the schema's fields one level higher."""
-    given = (text or {}).get("format")
-    if given is None:
+    text_format = (text or {}).get("format")
+    if text_format is None:
         return None
-    if not isinstance(given, Mapping):
-        raise RequestError(f"text.format is of type {type(given).__name__}", "an object", "correct text", "text")
-    described = {name: value for name, value in given.items() if name != "type"}
-    return response_format({"type": given.get("type"), **({"json_schema": described} if described else {})})
+    if not isinstance(text_format, Mapping):
+        raise RequestError(f"text.format is of type {type(text_format).__name__}", "an object", "correct text", "text")
+    described = {name: value for name, value in text_format.items() if name != "type"}
+    return response_format({"type": text_format.get("type"), **({"json_schema": described} if described else {})})
 
 
-def tools_of_response(asked: ResponsesRequest) -> Tools | None:
+def tools_of_response(request: ResponsesRequest) -> Tools | None:
     """Functions stand one level higher here than in a chat. raises RequestError naming the field"""
-    given: list[dict[str, object]] = []
-    for i, tool in enumerate(asked.tools or ()):
+    tools: list[dict[str, object]] = []
+    for i, tool in enumerate(request.tools or ()):
         if tool.get("type") != "function":
             raise _wrong_tool(f"tools[{i}].type is {tool.get('type')!r:.60}")
         function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-        given.append({"type": "function", "function": function})
-    choice: object = asked.tool_choice
+        tools.append({"type": "function", "function": function})
+    choice: object = request.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return tools_of(given, choice, asked.parallel_tool_calls, RESPONSES)
+    return tools_of(tools, choice, request.parallel_tool_calls, RESPONSES)
 
 
-def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     """raises RequestError naming the item"""
-    if isinstance(given, str):
-        return [Message("user", given)]
+    if isinstance(items, str):
+        return [Message("user", items)]
     messages: list[Message] = []
     thoughts = ""  # of the assistant's next message
-    for i, item in enumerate(given):
+    for i, item in enumerate(items):
         where = f"input[{i}]"
         match item:
             case {"type": "reasoning"}:
@@ -109,11 +109,11 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def _add_call(messages: list[Message], item: Mapping[str, Any], where: str, thoughts: str) -> None:
     """A call of a tool, or what came of one. raises RequestError for an item that lacks a part"""
-    made, result = called(item), output_of(item)
-    if made is None and (result is None or item["type"] in CALLS):
+    call_fields, result = call_of(item), output_of(item)
+    if call_fields is None and (result is None or item["type"] in CALLS):
         raise _wrong(f"{where} is {item!r:.100}", "a whole call with its call_id, or the output of one")
-    if made is not None:
-        call_id, name, arguments = made
+    if call_fields is not None:
+        call_id, name, arguments = call_fields
         call = ToolCall(CalledFunction(name, arguments), call_id)
         last = messages[-1] if messages else None
         if last is not None and last.role == "assistant":  # the calls of one turn are one message

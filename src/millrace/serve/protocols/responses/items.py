@@ -37,11 +37,11 @@ def renderable_items(items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     The output of a call that is left out goes with it. raises RequestError for a type that was probably meant to be a
     known one, or for too many different ones
     """
-    kept, calls, kinds = list[dict[str, Any]](), set[object](), set[str]()
+    renderable, calls, kinds = list[dict[str, Any]](), set[object](), set[str]()
     for i, item in enumerate(items):
         kind = item.get("type")
         if not isinstance(kind, str) or kind.startswith(_MEDIA):  # a message, or what `messages_of` refuses
-            kept.append(item)
+            renderable.append(item)
         elif kind not in RENDERED:
             if kind not in kinds and kind not in _LEFT_OUT and (meant := closest_name(kind, RENDERED)) is not None:
                 what = f'input[{i}].type is "{kind}"'
@@ -54,42 +54,46 @@ def renderable_items(items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
         elif kind in OUTPUTS and isinstance(item.get("call_id"), str) and item["call_id"] in calls:
             kinds.add(kind)
         else:
-            kept.append(item)
-    return kept, [header_name(f"input.{kind}") for kind in kinds]
+            renderable.append(item)
+    return renderable, [header_name(f"input.{kind}") for kind in kinds]
 
 
-def called(item: Mapping[str, Any]) -> tuple[str, str, str] | None:
+def call_of(item: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Of a call: its id, the tool's name, its arguments as JSON. None for an item that is no whole call"""
     kind = item.get("type")
     if not isinstance(kind, str) or kind not in CALLS:
         return None
-    name, given = _OWN_NAMES.get(kind) or item.get("name"), item.get(CALLS[kind])
+    name, arguments = _OWN_NAMES.get(kind) or item.get("name"), item.get(CALLS[kind])
     call_id = _id_of(item)
     if not isinstance(name, str) or call_id is None:
         return None
     if kind in _OWN_NAMES:
-        return (call_id, name, json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
-    if not isinstance(given, str):
+        return (call_id, name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, str):
         return None
-    return call_id, name, json.dumps({"input": given}, ensure_ascii=False) if kind == "custom_tool_call" else given
+    return (
+        call_id,
+        name,
+        json.dumps({"input": arguments}, ensure_ascii=False) if kind == "custom_tool_call" else arguments,
+    )
 
 
 def output_of(item: Mapping[str, Any]) -> tuple[str, object] | None:
     """Of the output of a call: the call's id, and a text or parts of it. None for an item that is no whole output"""
     kind, call_id = item.get("type"), _id_of(item)
     if kind == "mcp_call":
-        given = item.get("output") or item.get("error")
+        output = item.get("output") or item.get("error")
     elif isinstance(kind, str) and kind in OUTPUTS:
-        given = item.get("output")
-        if given is None and kind == "apply_patch_call_output":
-            given = item.get("status")
+        output = item.get("output")
+        if output is None and kind == "apply_patch_call_output":
+            output = item.get("status")
     else:
         return None
-    if call_id is None or given is None:
+    if call_id is None or output is None:
         return None
-    if kind in ("function_call_output", "custom_tool_call_output") or isinstance(given, str):
-        return call_id, given
-    return call_id, json.dumps(given, ensure_ascii=False)
+    if kind in ("function_call_output", "custom_tool_call_output") or isinstance(output, str):
+        return call_id, output
+    return call_id, json.dumps(output, ensure_ascii=False)
 
 
 def _id_of(item: Mapping[str, Any]) -> str | None:

@@ -13,21 +13,21 @@ from millrace.serve.http.errors import HttpError
 from millrace.serve.llm.request_types import Message
 from millrace.serve.protocols.responses.protocol import ResponseReply, Status
 
-MAX_KEPT = 1000
-MAX_KEPT_BYTES = 64 * 2**20
+MAX_RESPONSES = 1000
+MAX_STORED_BYTES = 64 * 2**20
 OVERHEAD_BYTES = 1024  # of one beside its JSON
 
 
 @dataclass(slots=True)
 class StoredResponse:
-    """said: the conversation as a JSON list of Message, with the answer once there is one
+    """messages_json: the conversation as a JSON list of Message, with the answer once there is one
 
     status alone says whether it is under way; cancel: how to end it then
     """
 
     id: str
     tenant: str  # whose it is
-    said: bytes
+    messages_json: bytes
     reply: bytes = b""  # JSON
     status: Status = "in_progress"
     has_answer: bool = False
@@ -35,12 +35,12 @@ class StoredResponse:
 
     @property
     def n_bytes(self) -> int:
-        return len(self.said) + len(self.reply) + OVERHEAD_BYTES
+        return len(self.messages_json) + len(self.reply) + OVERHEAD_BYTES
 
     @property
     def fits(self) -> bool:
         """Beside no others."""
-        return self.n_bytes <= MAX_KEPT_BYTES
+        return self.n_bytes <= MAX_STORED_BYTES
 
     @property
     def is_under_way(self) -> bool:
@@ -57,91 +57,92 @@ class StoredResponse:
 
     def add(self, answer: Message) -> None:
         """At the end of the conversation, which is not empty."""
-        self.said, self.has_answer = self.said[:-1] + b"," + msgspec.json.encode(answer) + b"]", True
+        self.messages_json, self.has_answer = self.messages_json[:-1] + b"," + msgspec.json.encode(answer) + b"]", True
 
     def messages(self) -> list[Message]:
-        return msgspec.json.decode(self.said, type=list[Message])
+        return msgspec.json.decode(self.messages_json, type=list[Message])
 
 
-class Responses:
+class ResponseStore:
     """Of one server, in the event loop's thread.
 
     Where there are too many, one goes of the tenant who has most: the one that was not asked for the longest.
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._counted: dict[str, int] = {}  # bytes of each
         self._number, self._bytes = Counter[str](), Counter[str]()  # of each tenant's
         self.n_bytes = 0  # of all of them
 
-    def keep(self, kept: StoredResponse) -> None:
+    def add(self, response: StoredResponse) -> None:
         """It fits; others go for it."""
-        self._kept[kept.id] = kept
-        self._count(kept, kept.n_bytes)
-        while len(self._kept) > MAX_KEPT or self.n_bytes > MAX_KEPT_BYTES:
-            held = self._number if len(self._kept) > MAX_KEPT else self._bytes
-            ended = (other for other in self._kept.values() if not other.is_under_way)  # the rest is somebody's
-            goes = max(ended, key=lambda other: held[other.tenant], default=None)  # of equals the first
-            if goes is None:
+        self._responses[response.id] = response
+        self._count(response, response.n_bytes)
+        while len(self._responses) > MAX_RESPONSES or self.n_bytes > MAX_STORED_BYTES:
+            totals = self._number if len(self._responses) > MAX_RESPONSES else self._bytes
+            ended = (other for other in self._responses.values() if not other.is_under_way)  # the rest is somebody's
+            evicted = max(ended, key=lambda other: totals[other.tenant], default=None)  # of equals the first
+            if evicted is None:
                 return
-            self._forget(goes.id)
+            self._forget(evicted.id)
 
-    def changed(self, kept: StoredResponse) -> bool:
+    def update(self, response: StoredResponse) -> bool:
         """It has another size now. Where it fits no more it goes, and others stay. Whether it is there"""
-        if self._kept.get(kept.id) is kept:
-            self._forget(kept.id)
-            if kept.fits:
-                self.keep(kept)
-        return kept.id in self._kept
+        if self._responses.get(response.id) is response:
+            self._forget(response.id)
+            if response.fits:
+                self.add(response)
+        return response.id in self._responses
 
     def get(self, response_id: str, tenant: str, param: str | None = None) -> StoredResponse:
         """raises HttpError with 404, also for one of another tenant; param: the field that named it"""
-        kept = self._kept.get(response_id)
-        if kept is None or kept.tenant != tenant:
+        response = self._responses.get(response_id)
+        if response is None or response.tenant != tenant:
             error = HttpError(
                 404, "response_not_found", f'there is no response "{response_id[:100]}"',
-                f"one of the last {MAX_KEPT} that were stored, of at most {MAX_KEPT_BYTES // 2**20} MiB together",
+                f"one of the last {MAX_RESPONSES} that were stored, of at most {MAX_STORED_BYTES // 2**20} MiB "
+                "together",
                 "send the whole conversation as input",
             )  # fmt: skip
             raise error.about(param) if param else error
-        self._kept.move_to_end(response_id)
-        return kept
+        self._responses.move_to_end(response_id)
+        return response
 
-    def before(self, response_id: str, tenant: str) -> StoredResponse:
+    def previous(self, response_id: str, tenant: str) -> StoredResponse:
         """The one that another goes on from. raises HttpError: 404 as `get`, 409 while it is being answered
 
         400 where it failed or was cancelled before it said anything.
         """
-        kept, param = self.get(response_id, tenant, "previous_response_id"), "previous_response_id"
-        if kept.is_under_way:
+        response, param = self.get(response_id, tenant, "previous_response_id"), "previous_response_id"
+        if response.is_under_way:
             raise HttpError(
                 409, "response_in_progress", f'the response "{response_id[:100]}" is still being answered',
                 "one that has come to its end", "wait until its status is no longer in_progress, or cancel it",
             ).about(param)  # fmt: skip
-        if not kept.has_answer:
+        if not response.has_answer:
             raise HttpError(
                 400, "response_without_answer",
-                f'the response "{response_id[:100]}" is {kept.status}, and has no answer', "one with an answer",
+                f'the response "{response_id[:100]}" is {response.status}, and has no answer', "one with an answer",
                 "go on from the one before it, or ask again",
             ).about(param)  # fmt: skip
-        return kept
+        return response
 
     def delete(self, response_id: str) -> None:
-        self._kept[response_id].end()
+        self._responses[response_id].end()
         self._forget(response_id)
 
     def _forget(self, response_id: str) -> None:
-        if (kept := self._kept.pop(response_id, None)) is not None:
-            self._count(kept, None)
+        if (response := self._responses.pop(response_id, None)) is not None:
+            self._count(response, None)
 
-    def _count(self, kept: StoredResponse, n_bytes: int | None) -> None:
+    def _count(self, response: StoredResponse, n_bytes: int | None) -> None:
         """n_bytes: as they are now; None: it is gone"""
-        change = (n_bytes or 0) - self._counted.pop(kept.id, 0)
+        change = (n_bytes or 0) - self._counted.pop(response.id, 0)
         self.n_bytes += change
-        self._bytes[kept.tenant] += change
-        self._number[kept.tenant] += 1 if n_bytes is not None else -1
+        self._bytes[response.tenant] += change
+        self._number[response.tenant] += 1 if n_bytes is not None else -1
         if n_bytes is not None:
-            self._counted[kept.id] = n_bytes
-        elif not self._number[kept.tenant]:
-            del self._number[kept.tenant], self._bytes[kept.tenant]
+            self._counted[response.id] = n_bytes
+        elif not self._number[response.tenant]:
+            del self._number[response.tenant], self._bytes[response.tenant]

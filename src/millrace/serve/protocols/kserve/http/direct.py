@@ -181,9 +181,25 @@ class DirectAnswer:
 
     scope = {"http_version": "1.1"}  # noqa: RUF012  read by the connection, never written
     __slots__ = (
-        "_began_ns", "_connection", "_dates", "_direct", "_end_grant", "_head", "_id", "_is_begun",
-        "_is_over", "_model", "_request", "_response", "_output_options", "_writing", "disconnected", "keep_alive",
-        "message_event", "response_complete", "response_started",
+        "_began_ns",
+        "_connection",
+        "_dates",
+        "_direct",
+        "_end_grant",
+        "_head",
+        "_id",
+        "_is_begun",
+        "_is_over",
+        "_model",
+        "_output_options",
+        "_request",
+        "_response",
+        "_writing",
+        "disconnected",
+        "keep_alive",
+        "message_event",
+        "response_complete",
+        "response_started",
     )  # fmt: skip
 
     def __init__(
@@ -294,9 +310,11 @@ class DirectAnswer:
             log_request(RequestLog("POST", head.path, self._id, status, took_ms, None, prompt, generated or None))
         else:
             direct.backend.log.add("POST", head.path, self._id, status, took_ms)
-        direct.serving.metrics.answered(head.route, "POST", status)
+        direct.serving.metrics.count_response(head.route, "POST", status)
         direct.serving.load.n -= 1
-        self._request = self._output_options = None  # the connection keeps this, and so would regions of shared memory be kept
+        self._request = self._output_options = (
+            None  # the connection keeps this, and so would regions of shared memory be kept
+        )
 
     def _on_disconnect(self) -> None:
         """Cancel the request if its client has disconnected."""

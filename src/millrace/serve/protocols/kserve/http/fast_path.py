@@ -208,7 +208,7 @@ class ConnectionFastPath:
             status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
         took_ms = (time.monotonic_ns() - began_ns) / 1e6
         self._server.backend.log.add("POST", cached.infer_head.path, request_id, status, took_ms)
-        self._server.serving.metrics.answered(cached.infer_head.route, "POST", status)
+        self._server.serving.metrics.count_response(cached.infer_head.route, "POST", status)
         id_header = b"x-request-id: %b\r\n\r\n" % request_id.encode()
         return b"".join((STATUS_LINE[status], header_lines(dates), head, id_header, body))
 
