@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from millrace.serve.http.connection_limits import MAX_REFUSED, ConnectionLimits
-from millrace.serve.http.server_context import Connections
+from millrace.serve.http.connection_table import Connections
 from tests.serve.support import START, Fake, connect, post, serving_with
 
 pytestmark = pytest.mark.usefixtures("hurry")

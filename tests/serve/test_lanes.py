@@ -13,9 +13,10 @@ from millrace.checkpoint.chat.chat_template import ChatTemplate
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
-from millrace.serve.http import routes, server_context
+from millrace.serve.http import bounded_executor, routes
+from millrace.serve.http.bounded_executor import BoundedExecutor
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.server_context import LARGE, LARGE_BODY, BoundedExecutor
+from millrace.serve.http.server_context import LARGE, LARGE_BODY
 from millrace.serve.llm import generation_stream
 from millrace.serve.llm.language_model import (
     LONG_CHARACTERS,
@@ -143,8 +144,8 @@ def test_long_chats_do_not_hold_up_short_ones() -> None:
 
 def test_what_nobody_waits_for_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Soon, but not at once: a new process costs something too."""
-    assert 0 < server_context.ABANDONED_S <= 2
-    monkeypatch.setattr(server_context, "ABANDONED_S", 0.05)
+    assert 0 < bounded_executor.ABANDONED_S <= 2
+    monkeypatch.setattr(bounded_executor, "ABANDONED_S", 0.05)
     stopped, entered = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -116,10 +116,10 @@ def test_they_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_room(self: Any, n_bytes: int) -> None:
     """Others hold all that may be held."""
-    others = self._held._of.share()
+    others = self._unsent._pool.lease()
     others.add(20_000)
     try:
-        self._held.add(n_bytes)
+        self._unsent.add(n_bytes)
     finally:
         others.release()
 

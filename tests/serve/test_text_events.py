@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.serve.llm.generation_stream import TextDeltaEncoder, encode_events
+from millrace.serve.llm.event_stream import TextDeltaEncoder, encode_events
 from millrace.serve.protocols.openai.replies import (
     ChatChunk,
     ChatChunkChoice,

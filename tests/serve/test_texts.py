@@ -22,8 +22,8 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
-from millrace.serve.http import server_context
-from millrace.serve.http.server_context import BoundedExecutor
+from millrace.serve.http import bounded_executor
+from millrace.serve.http.bounded_executor import BoundedExecutor
 from millrace.serve.llm.request_decoding import decode
 from millrace.serve.llm.request_types import ChatRequest
 from millrace.serve.llm.token_lower_bound import TokenLowerBound, n_words, reach
@@ -254,7 +254,7 @@ def test_a_lane_is_bounded_in_number_and_bytes() -> None:
         assert await asyncio.gather(*first) == [True, True]
         gate.clear()
         large = asyncio.create_task(
-            lane.run(gate.wait, server_context.MAX_HELD_BYTES + 1)
+            lane.run(gate.wait, bounded_executor.MAX_HELD_BYTES + 1)
         )  # alone it may be as large as it is
         await asyncio.sleep(0)
         with pytest.raises(BusyError):
@@ -269,7 +269,7 @@ def test_a_lane_is_bounded_in_number_and_bytes() -> None:
 
 
 def test_abandoned_work_leaves_the_queue_or_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_context, "ABANDONED_S", 0.05)
+    monkeypatch.setattr(bounded_executor, "ABANDONED_S", 0.05)
 
     async def main() -> None:
         stopped, entered, done = threading.Event(), threading.Event(), list[str]()

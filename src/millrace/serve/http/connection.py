@@ -16,10 +16,10 @@ from typing import Any, cast
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from millrace.serve.http.connection_table import Connections
 from millrace.serve.http.errors import HttpError, problem_of
 from millrace.serve.http.fast_path import FastPath, FastPathCycle
 from millrace.serve.http.http_request import PIECE_BYTES, CoalescingTransport, Parser, fault_of_head, without_upgrade
-from millrace.serve.http.server_context import Connections
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory

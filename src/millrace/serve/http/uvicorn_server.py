@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 
 from millrace.serve.http.connection import Connection
 from millrace.serve.http.connection_limits import ConnectionLimits, number_of_connections
+from millrace.serve.http.connection_table import Connections
 from millrace.serve.http.fast_path import FastPath
-from millrace.serve.http.server_context import Connections
 from millrace.serve.settings import ServerSettings
 
 TICK_S = 0.1

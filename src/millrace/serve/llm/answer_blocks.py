@@ -1,6 +1,6 @@
-"""An answer as blocks, one after the other: thoughts, text, calls. Whole answers, and streams of all but chats.
+"""Answers as consecutive blocks: reasoning, text, tool calls. Used by collected answers and by all streams but chats.
 
-Each block is opened, added to, and closed before the next begins.
+Each block is opened, appended to, and closed before the next one begins.
 """
 
 import json
@@ -20,7 +20,7 @@ class BlockKind(Enum):
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """name, call_id: of a call, whose text is its arguments' JSON"""
+    """One block of an answer. name, call_id: of a tool call, whose text is the JSON of its arguments"""
 
     index: int
     kind: BlockKind
@@ -35,7 +35,7 @@ class AnswerBlock:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a call, for protocols that have objects only: what is none is handed on under a name of its own."""
+        """Return the arguments of a tool call as an object; text that is no JSON object is put under its own key."""
         try:
             arguments = json.loads(self.text)
         except (ValueError, RecursionError):
@@ -53,14 +53,14 @@ BlockChange = tuple[BlockEvent, AnswerBlock, str]  # the text that was added
 
 
 class Blocks:
-    """Of one answer, as far as it has come."""
+    """The blocks of one answer so far."""
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
         self.all: list[AnswerBlock] = []
         self._new_call_id = new_call_id
 
     def add(self, delta: ParsedDelta) -> Iterator[BlockChange]:
-        """What it does to the blocks. What goes on with a call comes before all else that was said with it."""
+        """Add a delta and yield the changes. A continued tool call comes before the rest of the delta."""
         calls = delta.calls
         if calls and calls[0].name is None:
             yield self._append(calls[0].arguments)
@@ -76,19 +76,19 @@ class Blocks:
                 yield self._append(part.arguments)
 
     def push(self, delta: ParsedDelta) -> None:
-        """`add` for whoever wants the blocks alone."""
+        """Add a delta without reporting the changes."""
         for _ in self.add(delta):
             pass
 
     def text(self, kind: BlockKind) -> str:
-        """Of all blocks of a kind."""
+        """Return the text of all blocks of a kind."""
         return "".join(block.text for block in self.all if block.kind is kind)
 
     def calls(self) -> list[AnswerBlock]:
         return [block for block in self.all if block.kind is BlockKind.CALL]
 
     def close(self) -> Iterator[BlockChange]:
-        """The answer is over, or another block begins."""
+        """Close the open block, because the answer is complete or another block begins."""
         if self._open is not None:
             self._open.closed = True
             yield BlockEvent.CLOSED, self.all[-1], ""

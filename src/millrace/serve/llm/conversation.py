@@ -1,4 +1,4 @@
-"""A conversation to be answered, whatever the protocol it came by; each message as OpenAI's clients write it."""
+"""Conversations to answer, independent of the protocol; messages have OpenAI's shape."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +14,11 @@ from millrace.serve.llm.tools import Tools
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """How the chat template is asked.
+    """Options of rendering a chat template.
 
-    extra: further variables of it, such as enable_thinking, which count before `thinking`
-    add_special_tokens: in front of what it wrote
-    continued: the last message is the beginning of the answer; opens: else the prompt ends where an answer begins
+    extra: further template variables, such as enable_thinking; they override `thinking`
+    add_special_tokens: add them in front of the rendered text
+    continued: the last message is the beginning of the answer; opens: the prompt ends where an answer begins
     """
 
     extra: Mapping[str, object] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class RenderingFields(Protocol):
 
 
 def rendering_of(request: RenderingFields) -> Rendering:
-    """raises RequestError where they contradict one another"""
+    """Return the rendering options of a request. raises RequestError if they contradict each other"""
     opens, prefixed = request.add_generation_prompt, prefixed_by(request.messages or ())
     continued = request.continue_final_message
     if prefixed and continued is False:
@@ -64,10 +64,10 @@ def rendering_of(request: RenderingFields) -> Rendering:
 
 
 def prefixed_by(messages: Sequence[Message]) -> str:
-    """Return the path of the field by which the last message is the beginning of the answer; "": there is none.
+    """Return the path of the field that makes the last message the beginning of the answer; "" if there is none.
 
     Mistral's and DeepSeek's clients call it `prefix`, Qwen's `partial`.
-    raises RequestError where it is set in another message
+    raises RequestError if it is set in another message
     """
     for i, message in enumerate(messages):
         name = "prefix" if message.prefix else "partial" if message.partial else ""
@@ -84,7 +84,7 @@ def prefixed_by(messages: Sequence[Message]) -> str:
 
 
 def continue_last_assistant_message(rendering: Rendering, messages: Sequence[Message]) -> Rendering:
-    """Where the assistant said the last, the answer goes on with it: as Anthropic's and Ollama's clients mean it."""
+    """If the last message is the assistant's, continue it (prefill), as Anthropic and Ollama do."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.tool_calls or not isinstance(last.content, str):
         return rendering
@@ -93,8 +93,11 @@ def continue_last_assistant_message(rendering: Rendering, messages: Sequence[Mes
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """messages: let go of when they are encoded; whole_bytes: of a log probability in a whole answer, None: a stream
-    capped: max_tokens beyond the context means the rest of the context; else it is an error
+    """One conversation, its tools and its parameters.
+
+    messages: released once they are encoded
+    whole_bytes: JSON bytes of a log probability in an answer that is not streamed; None: it is streamed
+    capped: max_tokens beyond the context means the rest of the context; otherwise it is an error
     """
 
     messages: Sequence[Message]
@@ -107,6 +110,6 @@ class Conversation:
 
     @property
     def answer_prefix(self) -> str:
-        """Of the answer that the last message is the beginning of."""
+        """Return the beginning of the answer that the last message holds, or ""."""
         content = self.messages[-1].content if self.rendering.continued and self.messages else None
         return content if isinstance(content, str) else "".join(part.text for part in content or ())

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and the encoder behind it: texts to vectors, those of all clients in the same steps."""
+"""POST /v1/embeddings and its encoder backend; texts of all clients are batched in the same steps."""
 
 import asyncio
 import binascii
@@ -36,15 +36,15 @@ from millrace.serve.llm.request_decoding import TextsOrIds, drop_large_fields, t
 from millrace.serve.llm.response_types import Embedding, EmbeddingReply, EmbeddingUsage
 from millrace.serve.ops.metrics import counter, gauge
 
-MAX_WAITING_TOKENS = 4 * 2**20  # of all requests; who asks for no more than SMALL_TOKENS is let in beside them
+MAX_WAITING_TOKENS = 4 * 2**20  # of all requests; a request of at most SMALL_TOKENS is admitted above that
 SMALL_TOKENS = 16 * 2**10
-FLOAT_BYTES = 24  # of a number in JSON, with its comma, at most
+FLOAT_BYTES = 24  # of a number in JSON with its comma, at most
 FORMATS = ("float", "base64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderModel(ServedModel):
-    """An encoder of texts. The server starts and stops `loop`; its network's owner closes that."""
+    """A text encoder. The server starts and stops `loop`; whatever loaded the model closes it."""
 
     loop: EncoderLoop
     tokenizer: Tokenizer
@@ -57,7 +57,7 @@ class EncoderModel(ServedModel):
 
 
 class EncoderBackend(Backend):
-    """An encoder and its texts."""
+    """A text encoder with its tokenisation and queue limits."""
 
     kind_name = "an encoder"
 
@@ -73,9 +73,9 @@ class EncoderBackend(Backend):
         self._n_running = 0  # requests
 
     async def vectors(self, texts: Sequence[Ids]) -> Vectors:
-        """Of texts that were checked, in their order; whoever is cancelled takes them out of the queue.
+        """Return the vectors of checked texts, in order; cancelling the task removes them from the queue.
 
-        raises BusyError where too many are waiting or the server ends, EngineError where a step failed
+        raises BusyError if too many are waiting or the server ends, EngineError if a step failed
         """
         stats = self.health()
         n_tokens, most = sum(map(len, texts)), self.model.max_queued
@@ -98,7 +98,7 @@ class EncoderBackend(Backend):
         self.model.loop.start()
 
     async def warm_up(self) -> str | None:
-        """A text, from its characters to its vector."""
+        """Encode one text from its characters to its vector; return an error message, or None."""
         try:
             (ids,) = await self.texts.encode(["Hi"], add_special_tokens=True)
             await self.vectors([checked_ids(ids[: self.limits.max_context], self.limits, "the text")])
@@ -136,7 +136,7 @@ class EncoderBackend(Backend):
 
 
 async def embeddings(backend: EncoderBackend, call: RequestContext, request: EmbeddingRequest) -> ASGIApp:
-    """A vector for each text of the request, in their order. raises MillraceError"""
+    """Return one vector for each text of the request, in order. raises MillraceError"""
     _check(request, backend)
     special, cut = request.add_special_tokens is not False, request.truncate_prompt_tokens
     texts = await token_ids(backend, request.input, "input", special, cut)
@@ -171,7 +171,7 @@ def _base64(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
 
 
 def _check(request: EmbeddingRequest, backend: EncoderBackend) -> None:
-    """What does not depend on the texts. raises RequestError"""
+    """Check the fields that do not depend on the texts. raises RequestError"""
     if request.encoding_format not in (None, *FORMATS):
         raise RequestError(
             f"encoding_format is {request.encoding_format!r:.60}", '"float" or "base64"', "choose one of them",
@@ -183,7 +183,7 @@ def _check(request: EmbeddingRequest, backend: EncoderBackend) -> None:
 async def token_ids(
     backend: EncoderBackend, value: TextsOrIds, field: str, special: bool = True, truncate: int | None = None
 ) -> list[Ids]:
-    """Of each text, checked. field: of the request, as errors name it. raises RequestError, BusyError"""
+    """Return the checked token ids of each text. field: its name in errors. raises RequestError, BusyError"""
     limits = backend.limits
     max_tokens = truncation(truncate, limits.max_context)
     inputs = texts_or_ids(value, field)
@@ -208,6 +208,6 @@ async def token_ids(
 
 
 def _retry_after_s(stats: EncoderStats) -> float:
-    """Until what waits is done, at the speed of all steps so far."""
+    """Return the seconds until the waiting tokens are done, at the mean speed of all steps so far."""
     rate = stats.tokens_total / stats.busy_s if stats.busy_s else 0.0
     return min(max(stats.waiting_tokens / rate if rate else 0.0, RETRY_LOW_S), RETRY_HIGH_S)

@@ -1,20 +1,13 @@
-"""The engine's side of one call: a request per prompt, read as one, measured, cancelled; and the events that
-a stream writes of it: one write for each step of the engine, however many tokens and choices it has.
-"""
+"""Token streams of one HTTP call: submits its prompts to the engine, merges their deltas, records metrics, cancels."""
 
-import contextlib
 import hashlib
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
-from starlette.types import Receive, Scope, Send
 
 from millrace import __version__
 from millrace.checkpoint.tool_calls.answer_parser import ParsedDelta
@@ -31,15 +24,14 @@ from millrace.runtime.request.sampling_params import (
     with_length,
 )
 from millrace.runtime.service import RequestHandle
-from millrace.serve.http.errors import GenerationFailedError, HttpProblem
-from millrace.serve.http.http_request import EVENT_STREAM, UNBUFFERED, RequestContext
+from millrace.serve.http.errors import GenerationFailedError
+from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE, LARGE_BODY, LARGE_RESUME, LARGE_STEP
 from millrace.serve.llm.conversation import Conversation
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import check_reply_bytes
 from millrace.serve.llm.output_parsing import PLAIN_TEXT, OutputReaderFactory
 from millrace.serve.llm.reasoning import FIELDS
-from millrace.serve.llm.request_types import StreamOptions
 from millrace.serve.llm.response_types import (
     ChatFinish,
     CompletionTokensDetails,
@@ -51,10 +43,10 @@ from millrace.serve.llm.response_types import (
 
 
 class GenerationStream:
-    """`async with` it: whoever leaves early takes the requests along. Iteration gives lists of Delta until all ended.
+    """The merged deltas of a call's requests. Leaving the `async with` block early cancels the requests.
 
-    Choices are counted through all prompts: prompt 1 begins at n. Deltas of the same choice in one list are merged.
-    raises GenerationFailedError from the iteration.
+    Iteration yields lists of Delta until all choices have ended. Choices are numbered through all prompts: those of
+    prompt 1 begin at n. Deltas of the same choice in one list are merged. Iterating raises GenerationFailedError.
     """
 
     def __init__(
@@ -65,7 +57,7 @@ class GenerationStream:
         backend: TextBackend,
         readers: OutputReaderFactory,
     ) -> None:
-        """heard: how its answers are read"""
+        """readers: creates the parser of each answer"""
         self.handle = handle
         self.params = params
         n = len(handle.requests) * params.n
@@ -83,7 +75,7 @@ class GenerationStream:
             request.timings.received_s = call.arrived_s
 
     def keep_receipt(self) -> None:
-        """Before the first token: `asked` will have it."""
+        """Compute a receipt for `seed_echo`; to be called before the first token."""
         self._digests = [hashlib.blake2b(digest_size=16) for _ in range(self.n_choices)]
 
     @property
@@ -92,12 +84,12 @@ class GenerationStream:
 
     @property
     def n_generated(self) -> int:
-        """Tokens so far, of all choices."""
+        """Return the number of tokens of all choices so far."""
         return sum(self._n_generated)
 
     @property
     def has_many_logprobs(self) -> bool:
-        """Writing down its log probabilities takes more than a few milliseconds."""
+        """Return whether encoding the log probabilities takes more than a few milliseconds."""
         n_top = self.params.logprobs
         return n_top is not None and self.n_generated * (1 + n_top) > LARGE
 
@@ -107,7 +99,7 @@ class GenerationStream:
         return usage_of(self.handle.n_prompt, self.n_generated, self.handle.n_cached, n_thought)
 
     def usage_so_far(self, choice: int) -> Usage:
-        """Of one choice alone, in the middle of a stream, as vLLM counts it."""
+        """Return the usage of one choice in the middle of a stream, as vLLM counts it."""
         request = self.handle.requests[choice // self.params.n]
         n_thought = self._readers[choice].n_thought if self._readers else 0
         return usage_of(len(request.prompt), self._n_generated[choice], request.n_cached, n_thought)
@@ -124,21 +116,21 @@ class GenerationStream:
         return SeedEcho(seeds[0], seeds) if len(seeds) > 1 else SeedEcho(seeds[0])
 
     def parse_delta(self, delta: Delta) -> ParsedDelta:
-        """What a delta adds to the parts of its answer; each delta once, in order."""
+        """Return what a delta adds to the parts of its answer; to be called once per delta, in order."""
         return ParsedDelta(delta.text) if self._readers is None else self._readers[delta.index].read(delta)
 
     def finish_of(self, delta: Delta) -> ChatFinish:
-        """Of a choice's last delta; errors and aborts have been raised before."""
+        """Return the finish reason of a choice's last delta; errors and aborts have been raised before."""
         assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
         called = self._readers is not None and self._readers[delta.index].n_calls > 0
         return "length" if delta.finish_reason is FinishReason.LENGTH else "tool_calls" if called else "stop"
 
     def reserve_unsent_bytes(self, n_bytes: int) -> None:
-        """Of log probabilities, until this is left. raises HttpError with 503 where all answers' are too many"""
+        """Count bytes of log probabilities until the block ends. raises HttpError with 503 if all answers exceed it"""
         self._unsent.add(n_bytes)
 
     def is_expensive_to_encode(self, deltas: list[Delta]) -> bool:
-        """Naming their tokens takes more than about a millisecond."""
+        """Return whether naming the tokens of deltas takes more than about a millisecond."""
         n_top = self.params.logprobs
         return n_top is not None and sum(delta.n_tokens for delta in deltas) * (1 + n_top) > LARGE_STEP
 
@@ -191,7 +183,7 @@ class GenerationStream:
                 self._reasons.add(delta.finish_reason.value)
 
     def _record_metrics(self) -> None:
-        """Into the log line and, for those that came to a regular end, the histograms."""
+        """Record the call in its log line and, if it ended regularly, in the histograms."""
         log, requests = self._call.log, self.handle.requests
         log.prompt_tokens, log.generated_tokens = self.usage.prompt_tokens, self.n_generated
         timings = requests[0].timings
@@ -208,7 +200,7 @@ class GenerationStream:
 
 
 def digest_of(ids: IntArray) -> str:
-    """As in receipts."""
+    """Return the digest of token ids, as receipts have it."""
     return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).hexdigest()
 
 
@@ -229,7 +221,7 @@ def ignore_thinking(backend: TextBackend, call: RequestContext, request: object)
 async def start_chat_generation(
     backend: TextBackend, call: RequestContext, conversation: Conversation
 ) -> GenerationStream:
-    """Have a conversation answered; its answers are read by `GenerationStream.parse_delta`. raises MillraceError"""
+    """Submit a conversation; `GenerationStream.parse_delta` parses its answers. raises MillraceError"""
     tools, params = conversation.tools, conversation.params
     speech = backend.speech_for(tools is not None)
     specs = tools.specs if tools else ()
@@ -267,10 +259,10 @@ async def submit_prompts(
 ) -> GenerationStream:
     """Submit all prompts, or none.
 
-    continues: they are texts, whose answers are short where no length is said
-    terms: what each asks beside its answer
-    whole_bytes: of each log probability in an answer that is held until it is complete; None: it is a stream
-    heard: how the answers are read
+    continues: the prompts are plain texts, whose answers are short if no length is set
+    terms: queue and cache options of each request
+    whole_bytes: JSON bytes of each log probability in an answer that is not streamed; None: it is streamed
+    readers: creates the parser of each answer
     raises RequestError, BusyError
     """
     engine, context = backend.model.engine, backend.model.engine.limits.context_tokens
@@ -304,13 +296,13 @@ def _salt_of(tenant: str, salt: str) -> str:
 
 
 def usage_of(n_prompt: int, n_generated: int, n_cached: int, n_thought: int = 0) -> Usage:
-    """n_cached: tokens of the prompt that were found in the prefix cache; n_thought: generated, but thoughts"""
+    """Return a usage. n_cached: prompt tokens found in the prefix cache; n_thought: generated reasoning tokens"""
     details = PromptTokensDetails(n_cached), CompletionTokensDetails(n_thought)
     return Usage(n_prompt, n_generated, n_prompt + n_generated, *details)
 
 
 def _merge_deltas(a: Delta, b: Delta) -> Delta:
-    """Two deltas of one choice, in order, as one."""
+    """Merge two consecutive deltas of one choice."""
     return Delta(
         index=a.index,
         text=a.text + b.text,
@@ -328,97 +320,3 @@ def _concat_logprobs(
     a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | None
 ) -> tuple[TokenLogprobs, ...] | None:
     return None if a is None and b is None else (a or ()) + (b or ())
-
-
-@dataclass(frozen=True, slots=True)
-class StreamFraming:
-    """How a protocol writes a stream. failed: of an answer that cannot be finished; end: behind everything"""
-
-    content_type: bytes
-    failed: Callable[[HttpProblem], bytes]
-    end: bytes = b""
-
-
-EVENTS = StreamFraming(EVENT_STREAM, lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n")
-_ENCODER = msgspec.json.Encoder()
-log = logging.getLogger(__name__)
-
-
-class StreamUsage:
-    """What a stream says of its usage: nothing, or null until its last event, or the numbers so far in every event."""
-
-    def __init__(self, options: StreamOptions | None, generation: GenerationStream) -> None:
-        self.at_end = options is not None and bool(options.include_usage)
-        self.always = self.at_end and options is not None and bool(options.continuous_usage_stats)
-        self._generation = generation
-
-    def for_choice(self, choice: int) -> Usage | UnsetType | None:
-        """For an event about that choice."""
-        if not self.at_end:
-            return UNSET
-        return self._generation.usage_so_far(choice) if self.always else None
-
-
-def encode_events(replies: Iterable[msgspec.Struct]) -> bytes:
-    """Each reply as one event."""
-    return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
-
-
-class TextDeltaEncoder:
-    """Events of a stream that differ in their text alone, so that it is all that is encoded of them."""
-
-    def __init__(self, field: bytes, empty: Callable[[int], msgspec.Struct]) -> None:
-        """field: the text's, with its value where that is empty; empty: such a reply about a choice"""
-        self._field, self._empty = field + b':""', empty
-        self._around: dict[int, tuple[bytes, bytes]] = {}
-
-    def event(self, choice: int, text: str) -> bytes:
-        around = self._around.get(choice)
-        if around is None:  # within a string of JSON no quote stands without a backslash: the first is the field
-            before, _, after = encode_events([self._empty(choice)]).partition(self._field)
-            around = self._around[choice] = before + self._field[:-2], after
-        return around[0] + _ENCODER.encode(text) + around[1]
-
-
-def encode_named_event(name: str, reply: msgspec.Struct) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(reply) + b"\n\n"
-
-
-class EventStream:
-    """A response that writes `blocks` as they come, and cancels `generation` when it ends early.
-
-    A generation that fails after the status line was sent becomes an error event. A reader that takes nothing loses its
-    connection (`connection.py`), and so the generation ends as for any client that goes away.
-    """
-
-    def __init__(
-        self,
-        generation: GenerationStream,
-        blocks: AsyncIterator[bytes],
-        framing: StreamFraming = EVENTS,
-        *,
-        outlives_connection: bool = False,
-    ) -> None:
-        """goes_on: somebody else sees to the generation, whatever becomes of this connection"""
-        self._generation, self._blocks, self._framing, self._outlives_connection = (
-            generation,
-            blocks,
-            framing,
-            outlives_connection,
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(body: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        headers = [(b"content-type", self._framing.content_type), *UNBUFFERED]
-        async with contextlib.nullcontext() if self._outlives_connection else self._generation:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            try:
-                async for block in self._blocks:
-                    if block:
-                        await send({"type": "http.response.body", "body": block, "more_body": True})
-            except GenerationFailedError as error:
-                log.log(error.log_level, "answer %s failed: %s", self._generation.handle.request_id, error)
-                await write(self._framing.failed(error.problem))
-        await write(self._framing.end, more=False)

@@ -1,4 +1,4 @@
-"""Language models behind their endpoints: chat, completions, and text to tokens and back."""
+"""Language-model backend: chats, completions, tokenisation and detokenisation."""
 
 import asyncio
 import hashlib
@@ -31,8 +31,9 @@ from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.service import AsyncEngine
 from millrace.runtime.structured_output.grammar import Matcher, ReasoningSpan
 from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.http.bounded_executor import BoundedExecutor
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.server_context import BoundedExecutor, ServerContext
+from millrace.serve.http.server_context import ServerContext
 from millrace.serve.llm.conversation import DEFAULT_RENDERING, Rendering
 from millrace.serve.llm.logprobs import Echo
 from millrace.serve.llm.output_parsing import OutputFormat
@@ -43,25 +44,25 @@ from millrace.serve.llm.request_types import Message
 from millrace.serve.llm.token_lower_bound import TokenLowerBound
 from millrace.serve.ops.metrics import decode_metrics, engine_metrics, step_metrics
 
-SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
+SHORT_CHARACTERS = 512  # tokenised inline: that takes less time than handing the text to a thread
 LONG_CHARACTERS = 8192  # in a process of its own, which is started for the first such text
 VERY_LONG_CHARACTERS = 128 * 1024  # in another one
 LONG_CHAT_BYTES = 64 * 1024  # of a request's body; rendered in another process than shorter ones
 MAX_EXTRA_BYTES = 64 * 1024  # of chat_template_kwargs
 _EXTRA = "chat_template_kwargs"
-# Their priority is that of all threads: a nice one that held the interpreter's lock would be waited for by the engine.
+# They have the normal priority: the engine would wait for a niced thread that holds the interpreter lock.
 N_THREADS = 2
 N_GRAMMARS = 8  # threads for short ones, and as many for long ones: most of them wait for the process that compiles
 
 
 class TextProcessor:
-    """Text to tokens and back, and messages to text. At most `max_pending` calls wait or run in each lane."""
+    """Tokenises, detokenises and renders chats. At most `max_pending` calls wait or run in each executor."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, max_pending: int, max_context: int,
         folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """folder: of the tokenizer's files; with it, long texts are tokenised in processes of their own"""
+        """folder: the tokenizer's files; if given, long texts are tokenised in processes of their own"""
         self.tokenizer = tokenizer
         self._max_context = max_context
         self._least = TokenLowerBound(tokenizer, max_context)
@@ -81,10 +82,10 @@ class TextProcessor:
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool, bounded_field: str | None = None
     ) -> list[Sequence[int]]:
-        """Tokens of each text.
+        """Return the tokens of each text.
 
-        bounded_as: the field to name when a text, by its bytes or words, cannot fit the context
-        raises RequestError for what is no Unicode text, HttpError for one that is too long, BusyError
+        bounded_field: the field that an error names if a text, by its bytes or words, cannot fit the context
+        raises RequestError for invalid Unicode, HttpError for a text that is too long, BusyError
         """
         n = sum(map(len, texts))
         if n <= SHORT_CHARACTERS:
@@ -100,7 +101,7 @@ class TextProcessor:
         return await encoder.lane.run(work, n)
 
     def pause_workers_while_stepping(self, on_all_cores: bool) -> None:
-        """From the engine's thread: long texts wait meanwhile."""
+        """Pause the tokeniser processes while a step uses all cores. Called from the engine's thread."""
         self._long.pause(on_all_cores)
         self._very_long.pause(on_all_cores)
 
@@ -111,9 +112,9 @@ class TextProcessor:
         return await self._decoding.run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
 
     async def echo(self, prompt: str | Sequence[int], ids: Sequence[int], special: bool, skip: bool) -> Echo:
-        """A prompt as it was said, a text or its tokens, to be given back.
+        """Return a prompt, given as a text or as tokens, in the form that an echo returns.
 
-        special: special tokens were put around a text. skip: those of token ids are not shown
+        special: special tokens were added around a text. skip: special tokens among token ids are not shown
         raises BusyError
         """
         tokenizer = self.tokenizer
@@ -134,11 +135,11 @@ class TextProcessor:
         body_bytes: int = 0,
         bounded: bool = True,
     ) -> Sequence[int]:
-        """Check, render and encode.
+        """Check, render and encode messages.
 
-        tools: as clients describe them; body_bytes: of the request that the messages came in: they are no longer
+        tools: as clients describe them; body_bytes: size of the request body, an upper bound of the messages' size
         bounded: refuse what cannot fit the context by its bytes or words
-        raises HttpError without a template or where it cannot fit, what ChatTemplate.render raises; BusyError
+        raises HttpError without a template or if it cannot fit, what ChatTemplate.render raises; BusyError
         """
         renderer = self._chats if body_bytes <= LONG_CHAT_BYTES else self._long_chats
         if renderer is None:
@@ -165,7 +166,7 @@ class TextProcessor:
         return (await self.encode([text], rendering.add_special_tokens, "messages" if bounded else None))[0]
 
     def close(self) -> None:
-        """Without waiting for anything that runs."""
+        """Close all executors without waiting for running work."""
         self._decoding.close()
         for part in (self._medium, self._long, self._very_long, self._chats, self._long_chats):
             if part is not None:
@@ -173,13 +174,13 @@ class TextProcessor:
 
 
 class _Encoder:
-    """A tokenizer with its lane; `process`: where it runs instead of in this process."""
+    """A tokenizer with its executor. process: a process that tokenises instead of this one"""
 
     def __init__(self, tokenizer: Tokenizer, process: TokenizerProcess | None, lane: BoundedExecutor) -> None:
         self._tokenizer, self._process, self.lane = tokenizer, process, lane
 
     def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
-        """raises RequestError, HttpError where the tokenizer or its process cannot do it"""
+        """Tokenise a text. raises RequestError, HttpError if the tokenizer or its process fails"""
         try:
             if self._process is None:
                 return self._tokenizer.encode(text, add_special_tokens)
@@ -202,7 +203,7 @@ def _make_encoder(tokenizer: Tokenizer, folder: Path | None, name: str, max_pend
 
 
 class _Renderer:
-    """A template with its lane."""
+    """A chat template with its executor."""
 
     def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
         self._prompts = PromptRenderer(template)
@@ -212,7 +213,7 @@ class _Renderer:
     def render(
         self, messages: Sequence[dict[str, object]], rendering: Rendering, tools: Sequence[Mapping[str, object]]
     ) -> str:
-        """raises what ChatTemplate.render raises"""
+        """Render messages to a prompt. raises what ChatTemplate.render raises"""
         return self._prompts.render(
             messages, tools, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
             extra={**self.switches[bool(tools)].variables(rendering.thinking), **rendering.extra},
@@ -220,7 +221,7 @@ class _Renderer:
 
 
 def _contents(messages: Sequence[Message]) -> "itertools.chain[str]":
-    """Every text of the messages."""
+    """Return every text of the messages."""
     return itertools.chain.from_iterable(
         (m.content,) if isinstance(m.content, str) else (part.text for part in m.content or ()) for m in messages
     )
@@ -233,23 +234,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodeRoofline:
-    """How long decoding takes at least on this machine, and how long it takes."""
+    """The least time of a decode step on this machine, to compare with the measured time."""
 
     work: DecodeWork
     roofline: Roofline
     budget: TokenBudget  # the engine loop's, which follows the steps without prompt tokens
 
     def bound_s(self, stats: LoopStats) -> float:
-        """Of a step with what runs now; of one sequence that has only begun where nothing does."""
-        n_full = (
-            max(0, stats.pages_used - stats.running) * PAGE_TOKENS
-        )  # each sequence's last page may be all but empty
+        """Return the least time of a step with the running sequences, or with one new sequence if none runs."""
+        n_full = max(0, stats.pages_used - stats.running) * PAGE_TOKENS  # a sequence's last page may be almost empty
         return self.work.bound(self.roofline, max(1, stats.running), n_full).seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextModel(ServedModel):
-    """A language model. The server starts and closes `engine`; its executor's owner closes that."""
+    """A language model. The server starts and closes `engine`; whatever created its executor closes that."""
 
     engine: AsyncEngine
     tokenizer: Tokenizer
@@ -264,7 +263,7 @@ class TextModel(ServedModel):
 
 
 class TextBackend(Backend):
-    """A language model, its texts, and how it is named in answers."""
+    """A language model with its text processing and its executors."""
 
     kind_name = "a language model"
 
@@ -279,13 +278,11 @@ class TextBackend(Backend):
         )  # fmt: skip
         self._grammars = BoundedExecutor("grammar", serving.settings.max_preparing, N_GRAMMARS)
         self._long_grammars = BoundedExecutor("grammar-long", serving.settings.max_preparing, N_GRAMMARS)
-        self._answers = BoundedExecutor(
-            "answers", self.capacity
-        )  # those of the engine, which are not lost for want of a place
+        self._answers = BoundedExecutor("answers", self.capacity)  # has room for every answer of the engine
 
     @property
     def capacity(self) -> int:
-        """Sequences that may wait or run at a time."""
+        """Return how many sequences may wait or run at a time."""
         engine = self.model.engine
         return engine.options.max_queued + engine.limits.max_sequences
 
@@ -299,33 +296,30 @@ class TextBackend(Backend):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of this release, the model's first name, its engine and its precision: where it is equal, so are answers.
-
-        The same model under another name has another one.
-        """
+        """Return `system_fingerprint`, a digest of release, model name, engine and precision: equal ones, equal answers."""
         metadata = self.model.metadata
         parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
         return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()
 
     async def encode_off_loop(self, is_large: bool, work: Callable[[], T]) -> T:
-        """`off_loop` for what the engine has computed: there is a place for every answer."""
+        """Run work on computed answers off the event loop; the executor has room for every answer."""
         return await self._answers.run(work) if is_large else work()
 
     @property
     def speech(self) -> OutputFormat:
-        """How the model writes reasoning, and calls of tools in a conversation without them."""
+        """Return the format of reasoning and of tool calls in a conversation without tools."""
         return self.texts.speech
 
     def speech_for(self, has_tools: bool) -> OutputFormat:
-        """How the model writes calls of tools and reasoning: some have a chat template of its own for tools."""
+        """Return the format of tool calls and reasoning; some models have a separate chat template for tools."""
         return self.texts.speech_of_tools if has_tools else self.texts.speech
 
     async def matchers(
         self, constraint: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
     ) -> Sequence[Matcher]:
-        """Compile for n answers, beside event loop and engine. raises RequestError, BusyError, MachineError
+        """Compile a constraint for n answers, off the event loop. raises RequestError, BusyError, MachineError
 
-        thoughts: what may go before each
+        thoughts: the reasoning that may precede each answer
         """
         if constraint is None:
             return ()
@@ -337,7 +331,7 @@ class TextBackend(Backend):
         self.model.engine.start(self.texts.pause_workers_while_stepping)
 
     async def warm_up(self) -> str | None:
-        """A request, a chat and the vocabulary of grammars, side by side; then the prompts that are to be known."""
+        """Warm up engine, chat template and grammars concurrently, then the prefix cache; return an error, or None."""
         grammars = self._grammars.run(self.model.engine.grammars.prepare)
         trouble, *_ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template(), grammars)
         if self.model.warm_prompts and len(self.settings.keys) > 1 and not self.settings.share_prefix_cache:
@@ -345,7 +339,7 @@ class TextBackend(Backend):
         return trouble or await warm_prefix_cache(self.model.warm_prompts, self._warm_tokens, self.model.engine)
 
     async def _warm_tokens(self, prompt: WarmPrompt) -> list[int]:
-        """raises MillraceError. A conversation ends where its next message would begin"""
+        """Tokenise a warm prompt. A conversation ends where its next message begins. raises MillraceError"""
         line = prompt.line
         if line.messages is None:
             return list((await self.texts.encode([line.prompt or ""], True, "prompt"))[0])

@@ -1,7 +1,7 @@
 """Log probabilities in OpenAI's two shapes: chat's, with bytes, and completions', with text offsets.
 
-A whole answer may have a million of them: `WholeChat` and `WholeCompletion` keep the JSON that they become, which is a
-sixth of what they take as objects.
+An answer may have a million of them: `CollectedChatLogprobs` and `CollectedCompletionLogprobs` store them as JSON, in a
+sixth of the memory that they take as objects.
 """
 
 from collections import deque
@@ -42,17 +42,17 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> Chat
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is given back before its answer."""
+    """A prompt that is returned before its answer."""
 
     text: str
     offsets: Sequence[int]  # where each of its tokens begins
 
     @classmethod
     def of_text(cls, tokenizer: Tokenizer, text: str, ids: Sequence[int], around: tuple[int, int]) -> "Echo":
-        """As it was sent. around: how many special tokens were put before and behind it, which it does not show
+        """Return the echo of a text. around: how many special tokens were added before and after it, and are not shown
 
-        Special tokens lie where the text spells them; between two of them characters are counted as decoding gives
-        them, which a normaliser makes one more or less than there are.
+        Special tokens lie where the text spells them; between two of them, offsets count decoded characters, which a
+        normaliser may make more or fewer than the text has.
         """
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
         shown, spelled = range(around[0], len(ids) - around[1]), set(tokenizer.special_ids)
@@ -81,9 +81,9 @@ class Echo:
 
 
 class OffsetLogprobs:
-    """Completions' shape for one choice, piece by piece. Offsets count from the beginning of the choice's text.
+    """Converter to completions' shape for one choice. Offsets count from the beginning of the choice's text.
 
-    echo: what the text begins with; then the prompt's tokens are told of before those of its answer
+    echo: the echoed prompt, whose tokens come before those of the answer
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class OffsetLogprobs:
         self._offset = 0 if echo is None else len(echo.text)
 
     def first(self, token_id: int, with_top: bool) -> CompletionLogprobs:
-        """An echoed prompt's first token, before which there is nothing."""
+        """Return the entry of an echoed prompt's first token, which has no log probability."""
         name, offset = self._tokenizer.token_text(token_id), self._advance(token_id)
         return CompletionLogprobs([name], [None], [None] if with_top else None, [offset])
 
     def take(self, tokens: Sequence[TokenLogprobs], with_top: bool) -> CompletionLogprobs:
-        """`with_top`: the request asked for alternatives; then the chosen token is among them."""
+        """Convert tokens. with_top: the request asked for alternatives; the chosen token is then among them"""
         offsets = [self._advance(t.token_id) for t in tokens]
         names = [self._tokenizer.token_text(t.token_id) for t in tokens]
         top: list[dict[str, float] | None] | None = None
@@ -112,7 +112,7 @@ class OffsetLogprobs:
         return CompletionLogprobs(names, [_number(t.logprob) for t in tokens], top, offsets)
 
     def _advance(self, token_id: int) -> int:
-        """Where its text begins."""
+        """Return the offset of a token's text, and advance past it."""
         if (echoed := next(self._echoed, None)) is not None:
             return echoed
         begin = self._offset
@@ -121,10 +121,10 @@ class OffsetLogprobs:
 
 
 class ContentLogprobs:
-    """Which of an answer's tokens its content is made of, where its reader leaves marks out and holds text back.
+    """Selector of the tokens that make up an answer's content, if its parser removes marks and holds text back.
 
-    The answer's text is followed from token to token; where in it content stands is the reader's word. A token with a
-    part in both a mark and the content is of the content; so is one that is only a part of a character.
+    It follows the answer's text token by token; the parser says which spans are content. A token that lies partly in a
+    mark and partly in the content counts as content; so does a token that is only a part of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
@@ -134,7 +134,7 @@ class ContentLogprobs:
         self._tokens = deque[tuple[int, int, TokenLogprobs]]()  # not settled: where each begins and ends
 
     def take(self, delta: Delta, parsed: ParsedDelta) -> list[TokenLogprobs]:
-        """Those of `said.content`, which is what was read from this delta; each delta once, in order."""
+        """Return the tokens of `parsed.content`, which was parsed from this delta; once per delta, in order."""
         tokens = delta.logprobs or ()
         if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
             tokens = tokens[:-1]  # the token that ended the answer is not in its text
@@ -157,13 +157,13 @@ class ContentLogprobs:
         return [(begin, self._n_content)]
 
     def _leave(self, at: int) -> None:
-        """Out what is in front; a token that goes beyond it stays."""
+        """Drop the tokens that end before `at`; a token that reaches beyond it stays."""
         while self._tokens and self._tokens[0][0] < at and self._tokens[0][1] <= at:
             self._tokens.popleft()
 
 
 class JsonList:
-    """A list, as the JSON that it becomes."""
+    """A list stored as JSON."""
 
     def __init__(self) -> None:
         self._json = bytearray(b"[")
@@ -177,17 +177,17 @@ class JsonList:
         return len(self._json) - before
 
     def so_far(self) -> list[Any]:
-        """For a reply that is encoded, while more may come."""
+        """Return the list for a reply; more items may be added afterwards."""
         return cast(list[Any], msgspec.Raw(self._json + b"]"))
 
     def finish(self) -> list[Any]:
-        """For a reply that is encoded. Nothing can be added afterwards."""
+        """Return the list for a reply; nothing can be added afterwards."""
         self._json += b"]"
         return cast(list[Any], msgspec.Raw(self._json))
 
 
 class CollectedChatLogprobs:
-    """The log probabilities of one choice of a chat."""
+    """The log probabilities of one chat choice, stored as JSON."""
 
     def __init__(self) -> None:
         self._content = JsonList()
@@ -201,7 +201,7 @@ class CollectedChatLogprobs:
 
 
 class CollectedCompletionLogprobs:
-    """The log probabilities of one choice of a completion."""
+    """The log probabilities of one completion choice, stored as JSON."""
 
     def __init__(self) -> None:
         self._tokens, self._logprobs, self._top, self._offsets = (JsonList() for _ in range(4))
@@ -227,9 +227,9 @@ def _number(logprob: float) -> float:
 
 
 def check_reply_bytes(n_tokens: int, n_top: int, bytes_per_logprob: int, max_bytes: int, n: int) -> None:
-    """Before an answer of so many tokens is computed that nobody could be sent. raises RequestError
+    """Refuse an answer whose log probabilities would be too large to send in one piece. raises RequestError
 
-    Of its log probabilities only: its text is a small part of them. n: as it was asked; not all protocols have it
+    Its text is small in comparison and not counted. n: as requested; not all protocols have it
     """
     n_bytes = n_tokens * (1 + n_top) * bytes_per_logprob
     if n_bytes > max_bytes:

@@ -1,6 +1,6 @@
-"""Shorter vectors (`dimensions`) of models that were trained for them: Matryoshka representations, arXiv:2205.13147.
+"""Matryoshka representations (arXiv:2205.13147): shorter vectors (`dimensions`) of models that were trained for them.
 
-A model says so in its config.json, as vLLM reads it: `is_matryoshka`, or `matryoshka_dimensions` with the lengths that
+A model declares it in its config.json, as for vLLM: `is_matryoshka`, or `matryoshka_dimensions` with the lengths that
 it was trained for.
 """
 
@@ -16,7 +16,7 @@ from millrace.runtime.encoder_loop import Vectors
 
 @dataclass(frozen=True, slots=True)
 class Matryoshka:
-    """dimensions: the lengths that the model was trained for; empty: any"""
+    """Supported vector lengths. dimensions: the lengths that the model was trained for; empty: any"""
 
     dimensions: tuple[int, ...] = ()
 
@@ -31,7 +31,7 @@ class Matryoshka:
 
 
 def check_dimensions(dimensions: int | None, width: int, trained: Matryoshka | None) -> None:
-    """raises RequestError if the model has no vectors of that length"""
+    """Check a requested vector length. raises RequestError if the model has no vectors of that length"""
     if dimensions in (None, width):
         return
     if trained is None:
@@ -56,7 +56,7 @@ def shorten(vectors: Vectors, dimensions: int | None) -> Vectors:
 
 
 def normalise(vectors: Vectors) -> Vectors:
-    """Return vectors of length 1, or 0 where all numbers are 0."""
+    """Return vectors of length 1, or of length 0 if all their numbers are 0."""
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     scaled: Vectors = (vectors / np.where(lengths, lengths, 1.0)).astype(np.float32)
     return scaled

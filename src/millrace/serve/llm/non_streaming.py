@@ -1,4 +1,4 @@
-"""An answer that is held until it is complete, where it is not streamed."""
+"""Collection of non-streaming answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from millrace.serve.llm.language_model import TextBackend
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """One choice of an answer that is held until it is complete."""
+    """One choice of an answer that is collected until it is complete."""
 
     blocks: Blocks
     last: Delta | None = None
 
     @property
     def end(self) -> Delta:
-        """The last delta, which says why it ended."""
+        """Return the last delta, which has the finish reason."""
         assert self.last is not None, "a generation is complete when each choice has ended"
         return self.last
 
@@ -27,10 +27,10 @@ class CollectedChoice:
 async def collect_answer(
     generation: GenerationStream, backend: TextBackend, encode_logprobs: Callable[[Delta], int] = lambda delta: 0
 ) -> list[CollectedChoice]:
-    """All choices, complete; gathered in a thread where that would hold up the event loop.
+    """Collect all choices; large deltas are parsed in a thread so that the event loop is not blocked.
 
-    named: takes a delta's log probabilities, and says how many bytes more it holds, which count until it is left
-    raises HttpError with 503 where all answers together are too many
+    encode_logprobs: stores a delta's log probabilities, and returns the bytes added, which count until the answer ends
+    raises HttpError with 503 if all collected answers together are too large
     """
     choices = [CollectedChoice(Blocks(generation.new_call_id)) for _ in range(generation.n_choices)]
 

@@ -1,4 +1,4 @@
-"""How one model writes what is not plain text: calls of tools, and thoughts. Found by its chat template."""
+"""Tool-call and reasoning formats of one model, detected from its chat template, and their parsers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _TAIL = 16  # tokens of a prompt among which the mark of its last line is
 
 
 class ReasoningState(Enum):
-    """Where a prompt ends: a thought may come, is begun, or is over, so that none comes before the answer."""
+    """Reasoning state at the end of a prompt: it may still begin, has begun, or is over."""
 
     BEFORE = auto()
     WITHIN = auto()
@@ -24,13 +24,13 @@ class ReasoningState(Enum):
 
 
 class ThoughtTokens:
-    """Counts the reasoning tokens of an answer, including the marks around them, as its `AnswerParser` finds them.
+    """Counter of the reasoning tokens of an answer, including the marks around them, as its `AnswerParser` sees them.
 
-    It goes by the text of each token, so that marks count that are spelled, and deltas may be merged.
+    It compares the text of each token, so that marks spelled by several tokens count, and deltas may be merged.
     """
 
     def __init__(self, marks: Reasoning, detokenizer: Detokenizer, opened: bool) -> None:
-        """opened: the prompt ended within them"""
+        """opened: the prompt ended within the reasoning"""
         self._marks, self._detokenizer = marks, detokenizer
         self._is_thinking: bool | None = True if opened else None  # not known yet
         self._text = ""  # that may be the beginning of a mark
@@ -38,7 +38,7 @@ class ThoughtTokens:
         self.n = 0
 
     def take(self, tokens: Iterable[int]) -> None:
-        """The next ones of the answer."""
+        """Count the next tokens of the answer."""
         for token in tokens:
             if self._is_thinking is False:
                 return
@@ -52,7 +52,7 @@ class ThoughtTokens:
                 self._text = self._text[1 - len(self._marks.end) :]
 
     def _begin(self) -> None:
-        """White space may go before them."""
+        """Look for the opening mark; white space may precede it."""
         begin, self._text = self._marks.begin, self._text.lstrip()
         self._n_mark += bool(self._text)
         if self._text.startswith(begin):
@@ -62,10 +62,10 @@ class ThoughtTokens:
 
 
 class OutputParser:
-    """Takes one answer apart, and counts the tokens of its thoughts."""
+    """Parser of one answer, which also counts its reasoning tokens."""
 
     def __init__(self, reader: AnswerParser, thoughts: ThoughtTokens | None) -> None:
-        """thoughts: None for a model that has none"""
+        """thoughts: the counter of reasoning tokens; None for a model without reasoning"""
         self._reader, self._thoughts = reader, thoughts
 
     @property
@@ -77,7 +77,7 @@ class OutputParser:
         return 0 if self._thoughts is None else self._thoughts.n
 
     def read(self, delta: Delta) -> ParsedDelta:
-        """What it adds to the parts of the answer; each delta once, in order."""
+        """Return what a delta adds to the parts of the answer; to be called once per delta, in order."""
         if self._thoughts is not None:
             self._thoughts.take(delta.token_ids)
         parsed = self._reader.push(delta.text)
@@ -86,9 +86,9 @@ class OutputParser:
 
 @dataclass(frozen=True, slots=True)
 class OutputReaderFactory:
-    """How answers are read. new_reader: takes one apart; None: all of it is text
+    """Factory of answer parsers. new_reader: creates one; None: all of an answer is text
 
-    thoughts: may go before what an answer is held to
+    thoughts: the reasoning that may precede a structured output
     """
 
     new_reader: Callable[[], OutputParser] | None = None
@@ -99,7 +99,7 @@ PLAIN_TEXT = OutputReaderFactory()
 
 
 class OutputFormat:
-    """calls: the format of tool calls; thoughts: the marks of thoughts, None where the model has none"""
+    """Output format of one model. calls: of tool calls; thoughts: marks of reasoning, None if the model has none"""
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         self.calls, self.thoughts = tool_format(template), reasoning(template)
@@ -112,12 +112,12 @@ class OutputFormat:
         self._gap_ids = self._gap(self.thoughts.gap) if self.thoughts else {}
 
     def special(self, text: str) -> int | None:
-        """The id of a text that is one special token: it does not stand for its characters."""
+        """Return the id of a text that is one special token, or None."""
         token = self._id(text)
         return token if token in self._tokenizer.special_ids else None
 
     def reasoning_state(self, prompt: list[int], begun: str) -> ReasoningState:
-        """As to the model's thoughts. begun: of the answer, in the conversation's last message"""
+        """Return the reasoning state at the end of a prompt. begun: the beginning of the answer in the last message"""
         if self.thoughts is None:
             return ReasoningState.BEFORE
         begin, end = self.thoughts.begin, self.thoughts.end
@@ -127,7 +127,7 @@ class OutputFormat:
         return ReasoningState.BEHIND if end in begun or tail.endswith(end) else ReasoningState.BEFORE
 
     def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
-        """With what tools ask of the answer, and with the special tokens that its reader looks for."""
+        """Return the parameters with the tools' constraint, and with the special tokens that the parser needs."""
         if tools is not None:
             form = tools.constraint(self.calls, self.special, params.structured_outputs)
             params = replace(params, structured_outputs=form or params.structured_outputs)
@@ -135,7 +135,7 @@ class OutputFormat:
         return replace(params, skip_special_tokens=False) if shown else params
 
     def reader_factory(self, tools: Tools | None, place: ReasoningState, is_held: bool) -> OutputReaderFactory:
-        """place: where the prompt ends; is_held: the answer has a form"""
+        """Return the parsers' factory. place: the state at the prompt's end; is_held: the answer is constrained"""
         names, most = (frozenset(tools.schemas), tools.max_calls(self.calls)) if tools else (None, 0)
         free, is_thinking = self._free_thoughts(place), place is ReasoningState.WITHIN
         if is_held and free is None:  # the form begins with the first token: there is no thought before it
@@ -143,7 +143,7 @@ class OutputFormat:
         return OutputReaderFactory(partial(self._reader, names, most, is_thinking), free)
 
     def _free_thoughts(self, place: ReasoningState) -> ReasoningSpan | None:
-        """What an answer that is held to a form may say before."""
+        """Return the reasoning that may precede a structured output, or None."""
         if self.thoughts is None or None in self._around_ids or place is ReasoningState.BEHIND:
             return None
         begin, end = self._around_ids
@@ -151,14 +151,14 @@ class OutputFormat:
         return ReasoningSpan(begin, end, place is ReasoningState.WITHIN, self._gap_ids, len(self.thoughts.gap))
 
     def _gap(self, text: str) -> dict[int, int]:
-        """The tokens of which it and its ends are made, each with how many of its characters it is."""
+        """Return the tokens that make up a text and its suffixes, each with its number of characters."""
         ends = (text[i:] for i in range(len(text)))
         ids = {token for end in ends for token in self._tokenizer.encode(end, add_special_tokens=False)}
         pieces = {token: self._tokenizer.token_bytes(token) for token in ids}
         return {token: len(piece) for token, piece in pieces.items() if piece and text.encode().endswith(piece)}
 
     def _reader(self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool) -> OutputParser:
-        """Of one answer. tools: their names"""
+        """Create the parser of one answer. tools: their names"""
         counted = None
         if self.thoughts is not None:
             shown = Detokenizer(self._tokenizer, skip_special_tokens=not self._thought_marks_are_special)

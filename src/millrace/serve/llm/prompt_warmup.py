@@ -1,4 +1,4 @@
-"""Prompts of a file, computed before the server is ready, so that the first to begin like them finds them."""
+"""Prefix-cache warm-up: prompts of a file are computed before the server is ready."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class WarmLine(Body, kw_only=True):
-    """What a line may hold: a prompt or a conversation so far, and how it is kept."""
+    """One line of the file: a prompt or a conversation so far, and its cache options."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -44,7 +44,7 @@ class WarmPrompt:
 
 
 def read_warm_prompts(path: Path) -> tuple[WarmPrompt, ...]:
-    """raises ConfigError naming file and line"""
+    """Read the prompts of a file. raises ConfigError naming file and line"""
     try:
         data = read_given(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -83,7 +83,7 @@ def _read(where: str, data: bytes) -> WarmPrompt:
 async def warm_prefix_cache(
     prompts: Sequence[WarmPrompt], tokens: Callable[[WarmPrompt], Awaitable[list[int]]], engine: AsyncEngine
 ) -> str | None:
-    """Compute them, one after the other: they may begin alike. What went wrong, with file and line; None: nothing."""
+    """Compute prompts one by one, because they may share prefixes. Return an error with file and line, or None."""
     params, n_tokens = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), 0
     for prompt in prompts:
         try:

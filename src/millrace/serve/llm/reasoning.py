@@ -1,6 +1,6 @@
-"""Whether a model thinks before it answers: the names that clients have for it, and the variables that templates have.
+"""Switching of reasoning: the request fields that enable or disable it, and the variables of chat templates.
 
-Clients say it as `enable_thinking`, Ollama's `think`, Anthropic's `thinking`, OpenRouter's `reasoning` or OpenAI's
+Clients use `enable_thinking`, Ollama's `think`, Anthropic's `thinking`, OpenRouter's `reasoning` or OpenAI's
 `reasoning_effort`; chat templates read `enable_thinking` or `thinking`.
 """
 
@@ -21,16 +21,16 @@ _OFF, _ON = ("none", "off", "disabled", "false"), ("enabled", "adaptive", "auto"
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """wanted: the model thinks, as the client's field `name` says"""
+    """Whether a request enables or disables reasoning. name: the client's field"""
 
     enabled: bool
     name: str
 
 
 def wants_thoughts(name: str, value: object) -> bool | None:
-    """Return what a field of a client says about thoughts; None if it says nothing of whether there are any.
+    """Return whether a client's field enables or disables reasoning; None if it does neither.
 
-    Efforts other than "none" say nothing: models think as their templates say.
+    Efforts other than "none" do neither: the chat template decides.
     """
     match name, value:
         case (("enable_thinking" | "think" | "thinking" | "reasoning"), bool(enabled)):
@@ -58,13 +58,13 @@ FIELDS = ("enable_thinking", "think", "thinking", "reasoning", "reasoning_effort
 
 
 def undecided_fields(request: object) -> list[str]:
-    """Return those fields of a request that say nothing of whether there are thoughts."""
+    """Return the reasoning fields of a request that neither enable nor disable reasoning."""
     values = {name: getattr(request, name) for name in FIELDS}
     return [name for name, value in values.items() if value is not None and wants_thoughts(name, value) is None]
 
 
 def thinking_of(request: object) -> Thinking | None:
-    """Return what a request says. raises RequestError if its fields contradict one another"""
+    """Return the reasoning switch of a request. raises RequestError if its fields contradict each other"""
     switches = {
         name: enabled for name in FIELDS if (enabled := wants_thoughts(name, getattr(request, name))) is not None
     }
@@ -77,7 +77,7 @@ def thinking_of(request: object) -> Thinking | None:
 
 
 class ThinkingSwitch:
-    """How one chat template is told whether the model is to think."""
+    """The variables by which one chat template switches reasoning."""
 
     def __init__(self, source: str) -> None:
         code = " ".join(_TEXTS.sub("", tag) for tag in _TAGS.findall(source))
@@ -86,11 +86,11 @@ class ThinkingSwitch:
 
     @property
     def changes_nothing(self) -> bool:
-        """The model does not think, and its template does not ask."""
+        """Return whether the model has no reasoning and its template no variable for it."""
         return not (self._variables or self._thinks)
 
     def variables(self, thinking: Thinking | None) -> Mapping[str, object]:
-        """Return the template's variables. raises RequestError if thoughts are not wanted and cannot be turned off"""
+        """Return the template's variables. raises RequestError if reasoning is disabled but cannot be turned off"""
         if thinking is not None and not thinking.enabled and self._thinks and not self._variables:
             raise RequestError(
                 f"{thinking.name} asks for no thoughts, and this model always thinks: its chat template has no "

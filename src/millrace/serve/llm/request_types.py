@@ -25,6 +25,7 @@ from millrace.runtime.request.sampling_params import (
 )
 from millrace.serve.llm.reasoning import FIELDS as THINKING
 from millrace.serve.llm.reasoning import Effort, EnableThinking, ReasoningOptions, Think, ThinkingType, undecided_fields
+from millrace.serve.llm.tools import FUNCTION, usable_tools
 from millrace.serve.llm.unsupported_fields import (
     CHAT_NOT_YET,
     COMPLETION_NOT_YET,
@@ -33,7 +34,6 @@ from millrace.serve.llm.unsupported_fields import (
     LLAMA_NOT_YET,
     VLLM_NOT_YET,
 )
-from millrace.serve.llm.usable_tools import FUNCTION, usable_tools
 
 OPENAI_TOOLS = ("function", None)
 

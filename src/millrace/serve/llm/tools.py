@@ -1,17 +1,20 @@
 """What a conversation says of tools: read, checked, and what an answer that has to call one is held to."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.checkpoint.tool_calls.formats import ToolFormat
 from millrace.checkpoint.tool_calls.grammar import calls_grammar, free_grammar
 from millrace.errors import RequestError, nearest
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
-from millrace.runtime.request.tool_specs import OPENAI, ToolShape, checked_functions
+from millrace.runtime.request.tool_specs import MAX_TOOLS, OPENAI, ToolShape, checked_functions
 from millrace.runtime.structured_output.grammar import in_one_layout
 from millrace.serve.http.errors import not_yet
+from millrace.serve.http.unknown_fields import closest_name, header_name, ignored_names
 
 MAX_CALLS = 16  # of one answer: a small model would go on for ever
+FUNCTION = ("name", "description", "parameters", "strict")  # fields of a function
 
 
 RESPONSES = ToolShape(
@@ -140,3 +143,38 @@ def _chosen(choice: object, schemas: Mapping[str, object], shape: ToolShape) -> 
         case {"type": str(kind)} if kind != "function":
             raise not_yet("tool_choice", f"send {shape.choices}", f'tool_choice of the type "{kind[:60]}"')
     raise RequestError(f"tool_choice is {choice!r:.80}", shape.choices, "correct tool_choice", "tool_choice")
+
+
+def usable_tools(
+    tools: list[dict[str, Any]] | None,
+    kinds: Collection[object],
+    tool_fields: Collection[str],
+    function_fields: Collection[str] = (),
+) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Return the tools of these types, without fields that change nothing; and what was left out, by its path.
+
+    kinds: None for tools that name no type; known: fields of a tool; within: of its `function`
+    raises RequestError for a type or a field that was probably meant to be a known one
+    """
+    if not tools or len(tools) > MAX_TOOLS:  # which is refused elsewhere
+        return tools, []
+    usable, ignored = list[dict[str, Any]](), list[str]()
+    names = [kind for kind in kinds if isinstance(kind, str)]
+    for i, tool in enumerate(tools):
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind not in kinds:
+            if (meant := closest_name(kind, names)) is not None:
+                what, expected = f'tools[{i}].type is "{kind}"', f'did you mean "{meant}"?'
+                raise RequestError(what, expected, "correct tools", "tools")
+            ignored.append(header_name(f"tools.{kind}"))
+            continue
+        ignored += ignored_names(tool, tool_fields, f"tools[{i}]", "tools")
+        if function_fields and isinstance(function := tool.get("function"), dict):
+            ignored += ignored_names(function, function_fields, f"tools[{i}].function", "tools")
+        usable.append(tool)
+    return usable, ignored
+
+
+def remove_unknown(value: Mapping[str, Any] | None, known_names: Collection[str], where: str) -> list[str]:
+    """Remove from an object what is not known, and return it by its path. raises RequestError as `ignored_names`"""
+    return ignored_names(value, known_names, where, where.partition(".")[0]) if isinstance(value, dict) else []

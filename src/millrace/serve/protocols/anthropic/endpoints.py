@@ -20,13 +20,8 @@ from millrace.serve.http.routes import HttpEndpoint, Protocol
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.answer_blocks import AnswerBlock, BlockEvent, BlockKind, Blocks
 from millrace.serve.llm.conversation import DEFAULT_RENDERING, Conversation, Rendering, continue_last_assistant_message
-from millrace.serve.llm.generation_stream import (
-    EventStream,
-    GenerationStream,
-    StreamFraming,
-    encode_named_event,
-    start_chat_generation,
-)
+from millrace.serve.llm.event_stream import EventStream, StreamFraming, encode_named_event
+from millrace.serve.llm.generation_stream import GenerationStream, start_chat_generation
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.non_streaming import collect_answer
 from millrace.serve.llm.reasoning import Thinking

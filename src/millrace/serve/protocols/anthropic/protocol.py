@@ -7,7 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from millrace.serve.http.unknown_fields import header_name
 from millrace.serve.llm.request_types import TermsFields, described
-from millrace.serve.llm.usable_tools import remove_unknown, usable_tools
+from millrace.serve.llm.tools import remove_unknown, usable_tools
 
 VERSION = b"anthropic-version"  # the header by which its clients are known where a path is OpenAI's, too
 TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")

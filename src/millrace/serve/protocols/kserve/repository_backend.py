@@ -17,10 +17,11 @@ from millrace.model_repository.models.repository_context import RepositoryContex
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.http.bounded_executor import BoundedExecutor
 from millrace.serve.http.connection_limits import number_of_connections
 from millrace.serve.http.http_request import BufferedRequestLog
 from millrace.serve.http.request_bodies import BodyLimiter
-from millrace.serve.http.server_context import LARGE_BODY, BoundedExecutor, ServerContext
+from millrace.serve.http.server_context import LARGE_BODY, ServerContext
 from millrace.serve.ops.health import Heartbeat
 from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions

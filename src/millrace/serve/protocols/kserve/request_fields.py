@@ -38,6 +38,22 @@ def cuda_regions(action: str, name: str) -> list[Any] | None:
     return [] if action == "status" else None
 
 
+def region_fields(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
+    """Return key, offset and byte size of a shared-memory region to be registered over HTTP. raises StatusError"""
+    if not region:
+        raise invalid("'region name' is necessary to register system shared memory region")
+    for member in ("key", "byte_size"):
+        if member not in body:
+            raise invalid(f"Shared memory register request has no '{member}' field")
+    key, offset, size = body["key"], body.get("offset", 0), body["byte_size"]
+    if not isinstance(key, str):
+        raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
+    for number in (offset, size):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise StatusError(Code.INTERNAL, "attempt to access JSON non-unsigned-integer as unsigned-integer")
+    return key, offset, size
+
+
 def version_of(text: str) -> int:
     """Of a model. raises StatusError"""
     what = f"failed to get model version from specified version string '{text}'"

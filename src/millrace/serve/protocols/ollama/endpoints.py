@@ -27,13 +27,8 @@ from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.answer_blocks import BlockKind, Blocks
 from millrace.serve.llm.conversation import DEFAULT_RENDERING, Conversation, Rendering, continue_last_assistant_message
 from millrace.serve.llm.embeddings import EncoderBackend
-from millrace.serve.llm.generation_stream import (
-    EventStream,
-    GenerationStream,
-    StreamFraming,
-    start_chat_generation,
-    submit_prompts,
-)
+from millrace.serve.llm.event_stream import EventStream, StreamFraming
+from millrace.serve.llm.generation_stream import GenerationStream, start_chat_generation, submit_prompts
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.non_streaming import collect_answer
 from millrace.serve.llm.reasoning import Thinking, wants_thoughts

@@ -7,6 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from millrace.serve.http.unknown_fields import check_changing, check_neutral, ignored_names, meanings, unknown_field
 from millrace.serve.llm.request_types import OPENAI_TOOLS, Body, TermsFields, described
+from millrace.serve.llm.tools import FUNCTION, usable_tools
 from millrace.serve.llm.unsupported_fields import (
     CHANGING,
     IGNORED,
@@ -15,7 +16,6 @@ from millrace.serve.llm.unsupported_fields import (
     PENALTY_WINDOW,
     is_neutral,
 )
-from millrace.serve.llm.usable_tools import FUNCTION, usable_tools
 
 # Ollama's name of a sampling parameter -> ours
 OPTIONS: Mapping[str, str] = {

@@ -14,15 +14,8 @@ from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.answer_blocks import BlockKind, Blocks
 from millrace.serve.llm.conversation import Conversation, rendering_of
-from millrace.serve.llm.generation_stream import (
-    EventStream,
-    GenerationStream,
-    StreamUsage,
-    TextDeltaEncoder,
-    encode_events,
-    ignore_thinking,
-    start_chat_generation,
-)
+from millrace.serve.llm.event_stream import EventStream, StreamUsage, TextDeltaEncoder, encode_events
+from millrace.serve.llm.generation_stream import GenerationStream, ignore_thinking, start_chat_generation
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import CHAT_BYTES, CollectedChatLogprobs, chat_logprobs
 from millrace.serve.llm.non_streaming import CollectedChoice, collect_answer

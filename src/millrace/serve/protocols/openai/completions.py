@@ -19,15 +19,8 @@ from millrace.runtime.request.sampling_params import Delta, FinishReason, check_
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.answer_blocks import BlockKind
-from millrace.serve.llm.generation_stream import (
-    EventStream,
-    GenerationStream,
-    StreamUsage,
-    TextDeltaEncoder,
-    encode_events,
-    submit_prompts,
-    usage_of,
-)
+from millrace.serve.llm.event_stream import EventStream, StreamUsage, TextDeltaEncoder, encode_events
+from millrace.serve.llm.generation_stream import GenerationStream, submit_prompts, usage_of
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import COMPLETION_BYTES, CollectedCompletionLogprobs, Echo, OffsetLogprobs
 from millrace.serve.llm.non_streaming import CollectedChoice, collect_answer

@@ -8,7 +8,8 @@ from millrace.checkpoint.tool_calls.answer_parser import ParsedDelta
 from millrace.runtime.request.sampling_params import Delta
 from millrace.serve.http.errors import GenerationFailedError, HttpError, HttpProblem
 from millrace.serve.llm.answer_blocks import AnswerBlock, BlockChange, BlockEvent, BlockKind, Blocks
-from millrace.serve.llm.generation_stream import GenerationStream, encode_named_event
+from millrace.serve.llm.event_stream import encode_named_event
+from millrace.serve.llm.generation_stream import GenerationStream
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import ContentLogprobs, JsonList, chat_logprobs
 from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall

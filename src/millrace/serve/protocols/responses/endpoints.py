@@ -24,13 +24,8 @@ from millrace.serve.http.errors import GenerationFailedError, HttpProblem
 from millrace.serve.http.http_request import CALL, EVENT_STREAM, RequestContext
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.conversation import Conversation, Rendering, prefixed_by
-from millrace.serve.llm.generation_stream import (
-    EventStream,
-    GenerationStream,
-    StreamFraming,
-    ignore_thinking,
-    start_chat_generation,
-)
+from millrace.serve.llm.event_stream import EventStream, StreamFraming
+from millrace.serve.llm.generation_stream import GenerationStream, ignore_thinking, start_chat_generation
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import CHAT_BYTES
 from millrace.serve.llm.reasoning import thinking_of

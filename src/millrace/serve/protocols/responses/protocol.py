@@ -12,8 +12,8 @@ from millrace.serve.llm.reasoning import FIELDS as THINKING
 from millrace.serve.llm.reasoning import Effort, EnableThinking, Think, ThinkingType, undecided_fields
 from millrace.serve.llm.request_types import TermsFields, described
 from millrace.serve.llm.response_types import TokenLogprob
+from millrace.serve.llm.tools import FUNCTION, remove_unknown, usable_tools
 from millrace.serve.llm.unsupported_fields import HARMLESS, IGNORED
-from millrace.serve.llm.usable_tools import FUNCTION, remove_unknown, usable_tools
 from millrace.serve.protocols.responses.items import renderable_items
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`

@@ -1,4 +1,4 @@
-"""gRPC is an extra: whether it is installed is asked before anything is imported of it."""
+"""Check for the optional dependency grpcio, to be made before anything is imported from it."""
 
 import importlib.util
 
@@ -7,8 +7,8 @@ from millrace.errors import ConfigError
 EXTRA = "millrace[grpc]"
 
 
-def check_grpc(asked: str, mend: str) -> None:
-    """asked: the flag that needs it. mend: what to do instead. raises ConfigError where it is not installed"""
+def check_grpc(flag: str, mend: str) -> None:
+    """Check that grpcio is installed. flag: the one that needs it; mend: the alternative. raises ConfigError if not"""
     for package in ("grpc", "google", "google.protobuf"):  # one after another: the last is looked for in the second
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{asked} without grpcio", f'pip install "{EXTRA}"', f"install it, or {mend}")
+            raise ConfigError(f"{flag} without grpcio", f'pip install "{EXTRA}"', f"install it, or {mend}")

@@ -24,8 +24,12 @@ from millrace.serve.protocols.kserve import metadata, request_fields, settings_e
 from millrace.serve.protocols.kserve.http import compression
 from millrace.serve.protocols.kserve.http.generate_extension import Events, RunOffLoop, generate, read_generate
 from millrace.serve.protocols.kserve.http.infer_request import HEADER, HttpOutputOptions, read_infer
-from millrace.serve.protocols.kserve.http.infer_response import encode_error, encode_response
-from millrace.serve.protocols.kserve.http.server_timing import TIMING_HEADER, server_timing
+from millrace.serve.protocols.kserve.http.infer_response import (
+    TIMING_HEADER,
+    encode_error,
+    encode_response,
+    server_timing,
+)
 from millrace.serve.protocols.kserve.restricted_apis import OPEN, ApiRestrictions, headers_as_text
 from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, of_tenant, require_shared_memory
 
@@ -295,7 +299,7 @@ class HttpFrontend:
         if action == "unregister":
             regions.unregister(region)
         else:
-            regions.register(region, *_registered(region, request_fields.json_object(request.body)))
+            regions.register(region, *request_fields.region_fields(region, request_fields.json_object(request.body)))
         return HttpReply(200, b"", [(b"content-type", _JSON)])
 
     # ------------------------------------------------------------------ repository
@@ -339,22 +343,6 @@ class HttpFrontend:
 
 
 _SHARED_ACTIONS = ("status", "register", "unregister")
-
-
-def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
-    """(key, offset, byte_size). raises StatusError"""
-    if not region:
-        raise invalid("'region name' is necessary to register system shared memory region")
-    for member in ("key", "byte_size"):
-        if member not in body:
-            raise invalid(f"Shared memory register request has no '{member}' field")
-    key, offset, size = body["key"], body.get("offset", 0), body["byte_size"]
-    if not isinstance(key, str):
-        raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
-    for number in (offset, size):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise StatusError(Code.INTERNAL, "attempt to access JSON non-unsigned-integer as unsigned-integer")
-    return key, offset, size
 
 
 def _settings_update(request: HttpCall) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """The answer of an inference over HTTP: its JSON, and the tensors that go behind it in binary; or an error's body."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from millrace.model_repository.request.tensors import BYTES, ONLY_BINARY, WIRE_N
 from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions
 
 _PIECE = 1 << 16  # values
+TIMING_HEADER = b"x-millrace-timing"  # requests the header `server-timing`
 
 
 def requested_outputs(
@@ -114,3 +116,27 @@ def _class_text(value: Any, index: int, labels: Sequence[str]) -> bytes:
     number = f"{float(value):f}" if np.asarray(value).dtype.kind not in "iu" else str(int(value))
     label = f":{labels[index]}" if index < len(labels) and labels[index] else ""
     return f"{number}:{index}{label}".encode()
+
+
+def server_timing(request: InferRequest, arrived_ns: int) -> list[tuple[bytes, bytes]]:
+    """`server-timing`, as browsers read it: each model that computed for the request, in the order in which they ended.
+
+    Milliseconds: until it was read; of each model its queue, inputs, inference, outputs; all until it is written.
+    """
+    if request.hops is None:
+        return []
+    entries = [("read", "", request.received_ns - arrived_ns)]
+    for hop in request.hops:
+        phases = (("queue", hop.queued_ns, hop.started_ns), ("compute_input", hop.started_ns, hop.computing_ns),
+                  ("compute_infer", hop.computing_ns or hop.started_ns, hop.computed_ns or hop.done_ns),
+                  ("compute_output", hop.computed_ns, hop.done_ns))  # fmt: skip
+        entries += [(name, hop.model, end - begin) for name, begin, end in phases if begin and end]
+    entries.append(("total", "", time.monotonic_ns() - arrived_ns))
+    texts = [f"{name}{_described(model)};dur={ns / 1e6:.3f}" for name, model, ns in entries]
+    return [(b"server-timing", ", ".join(texts).encode())]
+
+
+def _described(model: str) -> str:
+    """A quoted string of HTTP; what no header can hold is left out of the name."""
+    plain = "".join(c for c in model if " " <= c <= "~" and c not in '"\\')
+    return f';desc="{plain}"' if model else ""
