@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace.errors import ConfigError
 from millrace.serve.http import api_keys as keys_module
 from millrace.serve.http.api_key_file import Key, KeyFile, read_keys
-from millrace.serve.http.api_keys import Grant, Keys
+from millrace.serve.http.api_keys import ApiKeys, Grant
 from millrace.serve.http.errors import HttpError
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, running, until
@@ -35,11 +35,11 @@ def written(path: Path, text: str) -> KeyFile:
     return KeyFile.read(path)
 
 
-def ask(keys: Keys, secret: str) -> Grant:
+def ask(keys: ApiKeys, secret: str) -> Grant:
     return keys.grant(f"Bearer {secret}".encode(), None)
 
 
-def refused(keys: Keys, secret: str) -> HttpError:
+def refused(keys: ApiKeys, secret: str) -> HttpError:
     with pytest.raises(HttpError) as found:
         ask(keys, secret)
     return found.value
@@ -79,7 +79,7 @@ def test_limits_against_a_plain_count(tmp_path: Path, tight: str, seed: int) -> 
     loose = {"requests_per_minute": 200, "tokens_per_minute": 9000, "concurrent": 10**6}
     limits = loose | {tight: {"requests_per_minute": 6, "tokens_per_minute": 200, "concurrent": 2}[tight]}
     line = "k name=x " + " ".join(f"{what}={n}" for what, n in limits.items())
-    keys = Keys((), written(tmp_path / "keys", line), clock)
+    keys = ApiKeys((), written(tmp_path / "keys", line), clock)
     level = {what: float(n) for what, n in limits.items()}
     running: deque[Grant] = deque()
     n_granted = dict.fromkeys(("", *limits), 0)
@@ -110,7 +110,7 @@ def test_limits_against_a_plain_count(tmp_path: Path, tight: str, seed: int) -> 
 def test_a_file_that_changes_is_read_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whose key it is does not change when another goes; a file that cannot be read changes nothing."""
     clock, path = Clock(), tmp_path / "keys"
-    keys = Keys(("own",), written(path, "a\nb\nc name=web\n"), clock)
+    keys = ApiKeys(("own",), written(path, "a\nb\nc name=web\n"), clock)
 
     def becomes(text: str | None) -> None:
         path.unlink()

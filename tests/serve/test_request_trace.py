@@ -32,7 +32,7 @@ def test_a_hit_saved_what_a_miss_takes() -> None:
     told = _trace(RequestTrace(seen, [(SHORT, SHORT.parts[:1])]), pace)
     assert told.prefill_saved_ms == pytest.approx(1000 * 201 / 1001, abs=1e-3)
     (step,) = told.steps
-    assert (step.prompt_tokens, step.drawn_tokens, step.all_tokens, step.others) == (1, 1, 16, 15)
+    assert (step.prompt_tokens, step.drawn_tokens, step.all_tokens, step.n_others) == (1, 1, 16, 15)
 
 
 def test_without_a_prompt_nothing_is_known() -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from millrace.errors import ConfigError
-from millrace.serve.http.api_keys import Keys
+from millrace.serve.http.api_keys import ApiKeys
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.server_context import ServerContext
 from millrace.serve.ops.health import EngineHealth, Heartbeat
@@ -144,7 +144,7 @@ class Models:
         for name, n in Counter(name for model in models for name in model.names).items():
             if n > 1:
                 raise ConfigError(f'{n} models are called "{name}"', "names of their own", "rename all but one")
-        self.serving, self.keys = serving, Keys(serving.settings.api_keys, serving.settings.key_file)
+        self.serving, self.keys = serving, ApiKeys(serving.settings.api_keys, serving.settings.key_file)
         serving.metrics.add(self.keys.collect)
         self.backends = [model.backend(serving) for model in models]
         self.heartbeat = Heartbeat(

@@ -108,7 +108,7 @@ class Grant:
             self._account = None
 
 
-class Keys:
+class ApiKeys:
     """`Authorization: Bearer <key>`, or `x-api-key: <key>`, for the routes that are protected. Of one event loop."""
 
     def __init__(

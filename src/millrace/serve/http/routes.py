@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from millrace.errors import MillraceError
 from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.serve.backend import Backend, Models
-from millrace.serve.http.api_keys import Keys
+from millrace.serve.http.api_keys import ApiKeys
 from millrace.serve.http.disconnects import run_until_disconnect
 from millrace.serve.http.errors import (
     BUG,
@@ -113,7 +113,7 @@ class Handler:
     endpoint: HttpEndpoint
     protocol: Protocol
     models: Models
-    keys: Keys | None  # None: anyone may ask
+    keys: ApiKeys | None  # None: anyone may ask
     bodies: BodyLimiter
     all_endpoints: Sequence[HttpEndpoint]  # for whoever asks a model for what it cannot do
 

@@ -296,7 +296,7 @@ class TextBackend(Backend):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return `system_fingerprint`, a digest of release, model, engine, precision (equal ones mean equal answers)."""
+        """Return `system_fingerprint`, a digest of release, model, engine, precision."""
         metadata = self.model.metadata
         parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
         return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()

@@ -11,7 +11,7 @@ from millrace.serve.http.uvicorn_server import UvicornServer
 from millrace.serve.ops.metrics import CONTENT_TYPE, Metrics
 from millrace.serve.settings import ServerSettings
 
-_MOST_CONNECTIONS = 32
+_MAX_CONNECTIONS = 32
 
 
 class MetricsListener:
@@ -29,7 +29,7 @@ class MetricsListener:
         assert self._settings.metrics_port is not None
         sock = bind(self._settings.host, self._settings.metrics_port, "--metrics-port")
         self.url = f"{url_of(sock, self._settings)}/metrics"
-        self._web = UvicornServer.from_settings(self._app, self._settings, _MOST_CONNECTIONS)
+        self._web = UvicornServer.from_settings(self._app, self._settings, _MAX_CONNECTIONS)
         self._ends = asyncio.get_running_loop().create_task(self._web.serve(sockets=[sock]))
 
     async def close(self, within_s: float) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import parse_qsl
 
-from msgspec import Struct
+from msgspec import Struct, field
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -26,7 +26,7 @@ class StepReply(Struct):
     prompt_tokens: int  # computed in it; output that is computed again after a preemption is none
     drawn_tokens: int
     all_tokens: int  # with those of others in the same step
-    others: int  # sequences beside this request's
+    n_others: int = field(name="others")  # sequences of other requests
     waiting: int  # that nobody computed anything for
 
 

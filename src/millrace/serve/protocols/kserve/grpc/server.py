@@ -20,7 +20,7 @@ from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.model_repository.request.infer_request import TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.backend import Models
-from millrace.serve.http.api_keys import LIMITED, Grant, Keys
+from millrace.serve.http.api_keys import LIMITED, ApiKeys, Grant
 from millrace.serve.http.connection_limits import number_of_connections
 from millrace.serve.http.errors import BUG, HttpError, problem_of
 from millrace.serve.http.http_request import (
@@ -63,7 +63,7 @@ class GrpcServer:
 
     name = "grpc_url"
 
-    def __init__(self, models: Models, backend: RepositoryBackend, keys: Keys) -> None:
+    def __init__(self, models: Models, backend: RepositoryBackend, keys: ApiKeys) -> None:
         self._serving, self._keys, self._heartbeat = models.serving, keys, models.heartbeat
         repository, settings = backend.repository, models.serving.settings
         assert repository.flags.grpc_port is not None

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.backend import Models
-from millrace.serve.http.api_keys import Keys
+from millrace.serve.http.api_keys import ApiKeys
 from millrace.serve.http.disconnects import run_until_disconnect
 from millrace.serve.http.errors import HttpError, HttpProblem
 from millrace.serve.http.http_request import CALL, PIECE_BYTES, RequestContext, combine_duplicate_headers, header
@@ -44,7 +44,7 @@ class _Route:
 class KServe:
     """An ASGI application for the paths below /v2."""
 
-    def __init__(self, models: Models, backend: RepositoryBackend, keys: Keys) -> None:
+    def __init__(self, models: Models, backend: RepositoryBackend, keys: ApiKeys) -> None:
         repository = backend.repository
         most = repository.flags.http_max_input_size
         self._guard = backend.http_guard

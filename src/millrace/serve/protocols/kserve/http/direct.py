@@ -22,7 +22,7 @@ from millrace.model_repository.models.model_version import Model, only_response
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse, TokenUsage
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import held_bytes
-from millrace.serve.http.api_keys import Grant, Keys
+from millrace.serve.http.api_keys import ApiKeys, Grant
 from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
 from millrace.serve.http.fast_path import ResponseWriter
 from millrace.serve.http.http_request import PIECE_BYTES, RequestLog, log_request, request_id_of
@@ -127,7 +127,7 @@ class HeadCache:
 class Direct:
     """Answers inference requests of one server whose heads are known."""
 
-    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: ServerContext) -> None:
+    def __init__(self, backend: RepositoryBackend, keys: ApiKeys, serving: ServerContext) -> None:
         self.backend, self.keys, self.serving = backend, keys, serving
         self.heads = HeadCache(backend.bodies.max_bytes)
 

@@ -21,7 +21,7 @@ from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse, Parameter
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import Array
-from millrace.serve.http.api_keys import Keys
+from millrace.serve.http.api_keys import ApiKeys
 from millrace.serve.http.fast_path import ResponseWriter
 from millrace.serve.http.http_request import request_id_of
 from millrace.serve.http.server_context import ServerContext
@@ -83,7 +83,7 @@ class _CachedRequest:
 class HttpFastPath:
     """Of one server."""
 
-    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: ServerContext) -> None:
+    def __init__(self, backend: RepositoryBackend, keys: ApiKeys, serving: ServerContext) -> None:
         self.repository, self.backend, self.serving = backend.repository, backend, serving
         self.direct = Direct(backend, keys, serving)
 
