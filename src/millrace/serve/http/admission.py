@@ -16,16 +16,16 @@ def shutting_down() -> BusyError:
 
 @dataclass(slots=True)
 class RequestsInFlight:
-    """Requests that are being answered, of every kind."""
+    """Number of requests of all kinds that are being answered."""
 
     n: int = 0
 
 
 class Admission:
-    """Requests to models: they are taken until the server drains, and those that were taken are waited for.
+    """Admission of model requests: open until the server drains, which waits for the admitted ones.
 
-    From the moment that the whole request is there until its answer is handed to the connection: nothing of what is
-    done for it, in whatever lane or engine, is given up before the time to drain is over.
+    A request counts from the moment it is complete until its answer is handed to the connection: its work, in any
+    executor or engine, is not cancelled before the time to drain is over.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """raises BusyError"""
+        """Admit one request for the duration of a block. raises BusyError"""
         self.enter()
         try:
             yield
@@ -43,26 +43,26 @@ class Admission:
             self.leave()
 
     def enter(self) -> None:
-        """Take one request, until `remove`. raises BusyError"""
+        """Admit one request, until `leave`. raises BusyError"""
         if self.is_draining:
             raise shutting_down()
         self._n += 1
         self._none_left.clear()
 
     def leave(self) -> None:
-        """It is answered."""
+        """End an admitted request."""
         self._n -= 1
         if not self._n:
             self._none_left.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new ones, and wait for those that are there; False: some were not answered in time."""
+        """Refuse new requests and wait for the admitted ones; return False if some were not answered in time."""
         self.is_draining = True
         return await schedule_on_loop(self._none_left, timeout_s)
 
 
 class UnsentBytes:
-    """Bytes of the log probabilities of all answers that are held until they are complete; bounded together."""
+    """Bytes of log probabilities of all collected (non-streamed) answers, with a common bound."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.n_bytes = max_bytes, 0
@@ -72,13 +72,13 @@ class UnsentBytes:
 
 
 class UnsentBytesLease:
-    """That of one answer."""
+    """The bytes of one answer."""
 
     def __init__(self, pool: UnsentBytes) -> None:
         self._pool, self._n_bytes = pool, 0
 
     def add(self, n_bytes: int) -> None:
-        """raises HttpError with 503 where that is too much beside others"""
+        """Count more bytes. raises HttpError with 503 if all answers together exceed the bound"""
         self._n_bytes += n_bytes
         self._pool.n_bytes += n_bytes
         if self._pool.n_bytes > self._pool.max_bytes and self._pool.n_bytes > self._n_bytes:

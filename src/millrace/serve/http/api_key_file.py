@@ -1,4 +1,4 @@
-"""A file of API keys: a key a line, and behind it its name and its limits.
+"""A file of API keys: one key per line, followed by its name and its limits.
 
 sk-2f8c...   name=web  requests_per_minute=60  tokens_per_minute=20000  concurrent=4
 sk-91d0...   name=operator  role=admin
@@ -24,8 +24,9 @@ _NAME = re.compile(r"[\w.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """name: "" where the file gives it none. limits: of LIMITS, those that it has. is_admin: it sees what others
-    do, and changes every model"""
+    """One API key. name: "" if the file has none; limits: those of LIMITS that are set
+    is_admin: the key sees the requests of all keys, and may change every model
+    """
 
     secret: bytes = field(repr=False)
     name: str = ""
@@ -34,7 +35,7 @@ class Key:
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """The keys of a file, one a line; empty lines and lines that begin with # are skipped. raises ConfigError"""
+    """Read the keys of a file, one per line; empty lines and lines beginning with # are skipped. raises ConfigError"""
     try:
         data = read_given(path, _MAX_BYTES)
         if data.startswith(
@@ -62,7 +63,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 def _key(where: str, secret: str, *words: str) -> Key:
-    """No error says the key. raises ConfigError"""
+    """Parse a line. Errors never contain the key. raises ConfigError"""
     name, limits, is_admin = "", dict[str, int](), False
     for word in words:
         what, _, value = word.partition("=")
@@ -87,7 +88,7 @@ def _key(where: str, secret: str, *words: str) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """As it was read; it may change. stamp: another one then; empty for what is no file, and can be read once only"""
+    """The content of a key file. stamp: differs once the file changes; empty for what can be read only once"""
 
     path: Path
     keys: tuple[Key, ...] = field(repr=False)
@@ -95,7 +96,7 @@ class KeyFile:
 
     @classmethod
     def read(cls, path: Path) -> "KeyFile":
-        """raises ConfigError"""
+        """Read a key file. raises ConfigError"""
         stamp = stamp_of(path)  # before it is read: what changes meanwhile is seen later
         keys = read_keys(path)
         if stamp and is_readable_by_all(path):

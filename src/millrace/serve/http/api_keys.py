@@ -1,7 +1,7 @@
-"""API keys: who may ask, and how much. Their file is read anew when it changes; limits are of each key.
+"""API keys and their limits. The key file is read again if it changes; limits are per key.
 
-Keys are compared in constant time, and with every key, so that the time tells nothing. A minute's allowance may be used
-at once, and comes back evenly; tokens are charged when a request has ended, so that one may overdraw what is left.
+A key is compared with every known key in constant time, so that timing reveals nothing. A minute's allowance may be
+used at once and refills evenly; tokens are charged when a request has ended, so one request may overdraw the rest.
 """
 
 import hmac
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class _Allowance:
-    """So many a minute."""
+    """A token bucket of `per_minute` units, refilled evenly."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute, self._level, self._at_s = per_minute, float(per_minute), now_s
 
     def wait_s(self, need: float, now_s: float) -> float:
-        """Until so many are there; 0: they are."""
+        """Return the seconds until `need` units are available; 0 if they are."""
         rate = self.per_minute / 60
         self._level = min(self.per_minute, self._level + (now_s - self._at_s) * rate)
         self._at_s = now_s
@@ -46,7 +46,7 @@ class _Allowance:
 
 
 class _Account:
-    """Of one key, by its name, whatever the file says meanwhile."""
+    """Counters and allowances of one key name; they survive changes of the key file."""
 
     def __init__(self) -> None:
         self.running = self.requests = self.tokens = 0
@@ -64,7 +64,7 @@ class _Account:
         return allowance
 
     def tokens_wait_s(self, now_s: float) -> float:
-        """Until one may be taken."""
+        """Return the seconds until a token may be used."""
         allowance = self._allowances.get("tokens_per_minute")
         return allowance.wait_s(1, now_s) if allowance is not None else 0.0
 
@@ -75,7 +75,7 @@ class _Account:
 
 
 class Grant:
-    """One request that may be answered. tenant: whose it is, "" where there are not several keys"""
+    """Permission to answer one request. tenant: name of its key, "" if there are not several keys"""
 
     __slots__ = ("_account", "_clock", "is_admin", "tenant")
 
@@ -86,22 +86,22 @@ class Grant:
 
     @property
     def owner(self) -> str:
-        """Whose models it may change: "" for all of them."""
+        """Return the tenant whose models it may change; "" for all of them."""
         return "" if self.is_admin else self.tenant
 
     @property
     def limit_reached(self) -> str:
-        """Why nothing more is computed for it now, though it goes on; empty: there are tokens left."""
+        """Return why nothing more is computed for an open stream; "" if tokens are left."""
         wait_s = self._account.tokens_wait_s(self._clock()) if self._account is not None else 0.0
         return f"the API key has reached its limit tokens_per_minute; ask again in {math.ceil(wait_s)} s" * (wait_s > 0)
 
     def charge(self, n_tokens: int) -> None:
-        """It goes on, and has taken so many more."""
+        """Charge tokens of a request that continues."""
         if self._account is not None:
             self._account.charge(n_tokens, self._clock())
 
     def end(self, n_tokens: int = 0) -> None:
-        """It is over, and took so many; once."""
+        """End the request and charge its tokens; later calls do nothing."""
         if self._account is not None:
             self._account.running -= 1
             self._account.charge(n_tokens, self._clock())
@@ -109,12 +109,15 @@ class Grant:
 
 
 class ApiKeys:
-    """`Authorization: Bearer <key>`, or `x-api-key: <key>`, for the routes that are protected. Of one event loop."""
+    """The API keys of one server, for protected routes: `Authorization: Bearer <key>` or `x-api-key: <key>`.
+
+    To be used by one event loop only.
+    """
 
     def __init__(
         self, keys: Sequence[str], file: KeyFile | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """keys: beside those of the file"""
+        """keys: in addition to those of the file"""
         self._own = tuple(Key(key.encode()) for key in keys)
         self._file, self._clock, self._look_at_s = file, clock, 0.0
         self._numbers: dict[bytes, int] = {}  # of keys without a name, as long as the server runs
@@ -129,16 +132,16 @@ class ApiKeys:
 
     @property
     def are_open(self) -> bool:
-        """Nobody needs one."""
+        """Return whether requests need no key now."""
         return not self._keys
 
     @property
     def stay_open(self) -> bool:
-        """Nobody ever will: there is no file that could get some."""
+        """Return whether requests will never need a key: there is none, and no key file."""
         return self._file is None and self.are_open
 
     def admit(self, scope: Scope) -> None:
-        """The request of this scope, whose end its call is told. raises HttpError with 401, or with 429 and when"""
+        """Admit the request of a scope; its call ends the grant. raises HttpError with 401, or 429 and Retry-After"""
         if self._keys:
             credentials = header(scope, b"authorization"), header(scope, b"x-api-key")
             computes = scope["method"] == "POST" and not scope["path"].endswith("/cancel")
@@ -156,8 +159,8 @@ class ApiKeys:
     ) -> Grant:
         """Grant a request by its headers.
 
-        counts_refusals: not where whoever is refused asks once more; computes: False for what reads or ends something,
-        such as a response in the background: it is held to `requests_per_minute` alone
+        counts_refusals: False if a refused request is tried again on the normal path; computes: False for requests that
+        only read or end something, such as a background response: only `requests_per_minute` applies to them
         raises HttpError as `admit`
         """
         if not self._keys:
@@ -189,7 +192,7 @@ class ApiKeys:
         raise error
 
     def _reload_file(self, now_s: float) -> None:
-        """Read the file anew where it is another one; as long as it cannot be read its old keys hold."""
+        """Read the file again if it has changed; if it cannot be read, the old keys stay valid."""
         self._look_at_s = now_s + LOOK_S
         if self._file is None or not self._file.stamp or (stamp := stamp_of(self._file.path)) == self._file.stamp:
             return
@@ -203,7 +206,7 @@ class ApiKeys:
         log.info("%s has changed: %d API keys", self._file.path, len(self._file.keys))
 
     def collect(self) -> Iterator[Metric]:
-        """By the names of keys, never by keys."""
+        """Yield the metrics of all keys, labelled by their names, never by the keys themselves."""
         if not self._keys:
             return
         requests = CounterMetricFamily("millrace:key_requests", "Requests that a key was granted", labels=("key",))
@@ -220,7 +223,7 @@ class ApiKeys:
 
 
 def _check(name: str, key: Key, account: _Account, now_s: float, counts_refusals: bool, computes: bool) -> None:
-    """raises HttpError with 429; what is refused costs nothing"""
+    """Check a key's limits, and take a request from them. raises HttpError with 429; a refused request costs nothing"""
     requests = account.allowance("requests_per_minute", key, now_s)
     tokens = account.allowance("tokens_per_minute", key, now_s)
     max_concurrent = key.limits.get("concurrent")

@@ -12,12 +12,12 @@ from millrace.model_repository.execution.tracebacks import portable
 from millrace.serve.http.admission import shutting_down
 
 T = TypeVar("T")
-ABANDONED_S = 0.5  # what nobody waits for any more may go on for so long; a new process costs about as much
-MAX_HELD_BYTES = 64 * 2**20  # of the texts that wait in one lane
+ABANDONED_S = 0.5  # how long cancelled work may continue before it is stopped; a new process costs about as much
+MAX_HELD_BYTES = 64 * 2**20  # of the texts that wait in one executor
 
 
 class _Job:
-    """`work` is None when nobody waits for it any more: it may hold megabytes."""
+    """One call. `work` is set to None once it is cancelled, because it may hold megabytes."""
 
     __slots__ = ("n_bytes", "started", "waiter", "work")
 
@@ -28,13 +28,13 @@ class _Job:
 
 
 class BoundedExecutor:
-    """Runs calls in their order, at most `max_pending` of them waiting or running.
+    """Executor that runs calls in order, at most `max_pending` of them waiting or running.
 
-    The threads are daemons and nobody joins them: a process ends whatever they do.
+    The threads are daemons and never joined, so the process can always end.
     """
 
     def __init__(self, name: str, max_pending: int, n_threads: int = 1, stop: Callable[[], None] | None = None) -> None:
-        """stop: ends what the lane's one thread does, where a process does it"""
+        """stop: ends the work of the only thread, if a process does it"""
         assert stop is None or n_threads == 1, "otherwise it would end the work of others"
         self._name, self._max_pending, self._n_threads, self._stop = name, max_pending, n_threads, stop
         self._closed = False
@@ -46,9 +46,9 @@ class BoundedExecutor:
         self._running: _Job | None = None  # guarded by _lock; of the last thread to begin, so only for one thread
 
     async def run(self, work: Callable[[], T], n_bytes: int = 0) -> T:
-        """The result of `work()`. Whoever is cancelled takes it out of the queue, or has it stopped.
+        """Return the result of `work()`. Cancelling the task removes it from the queue, or has it stopped.
 
-        n_bytes: that the call holds in memory. raises BusyError, and whatever `work` raises
+        n_bytes: memory that the call holds. raises BusyError, and whatever `work` raises
         """
         if self._closed:
             raise shutting_down()
@@ -79,7 +79,7 @@ class BoundedExecutor:
         return result
 
     def close(self) -> None:
-        """Stop what runs, without waiting for it; whoever waits, or comes later, is told."""
+        """Stop running work without waiting for it; waiting and later calls raise BusyError."""
         self._closed = True
         for job in self._jobs:
             job.work = None

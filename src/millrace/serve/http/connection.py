@@ -1,6 +1,6 @@
-"""What one connection may take: its head, its silence, what it leaves unread. How many there may be: `admission.py`.
+"""Limits of one connection: size of its head, idle time, unread replies. `connection_table.py` limits their number.
 
-uvicorn speaks HTTP; here is what it leaves open. Nothing is done per token or per write: `Connections.sweep` looks at
+uvicorn speaks HTTP; this adds what it leaves open. Nothing is done per token or per write: `Connections.sweep` checks
 all connections twice a second.
 """
 
@@ -22,16 +22,16 @@ from millrace.serve.http.fast_path import FastPath, FastPathCycle
 from millrace.serve.http.http_request import PIECE_BYTES, CoalescingTransport, Parser, fault_of_head, without_upgrade
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
-HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory
+HEADER_BYTES = 32  # overhead counted per header, as in HTTP/2 (RFC 7541, 4.1): tiny headers take much memory
 MAX_PIPELINED = 8  # requests of one connection that wait behind the one that is being answered
 MAX_WAITING_BYTES = 64 * 1024  # of heads and bodies that came while others waited
 FEED_BYTES = 16 * 1024  # to the parser at a time, as what it finds may be refused in the middle of a packet
-HOLD_S = 0.05  # so long the shortcut waits for the body behind a head that it knows
-LINGER_S = 2.0  # what a refused client still sends is read for so long, or it would lose the refusal
+HOLD_S = 0.05  # how long the fast path waits for the body after a head that it knows
+LINGER_S = 2.0  # how long input of a refused client is still read; otherwise it would lose the refusal
 
 
 class _ParserState(enum.Enum):
-    """What the parser expects next."""
+    """State of the parser: what it expects next."""
 
     START = enum.auto()  # of a request
     HEAD = enum.auto()
@@ -40,7 +40,7 @@ class _ParserState(enum.Enum):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with limits."""
+    """uvicorn's HTTP connection, with limits and a fast path."""
 
     def __init__(
         self, connections: Connections, fast_path: Callable[[], FastPath] | None = None, **uvicorn_options: Any
@@ -78,7 +78,7 @@ class Connection(HttpToolsProtocol):
         self._all.remove(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks for this; uvicorn gives nothing
-        """The client sends no more. What it has asked for is answered (`nc -N`), unless a part of that is missing."""
+        """Handle a half-closed connection: complete requests are still answered (`nc -N`)."""
         if self._head_timer is not None:
             self._read_head()
         http_1_1 = self._running is not None and self._running.scope["http_version"] == "1.1"  # see _look_for_client
@@ -111,7 +111,7 @@ class Connection(HttpToolsProtocol):
                 self._offer_to_fast_path(self._fast_path, data, n_heads)
 
     def _offer_to_fast_path(self, shortcut: FastPath, packet: bytes, n_heads: int) -> None:
-        """Let it remember what the usual path has just read, if that was one request and nothing else."""
+        """Let the fast path remember what the normal path has just read, if that was exactly one request."""
         is_one = self._state is _ParserState.START and self._n_heads == n_heads and not self.pipeline
         if is_one and self.scope["http_version"] == "1.1":
             shortcut.remember(self.scope["method"], self.scope["raw_path"], self.headers, packet)
@@ -123,7 +123,7 @@ class Connection(HttpToolsProtocol):
         return head
 
     def _read_head(self) -> None:
-        """Its body is long in coming: the usual path waits for it."""
+        """Hand a delayed head to the normal path, which waits for its body."""
         head = self._take_head()
         self._read(head)
         self._head = head if self._state is _ParserState.BODY else b""
@@ -240,7 +240,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _close_behind_answer(self) -> None:
-        """Close; if the client is still sending its body, read that for a while, or it would lose the answer."""
+        """Close; if the client is still sending its body, read on for a while, so that it gets the answer."""
         if not self.is_incomplete or self.transport.is_closing() or not self.transport.can_write_eof():
             self.transport.close()
             return
@@ -248,7 +248,7 @@ class Connection(HttpToolsProtocol):
         self._set_state(_ParserState.NOTHING)
 
     def shutdown(self) -> None:
-        """Answers are finished, and everything else ends."""
+        """Close the connection once its answers are finished."""
         if self.is_waiting or self.is_incomplete:
             self.transport.close()
         else:
@@ -269,7 +269,7 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------------ ours
 
     def head_without_upgrade(self) -> bytes | None:
-        """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
+        """Return the head that was just read, without its upgrade; None if the request was refused."""
         if self._state is not _ParserState.HEAD:
             return None
         version = self.parser.get_http_version().encode()
@@ -277,26 +277,26 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_waiting(self) -> bool:
-        """No request is being answered."""
+        """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.disconnected
 
     @property
     def is_incomplete(self) -> bool:
-        """It sends a body, of which a part is missing, while nothing in front of it is being answered."""
+        """Return whether a part of the current request's body is missing, and no earlier request is being answered."""
         return self._state is _ParserState.BODY and not self.pipeline
 
     @property
     def is_refused(self) -> bool:
-        """It was told so."""
+        """Return whether the refusal was sent."""
         return self._state is _ParserState.NOTHING
 
     def _set_state(self, state: _ParserState) -> None:
-        """Whatever it waits for begins now, with what the parser expects next."""
+        """Set the parser's state, and restart the timeout."""
         self._state, self.since_s = state, time.monotonic()
         self._all.touch(self)
 
     def check(self, now_s: float) -> None:
-        """Once in a while: has this waited too long?"""
+        """Check the timeouts; called by the sweep."""
         n_unread = self.transport.get_write_buffer_size()
         if not n_unread or n_unread < self.n_unread or not self.n_unread:
             self.unread_since_s = now_s
@@ -310,14 +310,14 @@ class Connection(HttpToolsProtocol):
             self._probe_half_closed_client()
 
     def close_gracefully(self) -> None:
-        """Close; what the client has not taken so far is lost."""
+        """Close; unread data is lost."""
         if self.transport.get_write_buffer_size():
             self.abort()
         else:
             self.transport.close()
 
     def abort(self) -> None:
-        """Close at once, and forget what is unread, in the kernel too: otherwise it would keep megabytes of it."""
+        """Close at once, and discard unread data in the kernel, too, which would otherwise keep megabytes."""
         with contextlib.suppress(OSError), self._socket() as own:  # the other side was quicker
             own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
@@ -331,7 +331,7 @@ class Connection(HttpToolsProtocol):
             same.detach()  # or it would be closed with `same`
 
     def _probe_half_closed_client(self) -> None:
-        """One that has gone looks like one that only sends no more, until something is written: then it is refused."""
+        """Detect whether a half-closed client is gone: writing to it fails only then."""
         with contextlib.suppress(OSError), self._socket() as own:
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.abort()
@@ -358,14 +358,14 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
 
     def _abandon(self) -> None:
-        """Nobody waits for an answer any more."""
+        """Cancel the running request, because the client does not wait for it any more."""
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
 
     def _has_pipeline_room(self, n_bytes: int) -> bool:
-        """Whether there is room for these behind what is being answered; otherwise nothing more is read."""
+        """Return whether more bytes may wait behind the running request; if not, stop reading."""
         self._waiting_bytes = n_bytes + (self._waiting_bytes if self.pipeline else 0)
         in_head, n_waiting = self._state is _ParserState.HEAD, len(self.pipeline)
         if self._waiting_bytes <= MAX_WAITING_BYTES and n_waiting + in_head <= MAX_PIPELINED:
@@ -375,7 +375,7 @@ class Connection(HttpToolsProtocol):
         return False
 
     def _stop_reading(self) -> None:
-        """Whatever still comes is thrown away. The requests so far are answered, then the connection closes."""
+        """Discard all further input. The requests so far are answered, then the connection closes."""
         if self._state is _ParserState.BODY and self.pipeline:  # that of a request of which nobody has begun anything
             self.pipeline.popleft()
             assert self._running is not None
@@ -394,7 +394,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, "headers_too_large", "the headers are too large", f"at most {MAX_HEAD_BYTES} bytes")
 
     def _refuse(self, status: int, code: str, what: str, expected: str) -> None:
-        """Say so in place of an answer, and read nothing more; answers to earlier requests are not touched."""
+        """Answer with an error and stop reading; answers to earlier requests are not affected."""
         self._all.seldom.warn(f"{status} {code}: {what}")
         is_own = (
             self._state is _ParserState.BODY and not self.pipeline

@@ -1,4 +1,4 @@
-"""How many connections there may be, by the files that a process may have, and how long each may take."""
+"""Limits of connections: their number, from the process's file limit, and their timeouts."""
 
 import logging
 import resource
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_REFUSED = 8  # connections over the limit that wait for their 503
-RESERVED_FILES = 24  # sockets of processes for texts, files that are opened for a moment
-MAX_CONNECTIONS = 4096  # where there are files for more
+RESERVED_FILES = 24  # sockets of tokeniser processes, and files that are opened briefly
+MAX_CONNECTIONS = 4096  # by default, even if the file limit allows more
 log = logging.getLogger(__name__)
 
 
 def number_of_connections(max_connections: int | None) -> int:
-    """As many as were asked for, or MAX_CONNECTIONS; fewer where there are no files left for so many."""
+    """Return the requested number, or MAX_CONNECTIONS; fewer if the file limit does not allow so many."""
     limit, max_files = max_connections or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if max_files == resource.RLIM_INFINITY:
         return limit

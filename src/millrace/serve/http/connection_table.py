@@ -12,51 +12,51 @@ log = logging.getLogger(__name__)
 
 
 class ConnectionView(Protocol):
-    """A connection, as far as others are concerned."""
+    """The interface of a connection to the table."""
 
-    since_s: float  # time.monotonic(): the beginning of what is being waited for
-    n_unread: int  # bytes of replies that the client has not taken, at the last sweep
-    unread_since_s: float  # when it last took some
+    since_s: float  # time.monotonic(): when the current wait began
+    n_unread: int  # bytes of replies that the client had not read at the last sweep
+    unread_since_s: float  # when it last read some
 
     @property
     def is_waiting(self) -> bool:
-        """No request is being answered."""
+        """Return whether no request is being answered."""
 
     @property
     def is_incomplete(self) -> bool:
-        """It sends a body, of which a part is missing, while nothing in front of it is being answered."""
+        """Return whether a part of the current request's body is missing, and no earlier request is being answered."""
 
     @property
     def is_refused(self) -> bool:
-        """It was told so."""
+        """Return whether the refusal was sent."""
 
     def check(self, now_s: float) -> None:
-        """Once in a while: has this waited too long?"""
+        """Check the timeouts; called by the sweep."""
 
     def close_gracefully(self) -> None:
-        """Close; what the client has not taken so far is lost."""
+        """Close; unread data is lost."""
 
     def abort(self) -> None:
         """Close at once."""
 
 
 class Connections:
-    """All connections of one server."""
+    """The connections of one server."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.seldom = RateLimitedLog(log)
         self._open: dict[ConnectionView, None] = {}  # in the order in which they came
-        # in the order of their since_s: ordered dictionaries, for a plain one looks at all that left before its first
+        # in the order of their since_s: ordered dictionaries, because a plain one scans removed entries for its first
         self._waiting: OrderedDict[ConnectionView, None] = OrderedDict()
         self._incomplete: OrderedDict[ConnectionView, None] = OrderedDict()  # of those that do not wait
         self._refused: dict[ConnectionView, None] = {}
 
     def admit(self, connection: ConnectionView) -> bool:
-        """Where there is no room, the connection that has waited for a request the longest is closed, as in nginx.
+        """Admit a connection; if the table is full, close the one that has waited for a request the longest, as nginx.
 
-        Where none waits, it is the one whose request has been incomplete the longest. Constant time: a flood of
-        connections takes none from those that are answered.
+        If none waits, close the one whose request has been incomplete the longest. This takes constant time, and a
+        flood of connections takes none from those that are being answered.
         """
         if len(self._open) >= self.limits.max_connections:
             waiting = next(iter(self._waiting), None) or next(iter(self._incomplete), None)
@@ -74,7 +74,7 @@ class Connections:
         return True
 
     def touch(self, connection: ConnectionView) -> None:
-        """Its since_s is now: it has waited, or been incomplete, for the shortest time of all."""
+        """Move a connection to the end of its queue, because its wait has just begun."""
         self._waiting.pop(connection, None)
         self._incomplete.pop(connection, None)
         if connection not in self._open:
@@ -90,18 +90,18 @@ class Connections:
         self._refused.pop(connection, None)
 
     def _end_refused(self) -> None:
-        """One that was told, and is only listened to so that it hears it, makes place for one that was not."""
+        """Close a refused connection for a new one, preferably one that has received its refusal."""
         evicted = next((c for c in self._refused if c.is_refused), None) or next(iter(self._refused))
         self.remove(evicted)
         evicted.close_gracefully()
 
     def abort(self) -> None:
-        """Whatever is still open, and all that is unread."""
+        """Abort all open connections, and discard unread data."""
         for connection in [*self._open, *self._refused]:
             connection.abort()
 
     def sweep(self) -> None:
-        """End what takes too long, and the laziest readers where all of them together hold too much."""
+        """End connections that take too long, and the slowest readers if unread replies exceed their bound."""
         now_s, unread = time.monotonic(), 0
         readers: list[ConnectionView] = []
         for connection in [*self._open, *self._refused]:

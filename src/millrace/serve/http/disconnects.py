@@ -1,4 +1,4 @@
-"""Clients that go away while their request is answered: the work for them is cancelled."""
+"""Cancellation of work for clients that disconnect."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,13 +9,13 @@ from starlette.types import Receive
 from millrace.serve.http.errors import ClientGoneError
 
 T = TypeVar("T")
-WATCH_S = 0.01  # a client that leaves sooner is answered all the same
+WATCH_S = 0.01  # a client that disconnects sooner is answered all the same
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """Run `work`, and cancel it when the client goes away. Call it after the body was read.
+    """Run `work`, and cancel it if the client disconnects. To be called after the body was read.
 
-    Clients are looked after once the work has taken WATCH_S: tasks for that would cost a short request half its time.
+    Clients are watched only after WATCH_S, because the task for it would double the time of a short request.
     raises ClientGoneError, and whatever `work` raises
     """
     task = asyncio.current_task()
@@ -36,7 +36,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[object, object,
 
 
 class _Watch:
-    """Waits for a client to go away, and cancels the task that works for it."""
+    """Watcher of a client, which cancels its task if it disconnects."""
 
     def __init__(self, receive: Receive, task: "asyncio.Task[Any]") -> None:
         self._receive, self._task = receive, task

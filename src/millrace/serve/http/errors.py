@@ -1,4 +1,4 @@
-"""What goes wrong, as HTTP says it: a status and a Problem, which each protocol writes in its own way."""
+"""HTTP errors: statuses and `HttpProblem`, which each protocol encodes in its own format."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ CLIENT_CLOSED = 499  # nginx's word for a client that went away; only ever seen 
 
 
 class HttpError(MillraceError):
-    """A refusal that is HTTP's own business: the path, the method, the key, the body, the model's name."""
+    """A refusal at the level of HTTP: path, method, key, body or model name."""
 
     def __init__(self, status: int, code: str, what: str, expected: str, mend: str) -> None:
         super().__init__(what, expected, mend)
@@ -30,18 +30,18 @@ class HttpError(MillraceError):
         self.headers: dict[str, str] = {}
 
     def about(self, param: str) -> "HttpError":
-        """The same error, naming a field."""
+        """Set the field that the error is about, and return the error."""
         self.param = param
         return self
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its answer was complete; nobody is left to be told."""
+    """The client closed the connection before its answer was complete; no response is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpProblem:
-    """One error, before a protocol writes it."""
+    """One error, before a protocol encodes it."""
 
     status: int
     message: str
@@ -55,19 +55,19 @@ class HttpProblem:
 
     @property
     def brief(self) -> str:
-        """For the log: the code, and the beginning of what was wrong."""
+        """Return the code and the beginning of the message, for the log."""
         return f"{self.code}: {self.message.split('; expected: ')[0][:160]}"
 
     def body(self) -> bytes:
-        """As OpenAI's clients expect it: `{"error": {"message", "type", "param", "code"}}`."""
+        """Encode in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
         return msgspec.json.encode(
             ErrorReply(error=ErrorBody(message=self.message, type=self.type, param=self.param, code=self.code))
         )
 
     def with_field_names(self, names: Mapping[str, str]) -> "HttpProblem":
-        """In a protocol's words. names: of fields, ours to theirs
+        """Replace field names by a protocol's. names: ours to theirs
 
-        A name that is also a word of English (stop, seed) is one only in an error about that field.
+        A name that is also an English word (stop, seed) is replaced only in an error about that field.
         """
         relevant = [name for name in names if "_" in name or "." in name or name == self.param]
         if not relevant:
@@ -83,7 +83,7 @@ class HttpProblem:
         return Response(write(self), self.status, all_headers, media_type="application/json")
 
     def raw_response(self, headers: Mapping[str, str]) -> bytes:
-        """As it is written where no request was understood: the connection's last words."""
+        """Encode a complete HTTP response, for requests that could not be parsed; the connection closes after it."""
         body = self.body()
         all_headers = {
             "content-type": "application/json",
@@ -103,12 +103,12 @@ MACHINE_RETRY_S = 5.0  # memory may be free again then
 
 
 def one_line(error: MillraceError) -> str:
-    """What was wrong, what was expected and how to mend it, as one line of prose."""
+    """Return what was wrong, what was expected and how to fix it, in one line."""
     return f"{error.what}; expected: {error.expected}; to mend: {error.mend}"
 
 
 def problem_of(error: MillraceError, *, accepting: bool) -> HttpProblem:
-    """`accepting`: the engine runs and takes requests, so that BusyError means a full queue."""
+    """Return the problem of an error. accepting: the engine takes requests, so that BusyError means a full queue"""
     message = one_line(error)
     match error:
         case HttpError():
@@ -132,15 +132,15 @@ ABORTED = "it was aborted, for the server is shutting down"
 
 
 def generation_failed(reason: str | None, *, status: int = 500) -> HttpProblem:
-    """An answer that the engine could not finish."""
+    """Return the problem of an answer that the engine could not finish."""
     message = f"The answer could not be finished: {reason or ABORTED}"
     return HttpProblem(status, message, code="generation_failed", retry_after_s=5.0 if status == 503 else None)
 
 
 class GenerationFailedError(Exception):
-    """The engine ended a choice with an error, or aborted it though its client is still there.
+    """The engine ended a choice with an error, or aborted it while its client is still connected.
 
-    fault: the error that ended it, where it is the request's own, or the server had no room for the answer
+    fault: the error that ended it, if the request caused it or the server had no memory for the answer
     """
 
     def __init__(self, delta: Delta, fault: MillraceError | None = None) -> None:
@@ -148,10 +148,10 @@ class GenerationFailedError(Exception):
         aborted = delta.finish_reason is FinishReason.ABORT
         failed = generation_failed(delta.error, status=503 if aborted else 500)
         self.problem = failed if fault is None else problem_of(fault, accepting=True)
-        # of an abort the client, or whoever stopped the server, knows the cause; what else fails is for us to look into
+        # an abort is caused by the client or by stopping the server; any other failure needs investigation
         self.log_level = logging.INFO if aborted or fault is not None else logging.ERROR
 
 
 def not_yet(field: str, mend: str, what: str = "") -> RequestError:
-    """what: of the field, where it is not the field itself"""
+    """Return the error of an unsupported field. what: the unsupported part, if it is not the whole field"""
     return RequestError(f"{what or field} is not supported yet", f"a request without {what or 'it'}", mend, param=field)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class FastPathCycle(Protocol):
-    """A request that is answered without ASGI, in place of uvicorn's RequestResponseCycle."""
+    """A request that is answered without ASGI; replaces uvicorn's RequestResponseCycle."""
 
     keep_alive: bool
     disconnected: bool

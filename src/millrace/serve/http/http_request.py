@@ -1,4 +1,4 @@
-"""The raw side of one call: its head, its line in the log, and the client that may go away."""
+"""HTTP plumbing of one request: parsing and checks of its head, its context, and its access-log line."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ _UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the h
 
 @dataclass(slots=True)
 class RequestLog:
-    """Everything that is known of one request but its text; None: does not apply."""
+    """The access-log line of one request, without its text; None: does not apply."""
 
     method: str
     path: str  # as it was sent, percent signs and all, so that it cannot break the line
@@ -50,7 +50,7 @@ class RequestLog:
     error: str | None = None  # why it was refused, in short
 
     def to_dict(self) -> dict[str, object]:
-        """Rounded, and without what does not apply."""
+        """Return the fields that apply, rounded."""
         values: dict[str, object] = {}
         for name in _NAMES:
             value = getattr(self, name)
@@ -68,7 +68,7 @@ _NAMES = tuple(f.name for f in fields(RequestLog))
 
 
 def request_id_of(header_value: bytes | None) -> str:
-    """Of a request, by its header x-request-id: its own, or a new one."""
+    """Return a request's id: the value of its header x-request-id if it is valid, otherwise a new one."""
     return (
         header_value.decode()
         if header_value and _SANE_ID.fullmatch(header_value)
@@ -77,7 +77,7 @@ def request_id_of(header_value: bytes | None) -> str:
 
 
 def _quoted(value: object) -> object:
-    """What clients write stays one value on one line: quoted where it has white space, control characters escaped."""
+    """Quote text from clients so that it stays one value on one line: white space and control characters."""
     return json.dumps(value) if isinstance(value, str) and not _PLAIN.fullmatch(value) else value
 
 
@@ -88,7 +88,7 @@ def log_request(entry: RequestLog) -> None:
 
 
 class BufferedRequestLog:
-    """Lines of requests that take less time than writing one does: written together, at most LATER_S late."""
+    """Log lines of very short requests, which are written together, at most LOG_DELAY_S late."""
 
     def __init__(self) -> None:
         self._lines: list[tuple[float, str, str, str | None, int, float, str]] = []
@@ -97,7 +97,7 @@ class BufferedRequestLog:
     def add(
         self, method: str, path: str, request_id: str | None, status: int, total_ms: float, error: str = ""
     ) -> None:
-        """In the event loop's thread. request_id: None where nobody was told of one"""
+        """Add a line; to be called in the event loop's thread. request_id: None if the client did not receive one"""
         if not self._logger.isEnabledFor(logging.INFO):
             return
         if not self._lines:
@@ -121,7 +121,7 @@ Line = tuple[float, str, str, str, int, float, str]  # time.time(), method, path
 
 
 class BatchedRequestLogs(list[Line]):
-    """Of one record: what short requests' lines say."""
+    """The lines of short requests in one log record."""
 
     def __str__(self) -> str:
         return "\n".join(str(entry) for _, entry in self.entries())
@@ -132,18 +132,18 @@ class BatchedRequestLogs(list[Line]):
 
 
 class ParserOwner(Protocol):
-    """The connection: its parser's callbacks, and what an offer needs."""
+    """The connection that owns a parser: its callbacks, and the head of a request that offers an upgrade."""
 
     parser: Any
 
     def head_without_upgrade(self) -> bytes | None:
-        """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
+        """Return the head that was just read, without its upgrade; None if the request was refused."""
 
 
 class Parser(httptools.HttpRequestParser):
-    """Does not stop at `upgrade: h2c` (`curl --http2`): what offers another protocol is answered in this one.
+    """HTTP parser that ignores `upgrade: h2c` (`curl --http2`), so that such requests are answered with HTTP/1.1.
 
-    The parser takes whatever follows such a head for that protocol, so it is given the head again without the offer.
+    httptools takes the bytes after such a head for the other protocol, so it gets the head again without the offer.
     """
 
     def __init__(self, connection: ParserOwner) -> None:
@@ -152,7 +152,7 @@ class Parser(httptools.HttpRequestParser):
         self._connection = connection
 
     def feed_data(self, data: Any) -> None:
-        """data: a small piece, as what follows an offer is copied"""
+        """Parse data, which should be a small piece, because what follows an upgrade offer is copied."""
         parser: httptools.HttpRequestParser = self
         while True:
             try:
@@ -167,7 +167,7 @@ class Parser(httptools.HttpRequestParser):
 
 
 def without_upgrade(request_line: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The head of a request that offers nothing."""
+    """Return the head of a request without its upgrade offer."""
     lines = [request_line]
     for name, value in headers:
         if name == b"connection":
@@ -178,7 +178,7 @@ def without_upgrade(request_line: bytes, headers: Iterable[tuple[bytes, bytes]])
 
 
 def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str, str, str] | None:
-    """What the parser lets through and HTTP does not (RFC 9112, 3.2 and 6.1): status, code, what, what was expected."""
+    """Return status, code, fault and expectation of a head that the parser accepts and RFC 9112 (3.2, 6.1) forbids."""
     named = b",".join(value for name, value in headers if name == b"transfer-encoding").split(b",")
     codings = [coding.strip().lower() for coding in named if coding.strip()]
     if codings not in ([], [b"chunked"]):
@@ -191,10 +191,10 @@ def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple
 
 
 class CoalescingTransport:
-    """A transport for one answer: its head is sent with the first of its body, where that comes in the same turn."""
+    """Transport for one answer, which sends the head with the first part of the body if both come in the same turn."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        """close: of the connection, behind the answer"""
+        """close: closes the connection after the answer"""
         self._transport, self._close = transport, close
         self._head: bytes | None = None
         self._has_begun = False
@@ -226,7 +226,7 @@ CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP request, as its handler sees it."""
+    """The context of one HTTP request for its handler."""
 
     id: str  # x-request-id
     arrived_s: float  # time.perf_counter()
@@ -241,13 +241,15 @@ class RequestContext:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of that (lower-case) name."""
+    """Return the first header of a (lower-case) name, or None."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
 def combine_duplicate_headers(headers: Iterable[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyStr, AnyStr]:
-    """By name. One that comes several times is one with commas between (RFC 9110, 5.3): a longer list, or, of what has
-    to come once, none that is right."""
+    """Return headers by name; repeated ones are joined with commas (RFC 9110, 5.3).
+
+    For a header that must come once, the result is invalid, as it should be.
+    """
     combined: dict[AnyStr, AnyStr] = {}
     for name, value in headers:
         combined[name] = combined[name] + comma + value if name in combined else value
@@ -255,7 +257,7 @@ def combine_duplicate_headers(headers: Iterable[tuple[AnyStr, AnyStr]], comma: A
 
 
 def check_content_type(scope: Scope) -> None:
-    """raises HttpError with 415 if a body is called something else than JSON, as `curl -d` calls it a form"""
+    """Check the content type. raises HttpError with 415 if it is not JSON, such as the form type of `curl -d`"""
     kind = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
     if kind != b"application/json" and not kind.endswith(b"+json"):
         raise HttpError(

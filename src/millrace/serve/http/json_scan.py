@@ -1,6 +1,6 @@
-"""The structure of JSON, counted before it is decoded: a decoded value may take a hundred times the bytes of its text.
+"""Scan of the structure of JSON before it is decoded: a decoded value may take a hundred times the bytes of its text.
 
-Pieces are looked at by NumPy, which lets other threads run meanwhile; a decoder holds the interpreter until it is done.
+NumPy scans pieces and lets other threads run meanwhile; a decoder holds the interpreter lock until it is done.
 """
 
 from collections.abc import Iterator

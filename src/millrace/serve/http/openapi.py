@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the table of routes and from the very structs that requests and replies are."""
+"""The OpenAPI document, generated from the table of routes and the structs of requests and replies."""
 
 import json
 import re
@@ -35,7 +35,7 @@ _STATUSES = {
 class Operation:
     """One method of one path.
 
-    reply: None where it is no JSON; event: of a stream, where there may be one, of the type `stream_type`
+    reply: None if it is not JSON; event: one event of a stream of the type `stream_type`, None if there is none
     """
 
     method: str
@@ -53,7 +53,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """What the document says of this very server."""
+    """Properties of this server for the document."""
 
     models: Mapping[str, str]  # path -> the model that answers there
     defaults: Mapping[str, object]  # of its models, for fields of requests
@@ -61,7 +61,7 @@ class ServerDescription:
 
 
 def openapi_document(operations: Sequence[Operation], about: ServerDescription) -> dict[str, Any]:
-    """OpenAPI 3.1. Every operation has an example that runs, in `x-codeSamples`; {origin} is the server's address."""
+    """Return the OpenAPI 3.1 document. `x-codeSamples` has a working example of each operation; {origin} is the URL."""
     types: dict[type[msgspec.Struct], None] = {}
     for operation in operations:
         types |= dict.fromkeys(
@@ -94,12 +94,12 @@ def openapi_document(operations: Sequence[Operation], about: ServerDescription) 
 
 @cache
 def _components(types: tuple[type[msgspec.Struct], ...]) -> bytes:
-    """References to them, and their schemas, as JSON: 50 ms, once for all servers of a process."""
+    """Return references to the types and their schemas as JSON; takes 50 ms, once per process."""
     return msgspec.json.encode(msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}"))
 
 
 def _add_other_fields(kind: type[Body], schema: dict[str, Any]) -> None:
-    """Fields that are no members of the struct: harmless ones, and those with a single accepted value."""
+    """Add the fields that are no members of the struct: harmless ones, and those with few accepted values."""
     properties = schema["properties"]
     for name in sorted(other_names(kind) - kind.NOT_YET.keys()):
         properties[name] = {"description": "accepted; changes nothing"}
@@ -111,7 +111,7 @@ def _add_other_fields(kind: type[Body], schema: dict[str, Any]) -> None:
 
 
 def _set_defaults(schema: dict[str, Any], defaults: Mapping[str, object]) -> None:
-    """null is how a field is left out, and no value of its own: what happens then is said instead."""
+    """Replace the default null, which only means that a field is left out, by what happens then."""
     for name, field_schema in schema.get("properties", {}).items():
         if "default" in field_schema and field_schema["default"] is None:
             del field_schema["default"]

@@ -1,4 +1,4 @@
-"""BodyLimiter of requests, within bounds of size, time and memory."""
+"""Request bodies, received within bounds of size, time and memory."""
 
 import asyncio
 from collections import Counter
@@ -14,13 +14,13 @@ from millrace.model_repository.request.concatenation import LARGE, concatenated
 from millrace.serve.http.errors import ClientGoneError, HttpError
 from millrace.serve.http.http_request import header
 
-FREE_BYTES = 64 * 1024  # of each body are not counted: short requests get through whatever long ones do
-RELEASE_AFTER_S = 1.0  # memory of a large body is given back to the system so long after it
+FREE_BYTES = 64 * 1024  # of each body that are not counted: short requests are not affected by large ones
+RELEASE_AFTER_S = 1.0  # delay until memory of a large body is returned to the system
 
 
 @dataclass(slots=True, eq=False)
 class IncomingBody:
-    """One body on its way."""
+    """One body that is being received."""
 
     client: str  # its address
     n_bytes: int = 0
@@ -29,10 +29,10 @@ class IncomingBody:
 
 
 class BodyLimiter:
-    """The bounds of bodies: of each, and of all that are being received and decoded; what has come counts.
+    """Bounds of each body, and of the bytes of all bodies that are being received and decoded.
 
-    Where all together are too many, the client that holds most gives way, with the body that it began first: slow
-    senders keep nobody out.
+    If all together are too large, the client with most bytes loses the body that it began first, so that slow senders
+    do not keep other clients out.
     """
 
     def __init__(self, max_bytes: int, timeout_s: float, max_receiving_bytes: int) -> None:
@@ -44,7 +44,7 @@ class BodyLimiter:
 
     @contextmanager
     def receiving(self, client: str) -> Iterator[IncomingBody]:
-        """While a body is held in memory."""
+        """Account for a body while it is in memory."""
         incoming = IncomingBody(client)
         try:
             yield incoming
@@ -56,9 +56,9 @@ class BodyLimiter:
                     self._release_later()
 
     def _release_later(self) -> None:
-        """Return what large bodies took to the system: their pieces lie anywhere in the heap.
+        """Return the memory of large bodies to the system, because their pieces are scattered in the heap.
 
-        At most once every RELEASE_AFTER_S, so that bodies that follow each other use the same memory.
+        At most once every RELEASE_AFTER_S, so that consecutive bodies reuse the same memory.
         """
 
         def release(n_large: int) -> None:
@@ -72,7 +72,7 @@ class BodyLimiter:
 
     @asynccontextmanager
     async def arriving(self, incoming: IncomingBody) -> AsyncIterator[None]:
-        """While it comes. raises HttpError: 408 where that takes too long, 503 where it gave way to others"""
+        """Account for a body while it arrives. raises HttpError: 408 if that takes too long, 503 if it was evicted"""
         try:
             async with asyncio.timeout(self.timeout_s) as end:
                 self._arriving[incoming] = end
@@ -86,7 +86,7 @@ class BodyLimiter:
             self._arriving.pop(incoming, None)
 
     def count(self, incoming: IncomingBody, n_bytes: int) -> None:
-        """raises HttpError with 413 or 503 for what is too much"""
+        """Count received bytes. raises HttpError with 413 or 503 if they are too many"""
         incoming.n_bytes += n_bytes
         if incoming.n_bytes > self.max_bytes:
             raise _too_large("too many bytes", self.max_bytes)
@@ -99,9 +99,9 @@ class BodyLimiter:
         incoming.counted_bytes += more
 
     def count_decompressed(self, incoming: IncomingBody, n_bytes: int) -> None:
-        """It came as a whole, and is held once more, as what it was packed from. raises HttpError with 503
+        """Count the decompressed bytes of a complete body. raises HttpError with 503 if they are too many
 
-        Nobody gives way to it: what is packed well would cost its sender nothing.
+        No other body is evicted for them: highly compressed data would cost its sender nothing.
         """
         incoming.n_bytes += n_bytes
         more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
@@ -111,7 +111,7 @@ class BodyLimiter:
         incoming.counted_bytes += more
 
     def _evict_largest_client(self, incoming: IncomingBody, more: int) -> None:
-        """One gives way: perhaps `incoming` itself."""
+        """Evict the oldest body of the client with most bytes; it may be `incoming` itself."""
         held_bytes = Counter({incoming.client: more})
         for body in self._arriving:
             held_bytes[body.client] += body.counted_bytes
@@ -124,7 +124,7 @@ class BodyLimiter:
 
 
 async def read_body(scope: Scope, receive: Receive, bodies: BodyLimiter, incoming: IncomingBody) -> bytes:
-    """The whole body, whatever its content type. Whatever is larger is refused before it is held in memory.
+    """Read a whole body of any content type. A body that is too large is refused before it is in memory.
 
     raises HttpError with 413, 415, 408 or 503; ClientGoneError
     """

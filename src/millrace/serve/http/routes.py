@@ -1,7 +1,7 @@
-"""A protocol is a table of endpoints with its own error writer; it knows no engine.
+"""Protocols as tables of endpoints with their own error format, independent of engines.
 
 An endpoint for POST requests names the kind of Backend it needs; its handler gets the Backend of the requested model:
-`async def handler(backend, call, request)`. `api_keys.py` says who may call it and how often. Another protocol is
+`async def handler(backend, call, request)`. `api_keys.py` decides who may call it and how often. Another protocol is
 another table, passed to the server next to those in `protocols/`. A request is a `Body` with the field `model`, by
 which the server finds the Backend.
 
@@ -59,9 +59,9 @@ GetHandler = Callable[[Models, Scope], Response]
 
 @dataclass(frozen=True, slots=True)
 class HttpEndpoint:
-    """One route: what it does, and what the documentation says about it.
+    """One route: its handler and its documentation.
 
-    names: of our fields, as errors have to name them to its clients, where they know them by others
+    names: our field names mapped to those that its clients know, for errors
     """
 
     operation: Operation
@@ -75,7 +75,7 @@ class HttpEndpoint:
         return self.operation.path
 
     def also(self, method: str, path: str) -> "HttpEndpoint":
-        """The same under another path, as other servers have it."""
+        """Return the same endpoint under another path, as other servers have it."""
         summary = f"The same as {self.path}"
         operation = replace(self.operation, method=method, path=path, summary=summary, same_as=self.path)
         return replace(self, operation=operation)
@@ -83,11 +83,12 @@ class HttpEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """any_type: web pages, too, may call their bodies something else than JSON
+    """One protocol: a table of endpoints and an error format.
 
-    below: paths below this one are its own, whether there are such or not
+    any_type: web pages, too, may send bodies with a content type other than JSON
+    below: prefix of the paths that belong to it, including paths that do not exist
     lists_at: the path that lists the models
-    header: which its clients send with every request, also to paths of other protocols; b"": none
+    header: sent by its clients with every request, also to paths of other protocols; b"": none
     """
 
     endpoints: tuple[HttpEndpoint, ...]
@@ -98,7 +99,7 @@ class Protocol:
     header: bytes = b""
 
     def owns(self, path: str) -> bool:
-        """No client of its own puts /v1 there: that one has a base URL of OpenAI's too long."""
+        """Return whether a path belongs to the protocol; /v1 below it comes from an OpenAI client's wrong base URL."""
         return bool(self.below) and f"{path}/".startswith(f"{self.below}/") and not path.startswith(f"{self.below}/v1/")
 
 
@@ -108,7 +109,7 @@ def get(path: str, handler: GetHandler, summary: str, reply: type | None, protec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handler:
-    """An endpoint as the application of its route: key, body, model, answer."""
+    """ASGI application of one endpoint: checks the key, reads the body, finds the model, answers."""
 
     endpoint: HttpEndpoint
     protocol: Protocol
@@ -132,7 +133,7 @@ class Handler:
                 await run_until_disconnect(receive, self._answer(request, scope, receive, send))
 
     async def _read(self, scope: Scope, receive: Receive, admitted: ExitStack) -> Body:
-        """The request, checked; admitted as soon as it is there. Its body is let go of: an answer may take minutes."""
+        """Read and check the request, and admit it. Its body is released, because an answer may take minutes."""
         kind, call = self.endpoint.operation.request, scope[CALL]
         assert kind is not None, self.endpoint.path
         if header(scope, b"origin") is not None and not self.protocol.any_type:
@@ -160,9 +161,9 @@ class Handler:
         await (await self.endpoint.post_handler(backend, call, request))(scope, receive, send)
 
     def _backend(self, name: str | None) -> Backend:
-        """The model of that name, which must be able to answer here; None: the first that is.
+        """Return the model of a name, which must support this endpoint; None: the first that does.
 
-        raises HttpError: 404 for a name that there is not, 400 saying what the model can
+        raises HttpError: 404 for an unknown name, 400 naming the endpoints that the model supports
         """
         kind = self.endpoint.backend
         assert kind is not None, self.endpoint.path
@@ -188,10 +189,10 @@ log = logging.getLogger(__name__)
 
 
 class AsgiEdge:
-    """An ASGI application around the routes."""
+    """ASGI application around the routes."""
 
     def __init__(self, routes: ASGIApp, models: Models, protocols: Sequence[Protocol]) -> None:
-        """The first protocol writes the errors of requests of none."""
+        """The first protocol writes the errors of requests that belong to none."""
         self._routes, self._models, self._protocols = routes, models, protocols
         self._paths = {endpoint.path for protocol in protocols for endpoint in protocol.endpoints}
 
@@ -251,7 +252,7 @@ class AsgiEdge:
             await problem.with_field_names(call.names).response(self._writer(scope), headers)(scope, receive, send)
 
     def _writer(self, scope: Scope) -> ErrorWriter:
-        """Of the protocol in which it was asked."""
+        """Return the error writer of the protocol that a request uses."""
         handler = scope.get("endpoint")
         if isinstance(handler, Handler) and handler.endpoint.path.startswith(handler.protocol.lists_at):
             sent = (p for p in self._protocols if p.header and header(scope, p.header) is not None)
@@ -282,7 +283,7 @@ def _ignored_header(call: RequestContext) -> list[tuple[bytes, bytes]]:
 
 
 def raw_path(scope: Scope) -> str:
-    """The path as it was sent, percent signs and all: ASCII without white space."""
+    """Return the path as it was sent, still percent-encoded: ASCII without white space."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     return raw.decode("ascii", "backslashreplace")[:300]
 

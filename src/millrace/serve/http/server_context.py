@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ServerContext:
-    """One server, whatever models it has."""
+    """The state of one server, independent of its models."""
 
     def __init__(self, settings: ServerSettings) -> None:
         """raises ConfigError"""
@@ -36,7 +36,7 @@ class ServerContext:
         self._replies = BoundedExecutor("replies", settings.max_preparing)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have it done though its client is gone; it is waited for like a request. raises BusyError"""
+        """Run work whose client may disconnect; draining waits for it as for a request. raises BusyError"""
         admitted = contextlib.ExitStack()
         try:
             admitted.enter_context(self.admission.admitted())
@@ -53,14 +53,14 @@ class ServerContext:
         task.add_done_callback(done)
 
     async def decode_off_loop(self, work: Callable[[], T], n_bytes: int) -> T:
-        """`work()` on a body of so many bytes, in a thread where they are many. raises as `off_loop`"""
+        """Return `work()` on a body of n_bytes, run in a thread if they are many. raises as `off_loop`"""
         return await self._bodies.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
 
     async def off_loop(self, is_large: bool, work: Callable[[], T]) -> T:
-        """`work()` for a reply, in a thread where it is large. raises BusyError, and whatever `work` raises"""
+        """Return `work()` for a reply, run in a thread if it is large. raises BusyError, and whatever `work` raises"""
         return await self._replies.run(work) if is_large else work()
 
     def close(self) -> None:
-        """Nobody waits for a large body or reply any more."""
+        """Close the executors of large bodies and replies."""
         self._bodies.close()
         self._replies.close()

@@ -1,4 +1,4 @@
-"""Where a server listens: a port or a Unix socket; and whether it can speak TLS there."""
+"""Listening sockets: a TCP port or a Unix socket, and a check of the TLS files."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _PROBE_S = 1.0
 
 @contextlib.contextmanager
 def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
-    """(a socket, bound but not yet listening; where it is, for clients). raises ConfigError"""
+    """Yield a socket, bound but not yet listening, and its URL for clients. raises ConfigError"""
     check_tls(settings)
     if settings.uds is None:
         with bind(settings.host, settings.port, shared=settings.reuse_port) as sock:
@@ -32,7 +32,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
 
 
 def _close_inherited() -> None:
-    """In a process that a model has forked: otherwise it would keep the port when the server has ended."""
+    """Close the sockets in a forked child, which would otherwise keep the port after the server has ended."""
     for sock in list(_BOUND):
         if (fd := sock.detach()) < 0:  # closed
             continue
@@ -43,9 +43,9 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def bind(host: str, port: int, flag: str = "--port", *, shared: bool = False) -> socket.socket:
-    """A TCP socket, bound but not yet listening. flag: by which the port was chosen. raises ConfigError
+    """Return a TCP socket, bound but not yet listening. flag: the one that sets the port. raises ConfigError
 
-    shared: with others of this user that say so, too; the kernel gives each new connection to one of them
+    shared: other servers of this user may bind the port, too; the kernel gives each new connection to one of them
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -70,7 +70,7 @@ def bind(host: str, port: int, flag: str = "--port", *, shared: bool = False) ->
 
 @contextlib.contextmanager
 def unix_socket(path: Path) -> Iterator[socket.socket]:
-    """Bound, and open to this user alone; one that nobody listens on any more is replaced. It is gone afterwards.
+    """Yield a bound Unix socket that only this user can open; replace a stale one, and remove it afterwards.
 
     raises ConfigError
     """
@@ -98,7 +98,7 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
 
 
 def check_tls(settings: ServerSettings) -> None:
-    """raises ConfigError for a certificate or a key that cannot be used"""
+    """Check the TLS files. raises ConfigError for a certificate or a key that cannot be used"""
     if settings.ssl_certfile is None:
         return
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -132,7 +132,7 @@ def _is_left_behind(path: Path) -> bool:
 
 
 def url_of(sock: socket.socket, settings: ServerSettings) -> str:
-    """Of a TCP socket of this server."""
+    """Return the URL of a TCP socket of this server."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = sock.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

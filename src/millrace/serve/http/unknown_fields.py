@@ -1,8 +1,8 @@
-"""Fields of a request that its struct does not have: one rule for all protocols.
+"""Handling of fields that a request's struct does not have, the same for all protocols.
 
-A field that changes no answer here is taken, and named in the header `x-millrace-ignored`. A field that would change
-the answer is refused by name: what another endpoint calls one of ours, what is not supported, and a name within two
-letters of a field that does something, which is suggested.
+A field that changes no answer here is accepted and reported in the header `x-millrace-ignored`. A field that would
+change the answer is refused: another endpoint's name of one of our fields, an unsupported field, or a name within two
+letters of a field that does something, which the error suggests.
 """
 
 import re
@@ -18,8 +18,8 @@ from millrace.serve.http.errors import not_yet
 from millrace.serve.llm.reasoning import wants_thoughts
 from millrace.serve.llm.unsupported_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAMES, format_value, is_neutral
 
-MAX_NAME = 64  # characters of a name that is given back
-MAX_NAMES = 64  # that the header has at most
+MAX_NAME = 64  # characters of a reported name
+MAX_NAMES = 64  # in the header
 MAX_UNKNOWN = 128  # fields of one object: comparing names takes time
 MAX_DIFFERENT = 1024  # different ones of one request
 _MAX_EDITS = 2
@@ -36,10 +36,10 @@ def ignored_names(
     harmless: set[str] | None = None,
     useful: Collection[str] | None = None,
 ) -> list[str]:
-    """Remove from `given` the names that are not known, and return them as they are ignored to the client.
+    """Remove the unknown names from `fields`, and return them as they are reported to the client.
 
-    where: the path of `given`, "" for the request itself; param: the field that an error is about; harmless: names that
-    are like none of `useful`, which grows; useful: those of `known` that do something, left out: all
+    where: the path of `fields`, "" for the request itself; param: the field that an error is about
+    harmless: names unlike all of `useful`, which is extended; useful: the known names that do something, by default all
     raises RequestError for a name that was probably meant to be a known one, or for too many of them
     """
     harmless = set() if harmless is None else harmless
@@ -74,7 +74,7 @@ def unknown_field(
 
 
 def header_name(name: str) -> str:
-    """Return a name of a client's as it may stand in a header."""
+    """Return a client's name in a form that is valid in a header."""
     cut = name if len(name) <= MAX_NAME else name[:MAX_NAME] + "..."
     return "".join(
         letter if letter.isascii() and letter.isprintable() and letter not in ', "' else "?" for letter in cut
@@ -82,9 +82,9 @@ def header_name(name: str) -> str:
 
 
 def closest_name(name: str, known_names: Collection[str]) -> str | None:
-    """Return the known name that `name` differs from by two letters at most; of short ones by one, or none.
+    """Return the known name that differs from `name` by at most two letters (short names: one or none), or None.
 
-    Never by half of either or more.
+    Names that differ in half of their letters or more are never close.
     """
     if len(name) > MAX_NAME:
         return None
@@ -102,7 +102,7 @@ def closest_name(name: str, known_names: Collection[str]) -> str | None:
 
 
 def _edit_distance(a: str, b: str) -> int:
-    """Letters to add, remove, replace or swap with the next one, to get from a to b."""
+    """Return how many letters to add, remove, replace or swap with the next one to get from a to b."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
@@ -116,7 +116,7 @@ def _edit_distance(a: str, b: str) -> int:
 
 
 class UnknownFields:
-    """Takes the unknown fields out of one decoded request."""
+    """Filter that removes the unknown fields from a decoded request."""
 
     def __init__(
         self, kind: type[msgspec.Struct], served: Collection[str], useful: Collection[str], names: Mapping[str, str],
@@ -124,15 +124,15 @@ class UnknownFields:
     ) -> None:  # fmt: skip
         """Describe a request.
 
-        kind: the struct that it becomes, with every field that is taken or refused by value; served: those that it has
-        itself; useful: those that do something; names: our names of fields, and what they are called in this protocol;
-        answers: it is for an answer that other fields could change
+        kind: the struct that it becomes, with every field that is accepted or refused by value
+        served: the struct's own fields; useful: those that do something
+        names: our field names mapped to this protocol's; answers: other fields could change the answer
         """
         self._kind, self._served, self._useful = kind, served, useful
         self._names, self._answers = names, answers
 
     def remove_from(self, request: dict[str, object]) -> list[str]:
-        """Remove what the struct does not have, also from structs within; return it. raises RequestError"""
+        """Remove what the struct and its inner structs do not have, and return it. raises RequestError"""
         field_names = self._kind.__struct_fields__
         for name in [name for name in request if name not in field_names]:
             self._check(name, request)
@@ -149,7 +149,7 @@ class UnknownFields:
         return ignored
 
     def _check(self, name: str, request: dict[str, object]) -> None:
-        """raises RequestError for a name that would change the answer"""
+        """Check an unknown name. raises RequestError if it would change the answer"""
         if name in ELSEWHERE and name not in self._names:
             where = ELSEWHERE[name]
             raise unknown_field(name, f'"{name}" in a request to {where}', f"send it to {where}")
@@ -176,13 +176,13 @@ class UnknownFields:
 
 
 def meanings(name: str) -> tuple[str, ...]:
-    """Return what the field is called here, by other servers' names; maxOutputTokens is max_output_tokens."""
+    """Return our names of another server's field; maxOutputTokens is max_output_tokens."""
     snake = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name[:MAX_NAME]).lower()
     return OTHER_NAMES.get(name) or OTHER_NAMES.get(snake) or (name if name == snake else snake,)
 
 
 def check_changing(name: str, value: object, path: str) -> None:
-    """raises RequestError if a field of this name and value would change the answer where it is supported"""
+    """Check a field. raises RequestError if its value would change the answer where the field is supported"""
     neutral = CHANGING.get(name)
     if neutral is None or is_neutral(value, neutral):
         return
@@ -193,7 +193,7 @@ def check_changing(name: str, value: object, path: str) -> None:
 
 
 def check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
-    """raises RequestError if it asks for what is not supported yet; neutral: values that do not"""
+    """Check an unsupported field. raises RequestError if its value is not one of `neutral`, which change nothing"""
     if value is not UNSET and not is_neutral(value, neutral):
         raise not_yet(name, _fix_hint(name, neutral))
 
@@ -228,7 +228,7 @@ def _field_types(kind: type[msgspec.Struct]) -> Mapping[str, inspect.Type]:
 
 
 def _plain(kind: inspect.Type) -> inspect.Type:
-    """Return the type without what describes it."""
+    """Return a type without its metadata."""
     return _plain(kind.type) if isinstance(kind, inspect.Metadata) else kind
 
 

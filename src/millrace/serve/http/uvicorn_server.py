@@ -1,4 +1,4 @@
-"""uvicorn as this server runs it: connections with limits, no signals of its own, an end in bounded time."""
+"""uvicorn with limited connections, without its signal handlers, and with a shutdown in bounded time."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ from millrace.serve.settings import ServerSettings
 
 TICK_S = 0.1
 SWEEP_TICKS = 5
-FIRST_CHECK_S = 0.001  # at connections that were closed: most are gone at once
-MIN_FLUSH_S = 0.25  # for answers that are complete to reach their clients, at the end
+FIRST_CHECK_S = 0.001  # delay before connections are checked for closure: most are gone at once
+MIN_FLUSH_S = 0.25  # time at the end for complete answers to reach their clients
 
 
 class UvicornServer(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after its shutdown, and the exit status would not be 0."""
+    """uvicorn without signal handling, which would raise signals again after its shutdown: the status would not be 0."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
@@ -53,7 +53,7 @@ class UvicornServer(uvicorn.Server):
         return cls(config, connections)
 
     async def main_loop(self) -> None:
-        """uvicorn's, which would look whether to end ten times a second."""
+        """Run uvicorn's main loop, but wake up at once at the end instead of at the next tick."""
         counter = 0
         while not await self.on_tick(counter):
             counter += 1
@@ -66,9 +66,9 @@ class UvicornServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, without its tenth of a second for every server: nobody waits where nothing is left to close.
+        """Shut down as uvicorn does, without its pause of 0.1 s if nothing is left to close.
 
-        There is no lifespan to end: `of` turns that off.
+        There is no lifespan to end: `from_settings` turns that off.
         """
         for listener in (*self.servers, *(sockets or ())):
             listener.close()
@@ -82,9 +82,9 @@ class UvicornServer(uvicorn.Server):
             await server.wait_closed()
 
     async def end(self, listening: asyncio.Task[None], flush_s: float) -> None:
-        """Close what is idle or incomplete, give answers that are complete so long to be read, and cut off the rest.
+        """Close idle and incomplete connections, wait for complete answers to be read, and abort the rest.
 
-        listening: what `serve` runs in
+        listening: the task that runs `serve`; flush_s: how long to wait
         """
         self.should_exit = True
         self._ending.set()

@@ -1,6 +1,6 @@
-"""A request's body to its struct, and its fields to SamplingParams.
+"""Decoding of request bodies into structs, and of their fields into SamplingParams.
 
-Every field is used, named to the client as ignored, or an error; what was left out the engine decides.
+Every field is used, reported to the client as ignored, or an error; the engine decides what the request leaves out.
 """
 
 import gc
@@ -38,13 +38,13 @@ from millrace.serve.llm.unsupported_fields import HARMLESS, PENALTIES, PENALTY_W
 T = TypeVar("T", bound=Body)
 TextsOrIds = str | list[str | int | list[int]]
 
-MAX_VALUES, MAX_CONTAINERS = 2_000_000, 250_000  # of a body: decoding more would hold up everybody else
+MAX_VALUES, MAX_CONTAINERS = 2_000_000, 250_000  # of a body: decoding more would block the event loop too long
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 _GOT = re.compile(r"Expected `(?P<expected>.*)`, got `(?P<got>.*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?")
-# What msgspec calls a type, as clients in any language know it: of a value, and in an expectation
+# msgspec's type names, as clients in any language know them: for a value, and for what was expected
 _TYPES = {
     "str": ("string", "a string"), "int": ("integer", "an integer"), "float": ("number", "a number"),
     "bool": ("boolean", "true or false"), "array": ("array", "an array"), "object": ("object", "an object"),
@@ -53,7 +53,7 @@ _TYPES = {
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Return the request. raises as `read_request`, and RequestError for any field that is not known"""
+    """Decode a request. raises as `read_request`, and RequestError for any unknown field"""
     request, unknown = read_request(body, kind)
     if unknown:
         raise unknown_field(unknown[0], nearest(unknown[0], wire(kind).__struct_fields__, kind.__struct_fields__))
@@ -61,9 +61,9 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
-    """Return the request, and the names of its fields that are not known and change nothing.
+    """Decode a request, and return it with the names of its unknown fields that change nothing.
 
-    raises RequestError naming the field, HttpError where the body is not a JSON object
+    raises RequestError naming the field, HttpError if the body is not a JSON object
     """
     counted = count_values(body)
     if counted.values > MAX_VALUES or counted.containers > MAX_CONTAINERS:
@@ -112,7 +112,7 @@ def _penalises(request: object) -> bool:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """What JSON becomes holds no cycles; looking at a million lists again and again took ten times the decoding."""
+    """Pause garbage collection: decoded JSON has no cycles, and scanning a million lists takes 10x the decoding."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -123,12 +123,12 @@ def _collector_paused() -> Iterator[None]:
 
 
 def pop_ignored_fields(request: Body, kind: type[Body], unknown: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the fields of the request that change nothing, as the client is told of them.
+    """Clear the fields of the request that change nothing, and return their names as reported to the client.
 
-    What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
-    times the body, and an answer may take minutes.
+    The values of all other fields that `kind` does not have are cleared too: decoded, they are many times the body's
+    size, and an answer may take minutes.
 
-    unknown: names that were taken out of it already
+    unknown: names that were removed from the request already
     raises RequestError for a name within a field that was probably meant to be a known one
     """
     ignored = {n for n in (kind.IGNORED_FIELDS | kind.UNUSED) - HARMLESS if getattr(request, n) not in (UNSET, None)}
@@ -148,7 +148,7 @@ def pop_ignored_fields(request: Body, kind: type[Body], unknown: Iterable[str] =
 
 
 def drop_large_fields(request: Body) -> None:
-    """Of its texts, lists and objects: decoded they may be many times the body, and an answer may take minutes."""
+    """Clear texts, lists and objects: decoded, they may be many times the body, and an answer may take minutes."""
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if isinstance(value, (str, list, dict)):
@@ -156,7 +156,7 @@ def drop_large_fields(request: Body) -> None:
 
 
 def texts_or_ids(value: TextsOrIds, field: str) -> list[str] | list[list[int]]:
-    """The four ways to write prompts, as a list of texts or of token-id lists. raises RequestError for a mixture"""
+    """Return prompts, written in any of four ways, as texts or token-id lists. raises RequestError for a mixture"""
     if isinstance(value, str):
         return [value]
     texts = [p for p in value if isinstance(p, str)]
@@ -175,7 +175,7 @@ def texts_or_ids(value: TextsOrIds, field: str) -> list[str] | list[list[int]]:
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """As the chat template takes them. raises RequestError where a message holds what is not supported yet"""
+    """Return messages as the chat template takes them. raises RequestError for unsupported content"""
     for i, message in enumerate(messages):
         for name in ("function_call", "audio", "refusal"):
             if getattr(message, name):
@@ -207,7 +207,7 @@ def _plain_call(call: ToolCall) -> dict[str, object]:
 
 
 def _wrong_value(message: str, kind: type[Body]) -> RequestError | HttpError:
-    """msgspec's message in our words."""
+    """Return the error that an error message of msgspec stands for."""
     if missing := _MISSING.fullmatch(message):
         field = f"{missing['path']}.{missing['field']}" if missing["path"] else missing["field"]
         return RequestError(f'"{field}" is missing', f'a request with "{field}"', "send it", param=_top(field))
@@ -244,7 +244,7 @@ def _top(path: str) -> str:
 
 
 def _no_utf8(body: bytes) -> str:
-    """Return where the body is no UTF-8, or "": the decoder's own position is one inside a string, if it tells one."""
+    """Return where the body is not UTF-8, or ""; the decoder reports at most a position within a string."""
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -263,7 +263,7 @@ def _no_json(reason: str) -> HttpError:
 
 
 def chat_params(request: ChatRequest) -> SamplingParams:
-    """raises RequestError naming the field as the client wrote it"""
+    """Return the sampling parameters of a chat. raises RequestError naming the field as the client wrote it"""
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     n_top = request.top_logprobs
     if n_top and not request.logprobs:
@@ -284,7 +284,7 @@ def chat_params(request: ChatRequest) -> SamplingParams:
 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
-    """raises RequestError naming the field"""
+    """Return the sampling parameters of a completion. raises RequestError naming the field"""
     n = 1 if request.n is None else request.n
     if request.best_of is not None and request.best_of != n:
         raise RequestError(
@@ -303,7 +303,7 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
 
 
 class CacheFields(Protocol):
-    """A request with these fields."""
+    """A request with prefix-cache options."""
 
     cache_salt: str | None
     cache_priority: int | None
@@ -312,7 +312,7 @@ class CacheFields(Protocol):
 
 
 def requests_receipt(request: SamplingFields, n_prompts: int = 1) -> bool:
-    """raises RequestError where there cannot be one"""
+    """Return whether a request asks for a receipt. raises RequestError if it cannot have one"""
     if request.receipt and (request.stream or n_prompts > 1):
         what = "stream" if request.stream else f"{n_prompts} prompts"
         raise RequestError(
@@ -325,7 +325,7 @@ def requests_receipt(request: SamplingFields, n_prompts: int = 1) -> bool:
 
 
 def request_options(request: TermsFields) -> RequestOptions:
-    """raises RequestError naming the field"""
+    """Return the cache and queue options of a request. raises RequestError naming the field"""
     cache, claim = cache_options(request), _claim(request)
     return FREELY if cache is PLAIN and claim is NO_CLAIM else RequestOptions(cache=cache, claim=claim)
 
@@ -337,7 +337,7 @@ def _claim(request: TermsFields) -> QueueOptions:
 
 
 def cache_options(request: CacheFields) -> CacheOptions:
-    """raises RequestError naming the field"""
+    """Return the prefix-cache options of a request. raises RequestError naming the field"""
     values = (request.cache_salt, request.cache_priority, request.cache_ttl_s, request.cache_pin)
     if values == (None, None, None, None):
         return PLAIN
@@ -346,7 +346,7 @@ def cache_options(request: CacheFields) -> CacheOptions:
 
 
 def _bias(value: dict[int, float] | list[Any] | None) -> dict[int, float]:
-    """An empty list is none: llama.cpp's clients write pairs. raises RequestError for a list that is not empty"""
+    """Return the logit bias; an empty list, as llama.cpp's clients send, is none. raises RequestError for any other"""
     if isinstance(value, list) and value:
         expected = "an object of token ids and numbers"
         raise RequestError("logit_bias is of type array", expected, "correct logit_bias", "logit_bias")

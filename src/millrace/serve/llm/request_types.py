@@ -1,7 +1,7 @@
-"""What clients may ask: OpenAI's requests with vLLM's extras.
+"""Request structs: OpenAI's requests with vLLM's extras.
 
-A field is in a struct, or in one of the tables of `unsupported_fields.py`; any other is refused, naming the nearest.
-Ranges are checked once, by SamplingParams; here are only names and types.
+A field is in a struct, or in one of the tables of `unsupported_fields.py`; any other follows `unknown_fields.py`.
+Ranges are checked once, by SamplingParams; this file has only names and types.
 """
 
 import json
@@ -39,14 +39,14 @@ OPENAI_TOOLS = ("function", None)
 
 
 class Body(Struct):
-    """What a client posts.
+    """Base class of request bodies.
 
     NOT_YET: fields that would change the answer, with the values that ask for what happens anyway; others are refused
-    IGNORED_FIELDS: fields that are taken with any value, and change nothing
-    UNUSED: such ones among the struct's own
-    NAMES: names of fields in `SamplingParams` and the chat's requests, and what this protocol calls them
+    IGNORED_FIELDS: fields that are accepted with any value and change nothing
+    UNUSED: fields of the struct itself that change nothing
+    NAMES: field names of `SamplingParams` and the chat's requests, mapped to this protocol's names
     ANSWERS: the request is for an answer, which fields of other protocols could change
-    WITHIN: fields that hold what `ignored_within` looks at
+    WITHIN: fields that `ignored_within` looks into
     """
 
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -57,7 +57,7 @@ class Body(Struct):
     WITHIN: ClassVar[tuple[str, ...]] = ()
 
     def ignored_within(self) -> list[str]:
-        """Remove from objects and lists that are fields what changes nothing; return it, named by its path.
+        """Remove what changes nothing from fields that are objects or lists, and return its paths.
 
         raises RequestError for a name that was probably meant to be a known one
         """
@@ -71,14 +71,14 @@ class TextPart(Struct, forbid_unknown_fields=True, gc=False):
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False, frozen=True):
-    """arguments: JSON, as a text"""
+    """The function of a tool call. arguments: JSON text"""
 
     name: str
     arguments: str = ""
 
 
 class CalledCustom(Struct, forbid_unknown_fields=True, gc=False):
-    """A call that another server's model made of a tool without a schema."""
+    """A call of a tool without a schema, made by another server's model."""
 
     name: str
     input: str = ""
@@ -88,7 +88,7 @@ _NO_FUNCTION = CalledFunction("")
 
 
 class ToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """Of an assistant's message, as it was given to the client. A custom tool's becomes a function's."""
+    """A tool call of an assistant's message, as the client received it. A custom call becomes a function call."""
 
     function: CalledFunction = _NO_FUNCTION
     id: str | None = None
@@ -105,7 +105,7 @@ class ToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False)
 
 
 class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """`developer` is today's name of `system`, and is given to the chat template as such."""
+    """One message of a conversation. The role `developer` is passed to the chat template as `system`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | UnsetType | None = UNSET
@@ -124,7 +124,7 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
 
 
 def described(description: str, default: object = None, low: float | None = None, high: float | None = None) -> Meta:
-    """What the documentation says of a field. `x-default`: what happens where it is left out"""
+    """Return the documentation of a field. `x-default`: what happens if it is left out"""
     extra = {"x-default": default, "minimum": low, "maximum": high}
     return Meta(
         description=description, extra_json_schema={key: value for key, value in extra.items() if value is not None}
@@ -138,7 +138,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class TermsFields(Body, kw_only=True):
-    """What a request asks beside its answer, in every protocol that has one."""
+    """Cache and queue options of a request, in every protocol that returns answers."""
 
     cache_salt: Annotated[
         str | None,
@@ -165,7 +165,7 @@ class TermsFields(Body, kw_only=True):
 
 
 class SamplingFields(TermsFields, kw_only=True):
-    """What chat and completions have in common. Left out: the model's generation_config decides, then the default."""
+    """Fields of chats and completions. If left out, the model's generation_config decides, then the default."""
 
     IGNORED_FIELDS: ClassVar = HARMLESS | IGNORED
     ANSWERS: ClassVar = True
@@ -307,7 +307,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class TokenizeRequest(Body, kw_only=True):
-    """Either `prompt` or `messages`."""
+    """Request to tokenise either `prompt` or `messages`."""
 
     NOT_YET: ClassVar = {"chat_template": ()}
     WITHIN: ClassVar = ("tools", *THINKING)
@@ -338,13 +338,13 @@ class DetokenizeRequest(Body, kw_only=True):
 
 
 def other_names(kind: type[Body]) -> frozenset[str]:
-    """The fields of a request that are no members of its struct."""
+    """Return the accepted field names of a request that are no members of its struct."""
     return frozenset(kind.NOT_YET) | kind.IGNORED_FIELDS
 
 
 @cache
 def wire(kind: type[Body]) -> type[Struct]:
-    """What a body is decoded to, in one pass: the struct with its other fields, which hold any value, or UNSET."""
+    """Return the struct that a body is decoded to: `kind` plus its other fields, which hold any value, or UNSET."""
     return defstruct(
         f"{kind.__name__}Body",
         [(name, Any, UNSET) for name in sorted(other_names(kind))],

@@ -1,6 +1,6 @@
-"""What goes back over the wire of more than one protocol, or of none: usage, log probabilities, models, management.
+"""Response structs that several protocols share: usage, log probabilities, embeddings, models, management.
 
-UNSET leaves a key out; None writes null. What is one protocol's alone is in its folder.
+UNSET leaves a key out; None writes null. Structs of a single protocol are in its folder.
 """
 
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 
 def json_reply(reply: Struct, status: int = 200) -> Response:
-    """enc_hook: paths and the like, in what engines say of themselves, are shown as text"""
+    """Return a reply as JSON. Values of other types, such as paths in an engine's metadata, are written as text."""
     return Response(msgspec.json.encode(reply, enc_hook=str), status, media_type="application/json")
 
 
@@ -47,7 +47,7 @@ class Usage(Struct):
 
 
 class Receipt(Struct):
-    """What an answer came from, so that `millrace verify` can give it again. Digests are BLAKE2b of token ids."""
+    """The origin of an answer, from which `millrace verify` can reproduce it. Digests are BLAKE2b of token ids."""
 
     path: str
     release: str
@@ -59,7 +59,7 @@ class Receipt(Struct):
 
 
 class SeedEcho(Struct):
-    """What was decided where the request left it open; send `seed` to be given the same answer again."""
+    """The seed that was drawn if the request set none; sending it reproduces the answer."""
 
     seed: int  # of the first prompt
     seeds: list[int] | UnsetType = UNSET  # of each prompt, where there are several
@@ -142,7 +142,7 @@ class RankedText(Struct, gc=False):
 
 
 class Ranked(Struct, gc=False, omit_defaults=True):
-    """index: of the document in the request"""
+    """A document's relevance. index: its position in the request"""
 
     index: int
     relevance_score: float
@@ -183,13 +183,13 @@ class HealthReply(Struct):
 
 
 class LoadReply(Struct):
-    """vLLM's."""
+    """vLLM's load reply."""
 
     server_load: int  # requests that are being answered
 
 
 class TokenizerInfoReply(Struct, omit_defaults=True):
-    """vLLM's: the names are those of tokenizer_config.json."""
+    """vLLM's tokenizer reply, with the names of tokenizer_config.json."""
 
     tokenizer_class: str
     vocab_size: int
@@ -223,7 +223,7 @@ class ModelInfo(Struct):
 
 
 class MetadataReply(Struct):
-    """NIM's shape, and under `millrace` whatever is known of model and engine."""
+    """NIM's metadata, and under `millrace` all metadata of model and engine."""
 
     version: str
     modelInfo: list[ModelInfo]  # noqa: N815

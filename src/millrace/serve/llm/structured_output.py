@@ -1,4 +1,4 @@
-"""What a request holds its answers to: OpenAI's `response_format`, vLLM's `guided_*` and `structured_outputs`."""
+"""Structured output of a request: OpenAI's `response_format`, vLLM's `guided_*` and `structured_outputs`."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ _OF_SCHEMA = {"name": str, "schema": dict, "strict": bool, "description": str}
 
 
 def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | None:
-    """None where only text is asked for. raises RequestError naming the field"""
+    """Return the constraint of a request; None if it has none. raises RequestError naming the field"""
     names = [name for name in FIELDS if getattr(request, name) is not None]
     formats = {name: _one(name, getattr(request, name)) for name in names}
     constraining = [name for name, one in formats.items() if one is not None]
@@ -36,7 +36,7 @@ def _one(name: str, value: object) -> StructuredOutputsParams | None:
 
 
 def response_format(value: object) -> StructuredOutputsParams | None:
-    """A schema is always kept to, so `strict` changes nothing: OpenAI's false would only promise less."""
+    """Return the constraint of `response_format`; schemas are always enforced, so `strict` changes nothing."""
     fields = _object(value, "response_format", {"type", "json_schema"}, _TYPES)
     kind, described = fields.get("type"), fields.get("json_schema")
     if kind not in ("text", "json_object", "json_schema"):

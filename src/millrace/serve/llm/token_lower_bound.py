@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, by its bytes and words: what cannot fit is refused before it is tokenised."""
+"""Lower bound of a text's tokens, from its bytes and words: what cannot fit is refused before it is tokenised."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,14 @@ _SPACE = ord(" ")  # tokens hold what goes over lines more often
 
 
 class TokenBounds(NamedTuple):
-    """What one token covers at most. words: what stands between spaces; mostly one, or a part of it"""
+    """The most that one token of a vocabulary covers. words: separated by spaces; mostly one, or a part of one"""
 
     n_bytes: int
     words: int
 
 
 def reach(tokenizer: Tokenizer) -> TokenBounds | None:
-    """None where the tokenizer drops or joins some bytes. Looks at the whole vocabulary: tenths of a second."""
+    """Return the bounds of a tokenizer; None if it drops or joins bytes. Scans the vocabulary: tenths of a second."""
     covered = sum(len(tokenizer.token_bytes(i)) for i in tokenizer.encode(_PROBE, add_special_tokens=False))
     if covered < len(_PROBE.encode()):
         return None
@@ -41,9 +41,9 @@ class TokenLowerBound:
         self._reach: tuple[TokenBounds | None] | None = None  # not looked at yet
 
     def check(self, text: str, field: str) -> None:
-        """raises ContextError where not even tokens of the longest kind, all along, would make it fit
+        """Check a text. raises ContextError if it could not fit even if all its tokens were the longest ones
 
-        What a template leaves out of its messages is counted too; nobody sends that much of it.
+        Text that a template drops is counted, too; clients do not send that much of it.
         """
         if len(text) < self._max_context:
             return

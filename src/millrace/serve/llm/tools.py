@@ -1,4 +1,4 @@
-"""What a conversation says of tools: read, checked, and what an answer that has to call one is held to."""
+"""Tools of a conversation: parsing, checks, and the constraint on an answer that must call one."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from millrace.runtime.structured_output.grammar import in_one_layout
 from millrace.serve.http.errors import not_yet
 from millrace.serve.http.unknown_fields import closest_name, header_name, ignored_names
 
-MAX_CALLS = 16  # of one answer: a small model would go on for ever
+MAX_CALLS = 16  # of one answer: a small model might never stop calling
 FUNCTION = ("name", "description", "parameters", "strict")  # fields of a function
 
 
@@ -31,7 +31,7 @@ _ELSEWHERE = {"$ref", "anyOf", "oneOf", "allOf"}  # where a schema may name prop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """Those of one conversation.
+    """The tools of one conversation.
 
     specs: as clients write them, and chat templates read them
     must: one of them is called at least; only: this one; parallel: an answer may have several calls
@@ -45,7 +45,7 @@ class Tools:
     parallel: bool = True
 
     def max_calls(self, tool_format: ToolFormat) -> int:
-        """Calls that an answer may have: no more than its template takes back."""
+        """Return how many calls an answer may have: at most as many as the chat template renders."""
         return MAX_CALLS if self.parallel and self.only is None and not tool_format.single else 1
 
     def constraint(
@@ -54,7 +54,10 @@ class Tools:
         special: Callable[[str], int | None],
         text_constraint: StructuredOutputsParams | None,
     ) -> StructuredOutputsParams | None:
-        """What the answer is held to; beside: what a text would be. raises RequestError where both cannot be"""
+        """Return the answer's constraint, or None. text_constraint: that of a text answer
+
+        raises RequestError if both cannot be combined
+        """
         schemas = {self.only: self.schemas[self.only]} if self.only else self.schemas
         arguments = {name: in_one_layout(schema) for name, schema in schemas.items()}
         if self.must:
@@ -86,9 +89,9 @@ class Tools:
 def tools_of(
     tools: Sequence[Mapping[str, object]] | None, choice: object, parallel: bool | None, shape: ToolShape = OPENAI
 ) -> Tools | None:
-    """OpenAI's three fields; None where nothing may be called. raises RequestError naming the field
+    """Return the tools of OpenAI's three fields; None if nothing may be called. raises RequestError naming the field
 
-    shape: of the protocol in which the client wrote them
+    shape: the shape of tools in the client's protocol
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -109,9 +112,9 @@ def tools_of(
 
 
 def _schema(parameters: object) -> Mapping[str, object]:
-    """Of a call's arguments, which are always an object, and none but those that are named unless it is said.
+    """Return the schema of a call's arguments: always an object, with no other properties unless it allows them.
 
-    What names them elsewhere says itself what else may come: here it would be all of them.
+    A schema that names properties elsewhere (`$ref`, `anyOf`, ...) is not closed, which would exclude all of them.
     """
     schema = parameters if isinstance(parameters, Mapping) else {}
     closed = {} if schema.keys() & _ELSEWHERE else {"properties": {}, "additionalProperties": False}
@@ -119,7 +122,7 @@ def _schema(parameters: object) -> Mapping[str, object]:
 
 
 def _check_schema(name: str, schema: Mapping[str, object]) -> None:
-    """raises RequestError as for any schema that an answer is held to"""
+    """Check the schema of a tool. raises RequestError as for any schema of a structured output"""
     try:
         StructuredOutputsParams(json=schema).text()
     except RequestError as error:
@@ -128,7 +131,7 @@ def _check_schema(name: str, schema: Mapping[str, object]) -> None:
 
 
 def _chosen(choice: object, schemas: Mapping[str, object], shape: ToolShape) -> tuple[bool, str | None]:
-    """(one must be called, which one)"""
+    """Return whether a tool must be called, and which one, or None."""
     match choice:
         case None | "none" | "auto":
             return False, None
@@ -151,9 +154,9 @@ def usable_tools(
     tool_fields: Collection[str],
     function_fields: Collection[str] = (),
 ) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """Return the tools of these types, without fields that change nothing; and what was left out, by its path.
+    """Return the tools of these types without fields that change nothing, and the paths of what was left out.
 
-    kinds: None for tools that name no type; known: fields of a tool; within: of its `function`
+    kinds: types, None for tools that name none; tool_fields: fields of a tool; function_fields: those of its `function`
     raises RequestError for a type or a field that was probably meant to be a known one
     """
     if not tools or len(tools) > MAX_TOOLS:  # which is refused elsewhere
@@ -176,5 +179,5 @@ def usable_tools(
 
 
 def remove_unknown(value: Mapping[str, Any] | None, known_names: Collection[str], where: str) -> list[str]:
-    """Remove from an object what is not known, and return it by its path. raises RequestError as `ignored_names`"""
+    """Remove unknown names from an object, and return their paths. raises RequestError as `ignored_names`"""
     return ignored_names(value, known_names, where, where.partition(".")[0]) if isinstance(value, dict) else []

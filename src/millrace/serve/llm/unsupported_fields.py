@@ -1,6 +1,6 @@
-"""Fields of requests that are no members of their structs: known to change nothing, or not supported yet.
+"""Tables of request fields that are not in the structs: known to change nothing, or not supported yet.
 
-Another protocol has its own beside its structs. Names that are in none of these tables follow the rule of
+Other protocols have their own tables next to their structs. Names that are in no table follow the rule of
 `unknown_fields.py`.
 """
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class _Negative:
-    """Stands in a table for every number below 0."""
+    """A value that equals every number below 0, for use in a table."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, int | float) and other < 0
@@ -23,18 +23,18 @@ NEGATIVE = _Negative()
 
 
 def format_value(neutral: object) -> str:
-    """Return a value of a table as errors show it."""
+    """Format a value of a table for an error."""
     return "a number below 0" if neutral is NEGATIVE else msgspec.json.encode(neutral).decode()
 
 
 def is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
-    """Whether a field of this value asks for what happens anyway: it is empty, or one of `neutral`."""
+    """Return whether a value asks for what happens anyway: it is empty, or one of `neutral`."""
     if value is None or (isinstance(value, str | list | dict) and not value):
         return True
     return any((type(value) is not bool and value == one) or value is one for one in neutral)
 
 
-# They say something about accounts, caches or billing of a hosted service; any value is taken and changes no answer.
+# They concern accounts, caches or billing of a hosted service; any value is accepted and changes no answer.
 HARMLESS: frozenset[str] = frozenset(
     [
         "user",
@@ -46,7 +46,7 @@ HARMLESS: frozenset[str] = frozenset(
         "prompt_cache_retention",
     ]
 )
-# Of memory and threads: llama.cpp's names, and Ollama's.
+# Memory and threads: llama.cpp's names, and Ollama's.
 _MEMORY: frozenset[str] = frozenset(
     [
         *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock"),
@@ -54,7 +54,7 @@ _MEMORY: frozenset[str] = frozenset(
         *("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_gpu", "n_gpu_layers", "ctx_size", "batch_size", "threads"),
     ]
 )
-# Of llama.cpp's samplers that are off.
+# Options of llama.cpp's samplers, without effect if the sampler is off.
 _OF_SAMPLERS: frozenset[str] = frozenset(
     [
         *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
@@ -63,18 +63,18 @@ _OF_SAMPLERS: frozenset[str] = frozenset(
         *("tfs_min_keep", "smoothing_range"),
     ]
 )
-# What happens when a context is full, which is never shifted here; in which order samplers run, which is fixed here.
+# Handling of a full context, which is never shifted here, and the order of samplers, which is fixed here.
 _OF_CONTEXTS: frozenset[str] = frozenset(
     [
         *("num_keep", "n_keep", "n_discard", "truncation_length", "max_context_length", "max_length_tokens"),
         *("samplers", "sampler_priority", "sampler_order", "sampler_seed_mode", "temperature_last"),
     ]
 )
-# Those that Ollama's clients send in `options`, and llama.cpp's beside the other fields.
+# Ollama's clients send them in `options`, llama.cpp's next to the other fields.
 IGNORED_OPTIONS = _MEMORY | _OF_SAMPLERS | _OF_CONTEXTS
-# Other servers know them: OpenAI's for reasoning models, vLLM's, SGLang's and llama.cpp's for caches and batches,
-# Ollama's for memory, LiteLLM's and OpenRouter's for routing. Any value is taken, changes no answer here, and is named
-# in the header `x-millrace-ignored` and in the log.
+# Fields of other servers: OpenAI's for reasoning models, vLLM's, SGLang's and llama.cpp's for caches and batches,
+# Ollama's for memory, LiteLLM's and OpenRouter's for routing. Any value is accepted, changes no answer here, and is
+# reported in the header `x-millrace-ignored` and in the log.
 IGNORED: frozenset[str] = IGNORED_OPTIONS | frozenset(
     [
         *("reasoning_effort", "verbosity", "reasoning", "include_reasoning", "separate_reasoning", "stream_reasoning"),
@@ -92,7 +92,7 @@ IGNORED: frozenset[str] = IGNORED_OPTIONS | frozenset(
         "web_search_options",
     ]
 )
-# What others call a field of ours: the first of these names that the endpoint has.
+# Other servers' names of our fields: the first of these that the endpoint has.
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("max_new_tokens", "max_output_tokens", "num_predict", "n_predict", "max_completion_tokens", "max_length",
@@ -122,7 +122,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Fields of the other endpoint.
 ELSEWHERE: Mapping[str, str] = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
-# They would change the answer. A value that asks for what happens anyway is taken; anything else is refused.
+# They would change the answer. A value that asks for what happens anyway is accepted; any other is refused.
 CHAT_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
