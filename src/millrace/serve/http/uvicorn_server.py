@@ -24,7 +24,7 @@ MIN_FLUSH_S = 0.25  # time at the end for complete answers to reach their client
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without signal handling, which would raise signals again after its shutdown: the status would not be 0."""
+    """uvicorn without signal handling: it would raise signals again after shutdown, for an exit status other than 0."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
