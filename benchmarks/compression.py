@@ -38,7 +38,7 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.calibration.calibration_pass import collect, samples
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.compress import by_rounding, compress
 from millrace.compress.compression_plan import plan
 from millrace.compress.measure.accuracy import Reference
@@ -191,16 +191,18 @@ class Bench:
     def _statistics(self) -> Path:
         return self.kept / f"statistics-{_digest(self.texts.calibration.ids.tobytes())}"
 
-    def _measured(self, name: str, reference: Reference, statistics: Statistics) -> list[Cost]:
+    def _measured(self, name: str, reference: Reference, statistics: CalibrationStatistics) -> list[Cost]:
         """As it runs here and, where the folder means FP8 activations, as it would run with these."""
         simulated = None
         if name == "bf16":
             options = BuildOptions(precision=PrecisionMap(Precision.BF16))
-            cost = Cost.of(name, "nothing compressed", name, 16.0, reference.beside(reference.source, options), 0.0)
+            cost = Cost.of(
+                name, "nothing compressed", name, 16.0, reference.compare_with(reference.source, options), 0.0
+            )
         else:
             started_s = time.perf_counter()
             recipe = (
-                mix(self.checkpoint, statistics, RoundedMatrixStore.beside(self._statistics))
+                mix(self.checkpoint, statistics, RoundedMatrixStore.next_to(self._statistics))
                 if name == MIX
                 else RECIPES[name]
             )
@@ -209,7 +211,7 @@ class Bench:
                 compress(job, Path(folder) / "out", by_statistics(statistics) if job.calibrated else by_rounding)
                 seconds = time.perf_counter() - started_s
                 made = Source.from_checkpoint(Checkpoint.open(Path(folder) / "out"))
-                score = reference.beside(made, BuildOptions())
+                score = reference.compare_with(made, BuildOptions())
                 simulated = reference.with_fp8(made, BuildOptions())
             precision = str(made.own_precision.default)
             cost = Cost.of(name, recipe.about, precision, job.bits_per_weight, score, seconds)
@@ -230,7 +232,9 @@ class Bench:
         return msgspec.json.decode(file.read_bytes(), type=list[Cost])
 
 
-def mix(checkpoint: Checkpoint, statistics: Statistics, shelf: RoundedMatrixStore, bits: float = MIX_BITS) -> Recipe:
+def mix(
+    checkpoint: Checkpoint, statistics: CalibrationStatistics, shelf: RoundedMatrixStore, bits: float = MIX_BITS
+) -> Recipe:
     """The knapsack of `millrace compress --max-loss`: of all its formats, what loses least by statistics within so many
     bits a weight, scales included."""
     job = plan(checkpoint, Recipe("four", _BEST4))

@@ -27,7 +27,7 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.calibration.calibration_pass import collect
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.compress import by_rounding, compress
 from millrace.compress.compression_plan import plan
 from millrace.compress.presets import SAMPLES
@@ -61,7 +61,7 @@ def asked(model: Path, task: Sequence[str], kept: Path, name: str, more: Sequenc
     return {key: told[key] for key in _KEPT if key in told}
 
 
-def made(checkpoint: Checkpoint, name: str, statistics: Statistics, kept: Path) -> Path:
+def made(checkpoint: Checkpoint, name: str, statistics: CalibrationStatistics, kept: Path) -> Path:
     """The recipe's folder."""
     out = kept / "made" / name
     if not out.exists():

@@ -16,7 +16,7 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import statistics_of
 from millrace.compress.calibration.calibration_pass import samples
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.measure.accuracy import Reference
 
 TEXT = (BUNDLED / "calibration.txt").read_text()
@@ -28,7 +28,7 @@ class Trained(NamedTuple):
 
     checkpoint: Checkpoint
     source: Source
-    statistics: Statistics
+    statistics: CalibrationStatistics
     reference: Reference
 
 

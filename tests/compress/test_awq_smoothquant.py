@@ -96,7 +96,9 @@ def test_a_clip_of_whole_outputs_cannot_be_bettered_in_one_group(grid: Grid) -> 
     """Beside what the other groups of its row lose, and it loses less than clips that do not know of one another."""
     x, found = inputs(72, seed=3)
     w = np.random.default_rng(4).standard_t(3, (6, 72)).astype(np.float32)
-    alone, whole = (with_scales(w, clipped(w, found.gram, grid, whole=one), grid).dequantise() for one in (False, True))
+    alone, whole = (
+        with_scales(w, clipped(w, found.gram, grid, per_row=one), grid).dequantise() for one in (False, True)
+    )
 
     def lost(n: int, values: Floats) -> float:
         return float(np.square(x @ (values - w[n].astype(float))).mean())

@@ -17,7 +17,7 @@ from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics, method_of, needs, sampled, statistics_of
 from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.layerwise_rounding import Method, rounded_layers
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.compress import compress
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import loss_of, memory_bytes
@@ -62,7 +62,7 @@ class Small(NamedTuple):
     """Random: 256 inputs, and 192 and 64, which groups of 128 do not divide."""
 
     checkpoint: Checkpoint
-    statistics: Statistics
+    statistics: CalibrationStatistics
 
     def job(self, **said: Any) -> CompressionPlan:
         return plan(self.checkpoint, parsed({"version": 1, **said}, "mine"))

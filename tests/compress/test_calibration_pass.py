@@ -17,8 +17,8 @@ from millrace.compress.calibration.calibration_pass import collect, samples
 from millrace.compress.calibration.statistics import (
     ABOUT,
     About,
+    CalibrationStatistics,
     InputStatistics,
-    Statistics,
     Writing,
     piece_file,
     read_about,
@@ -36,7 +36,7 @@ class Collected(NamedTuple):
     source: Source
     text: Windows
     folder: Path
-    found: Statistics
+    found: CalibrationStatistics
 
 
 @pytest.fixture(scope="module")
@@ -144,19 +144,19 @@ def test_a_damaged_file_is_one_error(where: int, tiny: Collected, tmp_path: Path
     data[where] ^= 0x55
     file.write_bytes(data)
     with pytest.raises(ConfigError, match=r"piece-001 is (damaged|of another)") as error:
-        found = Statistics.open(folder)
+        found = CalibrationStatistics.open(folder)
         [found[name] for name in found]
     assert "remove the folder, and collect again" in error.value.mend, "one piece alone is not made again"
     file.write_bytes(data[:-4])
     with pytest.raises(ConfigError, match=r"piece-001 is (damaged|of another)"):
-        Statistics.open(folder)
+        CalibrationStatistics.open(folder)
 
 
 def rewritten(folder: Path, gram: np.ndarray[Any, Any]) -> Path:
     """The first inputs of a layer have this Gram matrix, with checksums as they should be."""
     about, K = read_about(folder), len(gram)
-    first = Statistics.open(folder)["model.layers.0.self_attn.q_proj"]
-    second = Statistics.open(folder)["model.layers.0.self_attn.o_proj"]
+    first = CalibrationStatistics.open(folder)["model.layers.0.self_attn.q_proj"]
+    second = CalibrationStatistics.open(folder)["model.layers.0.self_attn.o_proj"]
     given = InputStatistics(first.linears, gram, np.ones(K, np.float32), np.ones(K, np.float32))
     Writing(folder, about).add(1, [given, second])
     return folder
@@ -167,7 +167,7 @@ def test_values_that_no_inputs_have(value: float, tiny: Collected, tmp_path: Pat
     shutil.copytree(tiny.folder, tmp_path / "s")
     gram = np.eye(256, dtype=np.float32)
     gram[7, 7] = value
-    found = Statistics.open(rewritten(tmp_path / "s", gram))
+    found = CalibrationStatistics.open(rewritten(tmp_path / "s", gram))
     with pytest.raises(ConfigError, match="piece-001 has values that no inputs have"):
         _ = found["model.layers.0.self_attn.q_proj"]
 
@@ -189,15 +189,15 @@ def test_a_folder_is_of_one_model_text_and_version(tiny: Collected, tmp_path: Pa
     about = (tiny.folder / ABOUT).read_text()
     (tmp_path / ABOUT).write_text(about.replace('"version":1', '"version":2'))
     with pytest.raises(ConfigError, match="of version 2"):
-        Statistics.open(tmp_path)
+        CalibrationStatistics.open(tmp_path)
     (tmp_path / ABOUT).write_text(about[:-9])
     with pytest.raises(ConfigError, match="damaged"):
-        Statistics.open(tmp_path)
+        CalibrationStatistics.open(tmp_path)
     with pytest.raises(ConfigError, match="cannot read"):
-        Statistics.open(tmp_path / "nowhere")
+        CalibrationStatistics.open(tmp_path / "nowhere")
     (tmp_path / ABOUT).write_text(about)
     with pytest.raises(ConfigError, match="not complete: 0 of"):
-        Statistics.open(tmp_path)
+        CalibrationStatistics.open(tmp_path)
 
 
 def test_a_folder_is_written_by_one_run(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from millrace.checkpoint.weights.safetensors import INDEX, Tensors
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.compress.calibration.layerwise_rounding import Layer, Rounding
+from millrace.compress.calibration.layerwise_rounding import RoundedLayer, Rounding
 from millrace.compress.checkpoint import checkpoint_writer as folders
 from millrace.compress.checkpoint.checkpoint_writer import Folder
 from millrace.compress.checkpoint.compression_record import RECORD
-from millrace.compress.checkpoint.tensor_layout import Spec
-from millrace.compress.compress import Piece, by_layers, by_rounding, compress
+from millrace.compress.checkpoint.tensor_layout import TensorSpec
+from millrace.compress.compress import CompressedPiece, by_layers, by_rounding, compress
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import measure, windows_for
 from millrace.compress.methods.e4m3 import rounded_e4m3
@@ -119,11 +119,11 @@ def test_progress_counts_bytes_of_the_folder(tmp_path: Path, source: Path, said:
     """Of all layers that are changed, also of those that stay floats."""
     planned, told = job(source, **said), list[tuple[int, int]]()
 
-    def way(of: CompressionPlan) -> Iterator[Piece]:
+    def way(of: CompressionPlan) -> Iterator[CompressedPiece]:
         if of.layers:
             yield from by_rounding(of)
         for name in (*of.sparse, *(of.treated if of.pruned else ())):
-            yield Piece({}, {}, {f"{name}.weight": np.zeros(of.specs[f"{name}.weight"].shape)})
+            yield CompressedPiece({}, {}, {f"{name}.weight": np.zeros(of.specs[f"{name}.weight"].shape)})
 
     def report(what: str, done: int, total: int) -> None:
         if what.startswith("compressing"):
@@ -301,7 +301,7 @@ def test_where_it_cannot_be_written(tmp_path: Path, source: Path, monkeypatch: p
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
 
-    def never(_: CompressionPlan) -> Iterator[Piece]:
+    def never(_: CompressionPlan) -> Iterator[CompressedPiece]:
         raise AssertionError("nothing is computed before")
 
     with pytest.raises(MachineError, match="has no room"):
@@ -309,7 +309,7 @@ def test_where_it_cannot_be_written(tmp_path: Path, source: Path, monkeypatch: p
     assert left(tmp_path) == ["there"]
 
 
-def broken(planned: CompressionPlan) -> Iterator[Piece]:
+def broken(planned: CompressionPlan) -> Iterator[CompressedPiece]:
     yield next(by_rounding(planned))
     raise KeyboardInterrupt
 
@@ -338,8 +338,8 @@ def test_changed_floats_are_written(tmp_path: Path, source: Path) -> None:
     """What a method moves into a norm takes its place."""
     norm = f"{LAYERS}input_layernorm.weight"
 
-    def moved(planned: CompressionPlan) -> Iterator[Piece]:
-        yield Piece({}, {}, {norm: np.full(256, 0.5)})
+    def moved(planned: CompressionPlan) -> Iterator[CompressedPiece]:
+        yield CompressedPiece({}, {}, {norm: np.full(256, 0.5)})
         yield from by_rounding(planned)
 
     compress(job(source), tmp_path / "out", moved)
@@ -351,7 +351,7 @@ def test_layers_of_methods_are_written(tmp_path: Path, source: Path) -> None:
     planned, grid = job(source, group=64), Grid(group=64)
     tensors = planned.checkpoint.tensors
     norm = f"{LAYERS}post_attention_layernorm.weight"
-    layer = Layer("model.layers.0", floats={norm: tensors.load(norm) * np.float32(0.5)})
+    layer = RoundedLayer("model.layers.0", floats={norm: tensors.load(norm) * np.float32(0.5)})
     for name in planned.layers:
         twice = 2 if "mlp.gate" in name or "mlp.up" in name else 1
         layer.matrices[name] = Rounding(rounded(tensors.load(f"{name}.weight") * np.float32(twice), grid), 0.25)
@@ -371,7 +371,7 @@ def test_presets_are_what_they_say(source: Path) -> None:
     assert found["int4-wo"] == found["int4-wo-mse"] == four
     assert found["int8-wo"] == [("pack-quantized", 8, 0)] and found["fp8"] == [("float-quantized", 8, 0)]
     assert found["fp8-tensor"] == found["fp8"] and {form.one_scale for _, form in forms["fp8-tensor"]} == {True}
-    assert Spec("I64", (2,)).nbytes == 16
+    assert TensorSpec("I64", (2,)).nbytes == 16
 
 
 @pytest.mark.parametrize("what", ["unfinished", "statistics", "search"])

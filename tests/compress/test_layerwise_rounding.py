@@ -11,7 +11,7 @@ from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compile.build import BuildOptions
 from millrace.compile.precision import PrecisionMap
 from millrace.compress.calibration import layerwise_rounding as layers_room
-from millrace.compress.calibration.layerwise_rounding import Layer, Method, rounded_layers, rounding
+from millrace.compress.calibration.layerwise_rounding import Method, RoundedLayer, rounded_layers, rounding
 from millrace.compress.measure import reconstruction_error
 from millrace.compress.measure.accuracy import pieces_of
 from millrace.compress.measure.reconstruction_error import relative_error
@@ -37,7 +37,7 @@ class Named(NamedTuple):
     """What is made of each layer by each method."""
 
     model: Trained
-    layers: dict[str, list[Layer]]
+    layers: dict[str, list[RoundedLayer]]
 
     def kl(self) -> dict[str, float]:
         """Of each, with what the codes stand for, in float32; planned once, for sizes are the same."""
@@ -59,7 +59,7 @@ class Named(NamedTuple):
 def named(trained: Trained) -> Named:
     weights, head_dim = trained.source.weights, trained.checkpoint.decoder.head_dim
 
-    def made(method: Method) -> list[Layer]:
+    def made(method: Method) -> list[RoundedLayer]:
         return list(rounded_layers(weights.load, weights.shapes, trained.statistics, lambda _: method, head_dim))
 
     return Named(trained, {name: made(method) for name, method in METHODS.items()})

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from millrace.compress.measure.accuracy import Loss
-from millrace.compress.measure.speed import Rate, Speeds, TimedRun
+from millrace.compress.measure.speed import Speeds, StepRate, TimedRun
 from millrace.compress.recipe import PRESETS, parsed
 from millrace.compress.report.method_comparison import (
     PAGE,
-    About,
-    Row,
+    ComparisonInputs,
+    MethodRow,
     advice,
     cells,
     open_folder,
@@ -22,23 +22,23 @@ from millrace.compress.report.method_comparison import (
 )
 from millrace.errors import ConfigError
 
-ABOUT = About(model="m", source="mill", text="t", batch=16, machine="<cpu>", threads=2, isa="avx2",
+ABOUT = ComparisonInputs(model="m", source="mill", text="t", batch=16, machine="<cpu>", threads=2, isa="avx2",
               bytes_before=1000)  # fmt: skip
 WORKS = ("decode, alone", "decode, 16 at once", "prefill of 512")
 
 
-def row(name: str, kl: float, nbytes: int, *rates: float, spread: float = 0.01) -> Row:
+def row(name: str, kl: float, nbytes: int, *rates: float, spread: float = 0.01) -> MethodRow:
     """rates: of each work, where the source has 100; spread: of rounds around the median"""
-    source = Rate(100, 99, 101)
+    source = StepRate(100, 99, 101)
     paces = [
-        TimedRun(w, source, Rate(r, r * (1 - spread), r * (1 + spread))) for w, r in zip(WORKS, rates, strict=True)
+        TimedRun(w, source, StepRate(r, r * (1 - spread), r * (1 + spread))) for w, r in zip(WORKS, rates, strict=True)
     ]
     speed = Speeds(machine="c", threads=2, isa="avx2", source_precision="bf16", made_precision="x", paces=paces)
     loss = Loss(kl, 20 * (1 + kl), 20, 1 - 4 * kl, 1000, "w8a16")
-    return Row(name=name, bits_per_weight=8, bytes=nbytes, seconds=3, loss=loss, speed=speed)
+    return MethodRow(name=name, bits_per_weight=8, bytes=nbytes, seconds=3, loss=loss, speed=speed)
 
 
-def words(*rows: Row) -> dict[str, str]:
+def words(*rows: MethodRow) -> dict[str, str]:
     return {each.target: each.words for each in advice(rows, ABOUT)}
 
 
@@ -69,7 +69,7 @@ def test_a_method_that_slows_prompts_is_not_advised_without_saying_so() -> None:
     assert found["16 answers at a time"].startswith("eight: 1.50 times the source's speed (150 tokens/s), KL")
 
 
-def as_w4a8(own: Row, kl: float, *rates: float) -> Row:
+def as_w4a8(own: MethodRow, kl: float, *rates: float) -> MethodRow:
     return msgspec.structs.replace(row(own.name, kl, own.bytes, *rates), precision="w4a8")
 
 
@@ -127,7 +127,7 @@ def test_a_neighbour_beside_the_source_makes_no_method_faster() -> None:
     near, far = row("near", 0.001, 500, 170, 170, 170), row("far", 0.2, 300, 190, 190, 190)
     assert "far has 1.90 times" in words(near, far)["one answer at a time"]
     assert far.speed is not None
-    unsure = [msgspec.structs.replace(pace, source=Rate(100, 99, 115)) for pace in far.speed.paces]
+    unsure = [msgspec.structs.replace(pace, source=StepRate(100, 99, 115)) for pace in far.speed.paces]
     unsure_row = msgspec.structs.replace(far, speed=msgspec.structs.replace(far.speed, paces=unsure))
     assert (
         words(near, unsure_row)["one answer at a time"]
@@ -138,14 +138,14 @@ def test_a_neighbour_beside_the_source_makes_no_method_faster() -> None:
 def test_where_all_lose_much_or_nothing_was_measured() -> None:
     found = words(row("four", 0.3, 270, 300, 300, 300), row("five", 0.2, 300, 200, 300, 300))
     assert found["memory"] == "none keeps within KL 0.01: five loses least (KL 0.2), 30% of the source's bytes"
-    assert words(Row(name="gptq", refused="a layer has 20 inputs")) == {}
+    assert words(MethodRow(name="gptq", refused="a layer has 20 inputs")) == {}
 
 
 def test_a_folder_is_of_one_model(tmp_path: Path) -> None:
     folder = tmp_path / "advice"
     open_folder(folder, ABOUT)
     assert read_row(folder, "eight", "") is None
-    eight, none = row("eight", 0.004, 520, 180, 90, 80), Row(name="gptq", refused="<20 inputs>")
+    eight, none = row("eight", 0.004, 520, 180, 90, 80), MethodRow(name="gptq", refused="<20 inputs>")
     for one in (eight, none):
         write_row(folder, one)
     open_folder(folder, ABOUT)

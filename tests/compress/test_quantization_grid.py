@@ -12,7 +12,7 @@ from millrace.compress.methods.quantization_grid import (
     WHOLE_ROW,
     Grid,
     RangeConvention,
-    Search,
+    ScaleSearch,
     fitted,
     rounded,
     runs,
@@ -91,9 +91,9 @@ def test_a_minimum_is_an_exact_multiple_of_its_scale(seed: int) -> None:
 
 @pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 32, minimums=True), Grid(8, 32)], ids=repr)
 @pytest.mark.parametrize(
-    "search", [LLM_COMPRESSOR_MSE, IMATRIX_MSE, GPTQMODEL_MSE, Search(0.5, 20, 2.0, 99, True)], ids=repr
+    "search", [LLM_COMPRESSOR_MSE, IMATRIX_MSE, GPTQMODEL_MSE, ScaleSearch(0.5, 20, 2.0, 99, True)], ids=repr
 )
-def test_a_search_finds_what_trying_everything_finds(grid: Grid, search: Search) -> None:
+def test_a_search_finds_what_trying_everything_finds(grid: Grid, search: ScaleSearch) -> None:
     w = weights(5, 80, seed=3)
     importance = np.random.default_rng(4).uniform(0.1, 3, 80)
     found = rounded(w, grid, search, importance)

@@ -9,7 +9,7 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.calibration.calibrated_methods import by_statistics, statistics_of
 from millrace.compress.calibration.calibration_pass import samples
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.checkpoint.compression_record import read_record
 from millrace.compress.compress import Way, by_rounding, compress
 from millrace.compress.compression_plan import CompressionPlan, plan
@@ -20,7 +20,7 @@ from tests.compress.conftest import TEXT
 from tests.compress.test_page import Read
 from tests.fuzz.originals import write_checkpoint
 
-Small = tuple[Checkpoint, Statistics]
+Small = tuple[Checkpoint, CalibrationStatistics]
 PLAIN = {"int8-wo", "int4-wo", "fp8", "fp8-tensor"}  # to nearest: nothing was rescued
 OTHERS: dict[str, dict[str, Any]] = {
     "wanda": {"method": "wanda"}, "sparsegpt": {"method": "sparsegpt"},

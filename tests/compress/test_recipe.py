@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.compress.recipe import PRESETS, VERSION, parsed, read_recipe, written
+from millrace.compress.recipe import PRESETS, VERSION, parsed, read_recipe, to_dict
 from millrace.errors import ConfigError
 
 MIX = """
@@ -30,7 +30,7 @@ method = "fp8"
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_a_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.json"
-    path.write_text(json.dumps(written(PRESETS[name])))
+    path.write_text(json.dumps(to_dict(PRESETS[name])))
     assert read_recipe(str(path)) == PRESETS[name] == read_recipe(name)
 
 
@@ -48,7 +48,7 @@ def test_keys_and_values() -> None:
     assert parsed({"version": 1}, "x").kv is None and parsed({"version": 1, "kv": "float"}, "x").kv is None
     for named in ("int8", "fp8", "int4"):
         kept = parsed({"version": 1, "kv": named}, "x")
-        assert kept.kv == named and parsed(written(kept), "x") == kept
+        assert kept.kv == named and parsed(to_dict(kept), "x") == kept
 
 
 def test_a_mix_by_layers(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_mix_by_layers(tmp_path: Path) -> None:
         ("rtn", 8, 0, "llm-compressor"), ("none", 4, 64, "llm-compressor"), ("rtn", 4, 64, "llm-compressor"),
         ("fp8", 8, 0, "none"),
     ]  # fmt: skip
-    assert parsed(written(mix), "mix") == mix
+    assert parsed(to_dict(mix), "mix") == mix
 
 
 WRONG: list[tuple[Any, list[str]]] = [

@@ -16,13 +16,13 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics, statistics_of
 from millrace.compress.calibration.calibration_pass import samples
-from millrace.compress.calibration.statistics import InputStatistics, Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics, InputStatistics
 from millrace.compress.compress import compress
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure import cost
 from millrace.compress.measure.accuracy import Loss, measure
 from millrace.compress.measure.cost import product_of
-from millrace.compress.presets import Target
+from millrace.compress.presets import CompressionTarget
 from millrace.compress.recipe import PRESETS, read_recipe
 from millrace.compress.search.candidates import (
     FLOAT,
@@ -54,13 +54,13 @@ class Model(NamedTuple):
 
     checkpoint: Checkpoint
     job: CompressionPlan
-    statistics: Statistics
+    statistics: CalibrationStatistics
     texts: Texts
     shelf: RoundedMatrixStore
     losses: dict[str, dict[str, float]]
 
     def search(self, bound: str, out: Path) -> SearchResult:
-        asked = SearchGoal(MaxLoss.parse(bound), Target.MEMORY, 0, "scalar", 1)
+        asked = SearchGoal(MaxLoss.parse(bound), CompressionTarget.MEMORY, 0, "scalar", 1)
         return search(self.job, asked, self.statistics, self.texts, out, nothing, self.shelf)
 
 
@@ -119,7 +119,7 @@ def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: 
         assert found.floats == bytes_in(model.checkpoint.folder, model.job)
         assert {c.format for c in found.mix.chosen.values()} - {FLOAT}, "something is compressed"
         record = json.loads((out / "compression.json").read_text())
-        assert record["search"]["found"] == found.search.found and record["loss"]["kl"] == proof.kl
+        assert record["search"]["found"] == found.search.cheapest and record["loss"]["kl"] == proof.kl
         assert record["search"]["choice"]["kl"] == again.kl and record["search"]["proven"] == proof.kl
         assert record["loss"]["digest"] == model.texts.of.digest
     assert searches[1].mix.cost < searches[0].mix.cost
@@ -198,16 +198,16 @@ def test_a_search_keeps_its_promises_however_uneven_losses_are(seed: int) -> Non
         except ConfigError as error:
             assert before == MOST_MIXES and f"{min(losses[asked]):.3g}" in str(error)
             continue
-        assert losses[found.found] <= bound and found.found <= before and len(asked) <= 8
-        assert found.found == min(n for n in asked if losses[n] <= bound)
-        before = found.found
+        assert losses[found.cheapest] <= bound and found.cheapest <= before and len(asked) <= 8
+        assert found.cheapest == min(n for n in asked if losses[n] <= bound)
+        before = found.cheapest
     assert before == 0, "everything is within the loosest"
 
 
 def test_predictions_go_through_what_was_measured() -> None:
     mixes = [Mix(1.0, 0.4, {}), Mix(2.0, 0.2, {}), Mix(3.0, 0.1, {})]
     found = searched(mixes, MaxLoss(KL, 5.0), lambda number, _: 10 * mixes[number].loss)
-    assert found.found == 0 and found.predicted(2) == pytest.approx(1.0), "ten times, as the others were"
+    assert found.cheapest == 0 and found.predicted(2) == pytest.approx(1.0), "ten times, as the others were"
     assert searched(mixes, MaxLoss(KL, 5.0), lambda *_: -1e-9).predicted(2) is None, "below zero they say nothing"
 
 
@@ -221,7 +221,7 @@ def test_losses_in_words() -> None:
     percent = MaxLoss(PERPLEXITY, 0.01)
     assert percent.of(worse) == pytest.approx(0.05) and MaxLoss(KL, 1).of(worse) == 0.01
     assert percent.of(luckier) == pytest.approx(np.expm1(0.01)), "a perplexity that falls is no gain"
-    assert percent.said(0.0123) == "+1.23 %" and MaxLoss(KL, 1).said(0.0123) == "0.0123"
+    assert percent.format_value(0.0123) == "+1.23 %" and MaxLoss(KL, 1).format_value(0.0123) == "0.0123"
 
 
 @pytest.mark.parametrize("kind", [PERPLEXITY, KL])
@@ -229,12 +229,12 @@ def test_a_bound_that_is_named_can_be_asked_for(kind: str) -> None:
     """It is read as it is written, holds what it is said of, and is hardly larger."""
     rng = np.random.default_rng(4)
     for value in [*np.exp(rng.uniform(np.log(1e-6), np.log(10), 300)), 0.01, 0.00335, 0.1, 1.0, 9.9999, 10.0]:
-        text = MaxLoss(kind, 1.0).asked(value)
+        text = MaxLoss(kind, 1.0).as_flag(value)
         assert text is not None
         found = MaxLoss.parse(text)
         assert found.kind == kind and value <= found.bound <= 1.011 * value, (value, text)
-    assert MaxLoss(kind, 1.0).asked(10.01) is None, "no bound is as large"
-    assert MaxLoss.parse(MaxLoss(kind, 1.0).asked(1e-15) or "").bound >= 1e-15
+    assert MaxLoss(kind, 1.0).as_flag(10.01) is None, "no bound is as large"
+    assert MaxLoss.parse(MaxLoss(kind, 1.0).as_flag(1e-15) or "").bound >= 1e-15
     with pytest.raises(ConfigError) as error:
         searched([Mix(1.0, 1.0, {})], MaxLoss(kind, 0.01), lambda *_: 1e6)
     assert error.value.mend == "leave the model as it is"
@@ -286,7 +286,7 @@ def test_times_are_taken_once_for_each_kind(model: Model) -> None:
     ours = cost.Clock("scalar", 1, 2, lambda _: 3)
     product = product_of(model.job, "model.layers.0.self_attn.v_proj", "int4-g64-a8", "scalar")
     taken = ours(product)
-    assert 1e-7 < taken < 1 and ours(product) == taken and ours.found == {product: taken}
+    assert 1e-7 < taken < 1 and ours(product) == taken and ours.result == {product: taken}
 
 
 def test_recipes_of_mixes() -> None:

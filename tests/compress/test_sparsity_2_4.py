@@ -11,11 +11,11 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compress.calibration.calibrated_methods import by_statistics, statistics_of
 from millrace.compress.calibration.calibration_pass import samples
-from millrace.compress.calibration.statistics import InputStatistics, Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics, InputStatistics
 from millrace.compress.compress import compress
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.methods.sparsity_2_4 import sparse, sparsegpt, wanda
-from millrace.compress.recipe import parsed, written
+from millrace.compress.recipe import parsed, to_dict
 from millrace.errors import CheckpointError, ConfigError
 from tests.fuzz.originals import write_checkpoint
 
@@ -113,7 +113,7 @@ def test_inputs_that_are_never_there() -> None:
 
 class Small(NamedTuple):
     checkpoint: Checkpoint
-    statistics: Statistics
+    statistics: CalibrationStatistics
 
     def job(self, **said: Any) -> CompressionPlan:
         return plan(self.checkpoint, parsed({"version": 1, **said}, "mine"))
@@ -150,7 +150,7 @@ def test_beside_what_is_rounded(small: Small, tmp_path: Path) -> None:
     said = {"method": "gptq", "group": 32, "search": "clip", "layers": [{"match": "*.mlp.*", "method": "wanda"}]}
     job = small.job(**said)
     assert len(job.sparse) == 3 and len(job.layers) == 4 and set(job.sparse) <= set(job.ignored)
-    assert parsed(written(job.recipe), "mine") == job.recipe
+    assert parsed(to_dict(job.recipe), "mine") == job.recipe
     compress(job, tmp_path / "out", by_statistics(small.statistics))
     made = Checkpoint.open(tmp_path / "out").tensors
     for layer in job.sparse:

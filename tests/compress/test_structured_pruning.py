@@ -15,12 +15,12 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics, statistics_of
 from millrace.compress.calibration.calibration_pass import samples
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.compress import compress
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import Reference
 from millrace.compress.methods.structured_pruning import Prune, channels_kept, heads_kept, shapes, sizes
-from millrace.compress.recipe import parsed, written
+from millrace.compress.recipe import parsed, to_dict
 from millrace.engine.cache_specs import KvFormat
 from millrace.errors import CheckpointError, ConfigError
 from millrace.kernels.precision import Precision
@@ -32,7 +32,7 @@ LAYER, SIZE, HEADS, KV_HEADS = "model.layers.0.", 16, 4, 2
 
 class Small(NamedTuple):
     checkpoint: Checkpoint
-    statistics: Statistics
+    statistics: CalibrationStatistics
 
     def job(self, **prune: float) -> CompressionPlan:
         return plan(self.checkpoint, parsed({"version": 1, "method": "none", "prune": prune}, "mine"))
@@ -77,7 +77,7 @@ def test_a_smaller_model_is_the_large_one_without_what_went(small: Small, tmp_pa
     write_without(small.checkpoint, held, without)
     text = samples(small.checkpoint.tokenizer, TEXT, 2, 48)
     exact = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
-    score = Reference.of(Checkpoint.open(held), text).beside(Source.from_checkpoint(found), exact)
+    score = Reference.of(Checkpoint.open(held), text).compare_with(Source.from_checkpoint(found), exact)
     assert abs(score.mean_kl) < 1e-7 and np.abs(score.tokens.loss - score.tokens.reference_loss).max() < 1e-4
     w, x = module.load(f"{LAYER}mlp.down_proj.weight").astype(np.float64), small.statistics[f"{LAYER}mlp.down_proj"]
     off = np.zeros_like(w)
@@ -102,7 +102,7 @@ def test_one_alone(small: Small, tmp_path: Path) -> None:
 
 def test_recipes_and_shares(small: Small) -> None:
     recipe = parsed({"version": 1, "method": "none", "prune": {"mlp": 0.25}}, "mine")
-    assert recipe.prune == Prune(mlp=0.25) and parsed(written(recipe), "mine") == recipe
+    assert recipe.prune == Prune(mlp=0.25) and parsed(to_dict(recipe), "mine") == recipe
     config = small.checkpoint.decoder
     assert sizes(config, Prune(mlp=0.05)).channels == 96 and sizes(config, Prune(mlp=0.99)).channels == 32
     for prune, says in (({"mlp": 1.0}, "prune.mlp is 1.0"), ({"width": 0.1}, "prune is"), ({}, "prune is {}"),

@@ -18,7 +18,7 @@ from millrace.checkpoint.config.config_writer import config_json as config_of
 from millrace.checkpoint.tokenizer.tokenizer import read_json_object
 from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.compile.settings import Progress
-from millrace.compress.calibration.layerwise_rounding import Layer
+from millrace.compress.calibration.layerwise_rounding import RoundedLayer
 from millrace.compress.calibration.statistics import InputStatistics
 from millrace.compress.checkpoint.checkpoint_writer import Folder, check_place, unfinished
 from millrace.compress.checkpoint.compression_record import Applied, write_record
@@ -29,7 +29,7 @@ from millrace.compress.methods.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.methods.quantization_grid import Array, rounded
 from millrace.compress.methods.structured_pruning import config_of as pruned_config
 from millrace.compress.recipe import SEARCHES, LayerRecipe
-from millrace.compress.recipe import written as recipe_of
+from millrace.compress.recipe import to_dict as recipe_of
 from millrace.compress.report.page import write_page
 from millrace.errors import CheckpointError, MachineError
 
@@ -37,7 +37,7 @@ _DTYPES = {name: np.dtype(getattr(ml_dtypes, kind, None) or kind) for kind, name
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CompressedPiece:
     """What a method has made at a time.
 
     matrices: by linear layer; errors: of each the share of its energy, or of its output's, that was lost
@@ -51,12 +51,12 @@ class Piece:
 
 
 Way = Callable[
-    [CompressionPlan], Iterator[Piece]
+    [CompressionPlan], Iterator[CompressedPiece]
 ]  # how a job is done: with a `layers.Method` for each layer, or without any
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CompressionResult:
     """errors: by linear layer"""
 
     folder: Path
@@ -69,42 +69,46 @@ class Result:
         return sorted(self.errors.items(), key=lambda item: -item[1])
 
 
-def by_rounding(job: CompressionPlan) -> Iterator[Piece]:
+def by_rounding(job: CompressionPlan) -> Iterator[CompressedPiece]:
     """Each matrix by itself, to the nearest of its grid: what needs no data."""
     for name in job.layers:
         yield rounded_alone(job, name)
 
 
-def rounded_alone(job: CompressionPlan, name: str, x: InputStatistics | None = None) -> Piece:
+def rounded_alone(job: CompressionPlan, name: str, x: InputStatistics | None = None) -> CompressedPiece:
     """x: its input, where that is known: it changes nothing but what errors are of."""
     treatment, form = job.layers[name]
     w = job.checkpoint.tensors.load(name + WEIGHT)
     try:
-        made: Matrix = (
+        matrix: Matrix = (
             rounded_e4m3(w, one_scale=form.one_scale)
             if form.floats
             else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
         )
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
-    off = lost(w, made, x)
+    off = lost(w, matrix, x)
     nearest = lost(w, rounded(w, treatment.grid(form.group)), x) if SEARCHES[treatment.search] else None
-    return Piece({name: made}, {name: off}, figures={name: figures(w, form.group, off, x, nearest=nearest)})
+    return CompressedPiece({name: matrix}, {name: off}, figures={name: figures(w, form.group, off, x, nearest=nearest)})
 
 
-def by_layers(layers: Iterable[Layer]) -> Way:
+def by_layers(layers: Iterable[RoundedLayer]) -> Way:
     """What methods that need statistics have made, layer by layer (`layers.rounded_layers`), on grids of the job's."""
 
-    def made(job: CompressionPlan) -> Iterator[Piece]:
+    def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
         for layer in layers:
             matrices = {name: rounding.matrix for name, rounding in layer.matrices.items() if name in job.layers}
             errors = {name: layer.matrices[name].error for name in matrices}
-            yield Piece(matrices, errors, layer.floats, {n: layer.figures[n] for n in matrices if n in layer.figures})
+            yield CompressedPiece(
+                matrices, errors, layer.floats, {n: layer.figures[n] for n in matrices if n in layer.figures}
+            )
 
-    return made
+    return pieces
 
 
-def compress(job: CompressionPlan, out: Path, way: Way = by_rounding, progress: Progress = lambda *_: None) -> Result:
+def compress(
+    job: CompressionPlan, out: Path, way: Way = by_rounding, progress: Progress = lambda *_: None
+) -> CompressionResult:
     """Writes the folder `out`, which must not exist: whole and proved, or not at all. Memory: what `way` yields.
 
     raises ConfigError for a folder that is there, MachineError where it has no room, CheckpointError for the source's
@@ -113,7 +117,7 @@ def compress(job: CompressionPlan, out: Path, way: Way = by_rounding, progress: 
     errors: dict[str, float] = {}
     why: dict[str, LayerDiagnostics] = {}
     with unfinished(out) as path:
-        folder, seen, done = Folder(path, job.specs), dict[str, bytes](), 0
+        folder, digests, done = Folder(path, job.specs), dict[str, bytes](), 0
         sizes = _sizes(job)
         total = sum(sizes.values())
         left = {name for name in job.checkpoint.tensors if name.removesuffix(WEIGHT) not in job.layers}
@@ -122,31 +126,31 @@ def compress(job: CompressionPlan, out: Path, way: Way = by_rounding, progress: 
                 progress(f"compressing {name}", done, total)
                 for part, array in job.layers[name][1].tensors(matrix).items():
                     folder.put(f"{name}.{part}", array)
-                seen[name + WEIGHT] = _digest(matrix)
+                digests[name + WEIGHT] = _digest(matrix)
                 done += sizes[name]
             for name, array in piece.floats.items():
                 progress(f"compressing {name.removesuffix(WEIGHT)}", done, total)
-                seen[name] = _put(folder, job, name, array)
+                digests[name] = _put(folder, job, name, array)
                 done += sizes.get(name.removesuffix(WEIGHT), 0)
             left -= piece.floats.keys()
             errors |= piece.errors
             why |= piece.figures
         for name in sorted(left):
-            seen[name] = _put(folder, job, name, job.checkpoint.tensors.load(name))
+            digests[name] = _put(folder, job, name, job.checkpoint.tensors.load(name))
         folder.finish()
         _write_small(job, path, errors, why)
-        _prove(path, seen, progress)
-    return Result(out, job, errors)
+        _prove(path, digests, progress)
+    return CompressionResult(out, job, errors)
 
 
 def _sizes(job: CompressionPlan) -> dict[str, int]:
     """Bytes in the folder, of each layer that is changed."""
-    found = dict.fromkeys(job.treated, 0)
+    result = dict.fromkeys(job.treated, 0)
     for tensor, spec in job.specs.items():
         layer = tensor.rpartition(".")[0]
-        if layer in found:
-            found[layer] += spec.nbytes
-    return found
+        if layer in result:
+            result[layer] += spec.nbytes
+    return result
 
 
 def _put(folder: Folder, job: CompressionPlan, name: str, array: Array) -> bytes:
@@ -163,11 +167,11 @@ def _digest(matrix: Matrix) -> bytes:
 
 
 def _digest_of(arrays: list[Any]) -> bytes:
-    whole = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for array in arrays:
-        whole.update(f"{array.dtype} {array.shape}\n".encode())
-        whole.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return whole.digest()
+        hasher.update(f"{array.dtype} {array.shape}\n".encode())
+        hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return hasher.digest()
 
 
 def _write_small(
@@ -204,19 +208,19 @@ def _form(treatment: LayerRecipe, form: TensorLayout) -> Applied:
     )  # fmt: skip
 
 
-def _prove(path: Path, seen: Mapping[str, bytes], progress: Progress) -> None:
+def _prove(path: Path, digests: Mapping[str, bytes], progress: Progress) -> None:
     """Everything is read again, as an engine would. raises MachineError where something is not what it was to be"""
-    made: Tensors = Checkpoint.open(path).tensors
-    assert set(made) == set(seen), set(made) ^ set(seen)
-    for number, (name, wanted) in enumerate(seen.items()):
-        progress("reading it again", number, len(seen))
-        held = made.format(name)
-        if held is None:
-            found = _digest_of([made.load(name)])
+    tensors: Tensors = Checkpoint.open(path).tensors
+    assert set(tensors) == set(digests), set(tensors) ^ set(digests)
+    for number, (name, expected) in enumerate(digests.items()):
+        progress("reading it again", number, len(digests))
+        stored_format = tensors.format(name)
+        if stored_format is None:
+            result = _digest_of([tensors.load(name)])
         else:
-            matrix = made.stored(name, 8 if held.bits > 4 else 4, held.group)
-            found = _digest(matrix) if matrix else b""
-        if found != wanted:
+            matrix = tensors.stored(name, 8 if stored_format.bits > 4 else 4, stored_format.group)
+            result = _digest(matrix) if matrix else b""
+        if result != expected:
             raise MachineError(
                 f"{name} does not read back as it was written", "the same bits", "check the disk, and compress it again"
             )

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, TensorInfo
-from millrace.compress.checkpoint.tensor_layout import NAMES, Spec, TensorLayout
+from millrace.compress.checkpoint.tensor_layout import NAMES, TensorLayout, TensorSpec
 from millrace.compress.methods.quantization_grid import GROUPS
 from millrace.compress.methods.sparsity_2_4 import OF, SPARSEGPT
 from millrace.compress.methods.structured_pruning import Prune, Sizes, shapes, sizes
@@ -41,7 +41,7 @@ class CompressionPlan:
     recipe: Recipe
     layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]
     ignored: tuple[str, ...]
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, TensorSpec]
     notes: tuple[str, ...]
     sparse: Mapping[str, LayerRecipe] = field(default_factory=dict)
     pruned: tuple[Sizes, Mapping[str, tuple[int, ...]]] | None = None
@@ -67,8 +67,8 @@ class CompressionPlan:
     @property
     def bits_per_weight(self) -> float:
         """Of the layers that are changed, scales included; zeros count like other floats."""
-        held = sum(spec.nbytes for name, spec in self.specs.items() if self._layer(name) and spec.dtype != "I64")
-        return 8 * held / self.n_weights
+        stored = sum(spec.nbytes for name, spec in self.specs.items() if self._layer(name) and spec.dtype != "I64")
+        return 8 * stored / self.n_weights
 
     @property
     def bytes_before(self) -> int:
@@ -174,8 +174,8 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
             f"serve it with --kv-cache-dtype {recipe.kv}, or round some",
         )  # fmt: skip
     notes = tuple(
-        f"{n} matrices of {K:,} inputs have groups of {own}: {asked} does not divide these, and no runtime of this "
-        "format has a shorter last group" for (K, asked, own), n in smaller.items()
+        f"{n} matrices of {K:,} inputs have groups of {own}: {requested} does not divide these, and no runtime of this "
+        "format has a shorter last group" for (K, requested, own), n in smaller.items()
     )  # fmt: skip
     about, specs = _source_notes(checkpoint) if layers else (), _specs(checkpoint, layers)
     return CompressionPlan(
@@ -189,7 +189,7 @@ def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Compressio
     config, every = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
     left = sizes(config, prune)
     smaller = shapes(every, config, left)
-    specs = {name: Spec(kept_dtype(checkpoint, name), smaller.get(name, shape)) for name, shape in every.items()}
+    specs = {name: TensorSpec(kept_dtype(checkpoint, name), smaller.get(name, shape)) for name, shape in every.items()}
     note = (
         f"{left.channels:,} of {config.intermediate_size:,} MLP channels and {left.heads * config.n_kv_heads} of "
         f"{config.n_heads} query heads are left, with the weights that they had: a pruned model has to be trained "
@@ -245,11 +245,11 @@ def _source_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     if not isinstance(checkpoint, GgufCheckpoint):
         return ()
     kinds = Counter(info.dtype for info in checkpoint.tensors.values() if info.dtype not in FLOAT_NAMES)
-    held = ", ".join(f"{n} as {kind.upper()}" for kind, n in kinds.most_common())
-    return (f"the source holds {held}: rounded once more, from their exact values",) if kinds else ()
+    stored = ", ".join(f"{n} as {kind.upper()}" for kind, n in kinds.most_common())
+    return (f"the source holds {stored}: rounded once more, from their exact values",) if kinds else ()
 
 
-def _size_notes(checkpoint: Checkpoint, specs: Mapping[str, Spec]) -> tuple[str, ...]:
+def _size_notes(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     ratio = sum(spec.nbytes for spec in specs.values()) / checkpoint.tensors.nbytes
     if ratio < _LARGER:
         return ()
@@ -274,13 +274,13 @@ def _fitting(name: str, K: int, group: int) -> int:
     """The largest group up to what was asked for that divides K. raises CheckpointError where none does"""
     if not group:
         return 0
-    found = next((g for g in _SMALLER if g <= group and K % g == 0), None)
-    if found is None:
+    result = next((g for g in _SMALLER if g <= group and K % g == 0), None)
+    if result is None:
         raise CheckpointError(
             f"{name} has {K:,} inputs", f"a multiple of {_SMALLER[-1]}, the smallest group",
             f'give it group = "row" in a recipe file, or method = "none": match = "*{name[name.rfind("."):]}"',
         )  # fmt: skip
-    return found
+    return result
 
 
 def _check_patterns(recipe: Recipe, linears: Mapping[str, tuple[int, ...]]) -> None:
@@ -297,16 +297,16 @@ def _check_patterns(recipe: Recipe, linears: Mapping[str, tuple[int, ...]]) -> N
             )  # fmt: skip
 
 
-def _specs(checkpoint: Checkpoint, layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]) -> dict[str, Spec]:
-    found: dict[str, Spec] = {}
+def _specs(checkpoint: Checkpoint, layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]) -> dict[str, TensorSpec]:
+    result: dict[str, TensorSpec] = {}
     for tensor, info in checkpoint.tensors.items():
         name = tensor.removesuffix(WEIGHT)
         if name in layers:
             N, K = info.shape
-            found |= {f"{name}.{part}": spec for part, spec in layers[name][1].specs(N, K).items()}
+            result |= {f"{name}.{part}": spec for part, spec in layers[name][1].specs(N, K).items()}
         else:
-            found[tensor] = Spec(kept_dtype(checkpoint, tensor), info.shape)
-    return found
+            result[tensor] = TensorSpec(kept_dtype(checkpoint, tensor), info.shape)
+    return result
 
 
 def kept_dtype(checkpoint: Checkpoint, tensor: str) -> str:

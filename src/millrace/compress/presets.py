@@ -20,7 +20,7 @@ ABOUT: Mapping[str, str] = {
 }
 
 
-class Target(StrEnum):
+class CompressionTarget(StrEnum):
     """What is to be small. latency: of a step of a few rows, as decoding makes; throughput: of one of many rows."""
 
     LATENCY = "latency"
@@ -28,4 +28,7 @@ class Target(StrEnum):
     THROUGHPUT = "throughput"
 
 
-ROWS: Mapping[Target, int] = {Target.LATENCY: 1, Target.THROUGHPUT: 64}  # where nobody says how many
+ROWS: Mapping[CompressionTarget, int] = {
+    CompressionTarget.LATENCY: 1,
+    CompressionTarget.THROUGHPUT: 64,
+}  # where nobody says how many

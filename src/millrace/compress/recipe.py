@@ -42,7 +42,7 @@ from millrace.compress.methods.quantization_grid import (
     LLM_COMPRESSOR_MSE,
     Grid,
     RangeConvention,
-    Search,
+    ScaleSearch,
 )
 from millrace.compress.methods.sparsity_2_4 import METHODS as SPARSE
 from millrace.compress.methods.structured_pruning import Prune
@@ -61,7 +61,7 @@ METHODS = ("rtn", "gptq", *_FLOATS, "none", *SPARSE)
 SMOOTH = ("none", "awq", "smoothquant")
 RMS = "rms"
 CLIP = "clip"  # of the searches, the one that is no `Search`
-SEARCHES: Mapping[str, Search | None] = {
+SEARCHES: Mapping[str, ScaleSearch | None] = {
     "none": None, "llm-compressor": LLM_COMPRESSOR_MSE, "gptqmodel": GPTQMODEL_MSE, "imatrix": IMATRIX_MSE,
     CLIP: None,
 }  # fmt: skip
@@ -164,21 +164,21 @@ def read_recipe(name: str) -> Recipe:
     if len(data) > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", "a recipe", "name another file")
     try:
-        said = (
+        raw = (
             tomllib.loads(data.decode())
             if path.suffix == ".toml"
             else json.loads(data, object_pairs_hook=reject_duplicate_keys)
         )
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {error}", "a recipe", "correct it") from error
-    return parsed(said, path.stem)
+    return parsed(raw, path.stem)
 
 
-def parsed(said: object, name: str) -> Recipe:
+def parsed(raw: object, name: str) -> Recipe:
     """raises ConfigError for a key or a value that no recipe of this version has"""
-    if not isinstance(said, dict):
-        raise _wrong(name, said, "keys and values")
-    version = said.get("version")
+    if not isinstance(raw, dict):
+        raise _wrong(name, raw, "keys and values")
+    version = raw.get("version")
     if type(version) is not int or version < 1:
         raise _wrong("version", version, f"version = {VERSION}")
     if version > VERSION:
@@ -186,10 +186,10 @@ def parsed(said: object, name: str) -> Recipe:
             f"the recipe {name} is of version {version}", f"at most {VERSION}, which this Millrace knows",
             "update Millrace, or write the recipe anew",
         )  # fmt: skip
-    layers = said.get("layers", [])
+    layers = raw.get("layers", [])
     if not isinstance(layers, list) or len(layers) > _MOST_LAYERS or not all(isinstance(x, dict) for x in layers):
         raise _wrong("layers", layers, f"at most {_MOST_LAYERS} tables, each with a match")
-    usual = _treatment({k: v for k, v in said.items() if k not in _OF_ALL}, LayerRecipe(), "")
+    usual = _treatment({k: v for k, v in raw.items() if k not in _OF_ALL}, LayerRecipe(), "")
     exceptions = []
     for i, one in enumerate(layers):
         pattern = one.get("match")
@@ -197,23 +197,23 @@ def parsed(said: object, name: str) -> Recipe:
             raise _wrong(f"layers[{i}].match", pattern, "a pattern of names, such as *.mlp.down_proj")
         own = {k: v for k, v in one.items() if k != "match"}
         exceptions.append((pattern, _treatment(own, usual, f"layers[{i}].")))
-    prune = _prune(said["prune"], usual, layers) if "prune" in said else None
-    return Recipe(name, usual, tuple(exceptions), prune=prune, kv=_kv(said.get("kv", _FLOAT), prune))
+    prune = _prune(raw["prune"], usual, layers) if "prune" in raw else None
+    return Recipe(name, usual, tuple(exceptions), prune=prune, kv=_kv(raw.get("kv", _FLOAT), prune))
 
 
-def _kv(said: object, prune: Prune | None) -> str | None:
-    if not isinstance(said, str) or said not in _KV:
-        raise _wrong("kv", said, "one of " + ", ".join(map(json.dumps, _KV)))
-    if prune and said != _FLOAT:
-        raise _wrong("kv", said, f'"{_FLOAT}" beside prune, whose folder says nothing of precisions')
-    return None if said == _FLOAT else said
+def _kv(raw: object, prune: Prune | None) -> str | None:
+    if not isinstance(raw, str) or raw not in _KV:
+        raise _wrong("kv", raw, "one of " + ", ".join(map(json.dumps, _KV)))
+    if prune and raw != _FLOAT:
+        raise _wrong("kv", raw, f'"{_FLOAT}" beside prune, whose folder says nothing of precisions')
+    return None if raw == _FLOAT else raw
 
 
-def _prune(said: object, usual: LayerRecipe, layers: list[object]) -> Prune:
+def _prune(raw: object, usual: LayerRecipe, layers: list[object]) -> Prune:
     """raises ConfigError for shares that are none, and beside anything else that is done to layers"""
-    if not isinstance(said, dict) or not said or not said.keys() <= {"mlp", "heads"}:
-        raise _wrong("prune", said, "a table with mlp, heads, or both")
-    for key, value in said.items():
+    if not isinstance(raw, dict) or not raw or not raw.keys() <= {"mlp", "heads"}:
+        raise _wrong("prune", raw, "a table with mlp, heads, or both")
+    for key, value in raw.items():
         if type(value) not in (int, float) or not 0 < value < 1:
             raise _wrong(f"prune.{key}", value, "a share that goes, such as 0.25")
     if usual.method != "none" or layers:
@@ -221,10 +221,10 @@ def _prune(said: object, usual: LayerRecipe, layers: list[object]) -> Prune:
             "the recipe prunes and rounds", 'method = "none" and no layers, beside prune',
             "prune first, and compress what comes out with another recipe",
         )  # fmt: skip
-    return Prune(**said)
+    return Prune(**raw)
 
 
-def written(recipe: Recipe) -> dict[str, Any]:
+def to_dict(recipe: Recipe) -> dict[str, Any]:
     """As `parsed` reads it."""
     layers = [{"match": pattern, **_plain(own)} for pattern, own in recipe.exceptions]
     prune = {key: share for key, share in asdict(recipe.prune).items() if share} if recipe.prune else {}
@@ -245,17 +245,17 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def _treatment(said: Mapping[str, Any], usual: LayerRecipe, where: str) -> LayerRecipe:
-    for key, value in said.items():
+def _treatment(raw: Mapping[str, Any], usual: LayerRecipe, where: str) -> LayerRecipe:
+    for key, value in raw.items():
         if key == "alpha":
             if type(value) not in (int, float) or not 0 <= value <= 1:
                 raise _wrong(f"{where}alpha", value, "0 to 1, such as 0.5")
         elif key not in _CHOICES:
-            known = (*_CHOICES, "alpha")
-            raise ConfigError(f"the recipe's {where}{key} is unknown", nearest(key, known), "correct the key")
+            valid_keys = (*_CHOICES, "alpha")
+            raise ConfigError(f"the recipe's {where}{key} is unknown", nearest(key, valid_keys), "correct the key")
         elif not any(value == choice and type(value) is type(choice) for choice in _CHOICES[key]):
             raise _wrong(f"{where}{key}", value, "one of " + ", ".join(json.dumps(c) for c in _CHOICES[key]))
-    values = dict(said)
+    values = dict(raw)
     if "group" in values:
         values["group"] = 0 if values["group"] == ROW else values["group"]
     if "scales" in values:
@@ -272,29 +272,42 @@ def _treatment(said: Mapping[str, Any], usual: LayerRecipe, where: str) -> Layer
         }
     if values.get("method") in SPARSE:  # what the recipe has for others, it has not for these
         values = {"smooth": "none", "search": "none", "minimums": False, "activations": 16, **values}
-    made = replace(usual, **values)
-    _check(made, where)
-    return made
+    treatment = replace(usual, **values)
+    _check(treatment, where)
+    return treatment
 
 
-def _check(made: LayerRecipe, where: str) -> None:
-    if made.fp8:
-        if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
+def _check(treatment: LayerRecipe, where: str) -> None:
+    if treatment.fp8:
+        if (treatment.smooth, treatment.bits, treatment.group, treatment.minimums, treatment.search) != (
+            "none",
+            8,
+            0,
+            False,
+            "none",
+        ):
             raise _wrong(
-                f"{where}method", made.method, "nothing beside it but activations: 8 bits, and the scales that it has"
+                f"{where}method",
+                treatment.method,
+                "nothing beside it but activations: 8 bits, and the scales that it has",
             )
         return
-    if made.activations == FP8 and made.bits != 4:
+    if treatment.activations == FP8 and treatment.bits != 4:
         raise _wrong(
             f"{where}activations", FP8, "8 or 16 beside 8-bit integers, which meet their own kind; fp8 beside 4"
         )
-    if made.sparse:
-        if (made.smooth, made.minimums, made.search, made.activations) != ("none", False, "none", 16):
-            raise _wrong(f"{where}method", made.method, "nothing beside it: its weights stay floats")
+    if treatment.sparse:
+        if (treatment.smooth, treatment.minimums, treatment.search, treatment.activations) != (
+            "none",
+            False,
+            "none",
+            16,
+        ):
+            raise _wrong(f"{where}method", treatment.method, "nothing beside it: its weights stay floats")
         return
-    if made.bits == 8 and made.activations == 8 and made.group:
-        raise _wrong(f"{where}group", made.group, '"row", with 8-bit weights and activations')
-    made.grid(made.group)  # which knows what goes together
+    if treatment.bits == 8 and treatment.activations == 8 and treatment.group:
+        raise _wrong(f"{where}group", treatment.group, '"row", with 8-bit weights and activations')
+    treatment.grid(treatment.group)  # which knows what goes together
 
 
 def _wrong(key: str, value: object, expected: str) -> ConfigError:

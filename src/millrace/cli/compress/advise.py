@@ -23,7 +23,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.calibration.calibration_pass import digest_of
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.checkpoint.checkpoint_writer import staging_folder
 from millrace.compress.compress import by_rounding, compress
 from millrace.compress.compression_plan import CompressionPlan, plan
@@ -34,8 +34,8 @@ from millrace.compress.recipe import PRESETS
 from millrace.compress.report.method_comparison import (
     HEADER,
     PAGE,
-    About,
-    Row,
+    ComparisonInputs,
+    MethodRow,
     advice,
     cells,
     open_folder,
@@ -102,7 +102,7 @@ def _calibrated(asked: _Trials) -> bool:
     return any(PRESETS[name].usual.calibrated for name in asked.names)
 
 
-def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[list[Row], About]:
+def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[list[MethodRow], ComparisonInputs]:
     checkpoint = readable(opened(model, env, report))
     calibrated = _calibrated(asked)
     asked.sampling.check("--advise", calibrated, asked.calibration)
@@ -111,7 +111,7 @@ def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[li
     if calibrated:
         asked.sampling.check_text(checkpoint, measured)
     known = asked.sampling.text(checkpoint) if calibrated else ""
-    about = About(
+    about = ComparisonInputs(
         model=checkpoint.identity(), source=checkpoint.folder.name, batch=asked.batch, machine=cpu_model(),
         text=digest_of(text), threads=usable_cores(), isa=usable_isas()[0], bytes_before=checkpoint.tensors.nbytes,
     )  # fmt: skip
@@ -153,16 +153,18 @@ class _Trial:
     checkpoint: Checkpoint
     reference: Reference
     source: RunningModel
-    statistics: Statistics | None
+    statistics: CalibrationStatistics | None
     work: Path
     batch: int
 
-    def rows(self, name: str, precisions: Sequence[str], statistics_s: float | None, report: Progress) -> Iterator[Row]:
+    def rows(
+        self, name: str, precisions: Sequence[str], statistics_s: float | None, report: Progress
+    ) -> Iterator[MethodRow]:
         """Of one folder, a row for each precision. statistics_s: what collecting took, for the first row"""
         try:
             job = plan(self.checkpoint, PRESETS[name])
         except CheckpointError as error:  # a method that a layer of this model cannot take
-            yield Row(name=name, refused=error.what)
+            yield MethodRow(name=name, refused=error.what)
             return
 
         def said(what: str, done: int, total: int) -> None:
@@ -174,7 +176,7 @@ class _Trial:
             seconds = time.perf_counter() - started_s
             used = self.statistics.about.text if self.statistics and job.calibrated else ""
             for precision in precisions:
-                yield Row(
+                yield MethodRow(
                     name=name, precision=precision, statistics=used, bits_per_weight=job.bits_per_weight,
                     bytes=job.bytes_after, seconds=seconds, statistics_s=statistics_s if job.calibrated else None,
                     loss=self._loss(out, precision, said), speed=self._speed(out, precision, Path(folder), said),
@@ -213,7 +215,7 @@ def _engine(
         yield found
 
 
-def _commands(model: str, rows: Sequence[Row], about: About, sampling: Sampling) -> list[str]:
+def _commands(model: str, rows: Sequence[MethodRow], about: ComparisonInputs, sampling: Sampling) -> list[str]:
     """That make what is advised, each once."""
     found: dict[str, None] = {}
     for row in (row for each in advice(rows, about) for row in each.rows):
@@ -226,7 +228,7 @@ def _commands(model: str, rows: Sequence[Row], about: About, sampling: Sampling)
     return list(found)
 
 
-def _show(model: str, rows: Sequence[Row], about: About, asked: _Trials) -> None:
+def _show(model: str, rows: Sequence[MethodRow], about: ComparisonInputs, asked: _Trials) -> None:
     heading(f"{about.source} on {about.machine}, {about.threads} threads, {about.isa}")
     table([h.replace("N", str(about.batch)) for h in HEADER], cells(rows, about, size))
     note("speeds: tokens a second, and in brackets times the source's in the same rounds")

@@ -25,7 +25,7 @@ from millrace.cli.signals import raise_on_sigterm
 from millrace.compress.checkpoint.checkpoint_writer import check_place
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import Loss, held_out_for, windows_for
-from millrace.compress.presets import ROWS, Target
+from millrace.compress.presets import ROWS, CompressionTarget
 from millrace.compress.recipe import PRESETS
 from millrace.compress.report.page import write_page
 from millrace.compress.search.candidates import RoundedMatrixStore
@@ -51,7 +51,9 @@ def searched(
 ) -> None:
     """The cheapest mix within a loss. raises ConfigError for options that do not go together"""
     started_s, out = time.perf_counter(), asked.output
-    given = _BudgetOptions(_goal(MaxLoss.parse(max_loss), Target(target or Target.LATENCY), batch), out, calibration)
+    given = _BudgetOptions(
+        _goal(MaxLoss.parse(max_loss), CompressionTarget(target or CompressionTarget.LATENCY), batch), out, calibration
+    )
     with raise_on_sigterm(), progress(asked.as_json) as report:
         checkpoint = opened(asked.model, asked.env, report)
         job, texts = _ready(checkpoint, given, asked.sampling, dry_run)
@@ -80,11 +82,11 @@ class _BudgetOptions:
     calibration: str | None
 
 
-def _goal(bound: MaxLoss, target: Target, batch: int | None) -> SearchGoal:
+def _goal(bound: MaxLoss, target: CompressionTarget, batch: int | None) -> SearchGoal:
     """raises ConfigError for rows of a target that has none"""
-    if target == Target.MEMORY and batch is not None:
+    if target == CompressionTarget.MEMORY and batch is not None:
         raise ConfigError("--batch is given for --target memory", "a target of time", "leave --batch out")
-    rows = 0 if target == Target.MEMORY else batch or ROWS[target]
+    rows = 0 if target == CompressionTarget.MEMORY else batch or ROWS[target]
     return SearchGoal(bound, target, rows, usable_isas()[0], usable_cores())
 
 
@@ -106,7 +108,7 @@ def _searched(
     job: CompressionPlan, texts: Texts, asked: _BudgetOptions, sampling: Sampling, report: Progress
 ) -> SearchResult:
     with statistics_for(job, asked.out, sampling, report) as statistics:
-        kept = RoundedMatrixStore.beside(sampling.statistics) if sampling.statistics else None
+        kept = RoundedMatrixStore.next_to(sampling.statistics) if sampling.statistics else None
         return search(job, asked.search, statistics, texts, asked.out, report, kept)
 
 
@@ -125,9 +127,9 @@ def _formats(found: SearchResult) -> dict[str, int]:
 
 
 def _show(found: SearchResult, out: Path, seconds: float) -> None:
-    asked, bound, loss = found.asked, found.asked.bound, found.loss
-    job, cost = found.result.job, partial(_cost, found.asked)
-    heading(f"{out}: the cheapest that was found within {bound.said(bound.bound)} ({bound.kind})")
+    asked, bound, loss = found.goal, found.goal.bound, found.loss
+    job, cost = found.result.job, partial(_cost, found.goal)
+    heading(f"{out}: the cheapest that was found within {bound.format_value(bound.bound)} ({bound.kind})")
     rows = "one row" if asked.rows == 1 else f"{asked.rows} rows"
     what = f"of a step of {rows}, on {asked.threads} threads ({asked.isa})" if asked.rows else "in bytes"
     _frontier(found, cost)
@@ -149,9 +151,11 @@ def _show(found: SearchResult, out: Path, seconds: float) -> None:
 
 def _said(found: SearchResult, loss: Loss) -> str:
     """With its error, and whether it is within the bound."""
-    bound, off = found.asked.bound, "" if loss.kl_error is None else f" ± {loss.kl_error:.1g}"
+    bound, off = found.goal.bound, "" if loss.kl_error is None else f" ± {loss.kl_error:.1g}"
     beyond = "" if bound.of(loss) <= bound.bound else ", BEYOND THE BOUND"
-    return f"{bound.said(bound.of(loss))} ({bound.kind}{beyond}), KL {loss.kl:.3g}{off} on {loss.tokens:,} tokens"
+    return (
+        f"{bound.format_value(bound.of(loss))} ({bound.kind}{beyond}), KL {loss.kl:.3g}{off} on {loss.tokens:,} tokens"
+    )
 
 
 def _frontier(found: SearchResult, cost: Callable[[float], str]) -> None:
@@ -160,11 +164,11 @@ def _frontier(found: SearchResult, cost: Callable[[float], str]) -> None:
     between = {round(i * (len(mixes) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)}
 
     def said(value: float | None) -> str:
-        return "" if value is None else found.asked.bound.said(value)
+        return "" if value is None else found.goal.bound.format_value(value)
 
     table(("mix", "cost", "predicted loss", "measured", ""), [
         (str(i), cost(mixes[i].cost), said(found.search.predicted(i)), said(measured.get(i)),
-         "<- found" if i == found.search.found else "")
+         "<- found" if i == found.search.cheapest else "")
         for i in sorted(between | measured.keys())
     ])  # fmt: skip
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from millrace.compress.presets import BATCH, ROWS, Target
+from millrace.compress.presets import BATCH, ROWS, CompressionTarget
 
 QUESTIONS = 10  # of each subject, where nobody says: some minutes for a small model
 _MOST_ROWS = 4096
@@ -28,11 +28,12 @@ _OF_BUDGET = (
     click.option("--max-loss", metavar="1%|kl:0.01",
                  help="Instead of --recipe: search the cheapest mix of formats that loses at most so much. 1%: growth "
                       "of perplexity, on the text and as KL foretells it; kl:0.01: nats a token."),
-    click.option("--target", type=click.Choice([*map(str, Target)]), help="What is to be small, with --max-loss: "
+    click.option("--target", type=click.Choice([*map(str, CompressionTarget)]),
+                 help="What to minimise with --max-loss: "
                  "the time of a step of few rows or of many, timed on this machine, or bytes; default: latency."),
     click.option("--batch", type=click.IntRange(1, _MOST_ROWS), metavar="N",
-                 help=f"Rows of a step, with --max-loss; default: {ROWS[Target.LATENCY]} for latency, "
-                      f"{ROWS[Target.THROUGHPUT]} for throughput. Sequences of the large batch, with --advise; "
+                 help=f"Rows of a step, with --max-loss; default: {ROWS[CompressionTarget.LATENCY]} for latency, "
+                      f"{ROWS[CompressionTarget.THROUGHPUT]} for throughput. With --advise: sequences of the large batch; "
                       f"default: {BATCH}."),
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress.request import Sampling
 from millrace.cli.console import heading, note, pairs, print_json, size, table
 from millrace.compress.calibration.calibrated_methods import Needs, needs
-from millrace.compress.compress import Result
+from millrace.compress.compress import CompressionResult
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import memory_bytes
 from millrace.compress.recipe import PRESETS
@@ -61,7 +61,7 @@ def show_search(job: CompressionPlan, asked: SearchGoal, sampling: Sampling, as_
             "statistics": asdict(first),
         })  # fmt: skip
         return
-    heading(f"--max-loss {asked.bound.said(asked.bound.bound)}: nothing was written")
+    heading(f"--max-loss {asked.bound.format_value(asked.bound.bound)}: nothing was written")
     pairs([
         ("layers", f"{len(job.layers)} linear layers of {count(job.n_weights)} weights, each as {', '.join(formats)}"),
         ("disk", f"at most {size(disk)} meanwhile"),
@@ -133,6 +133,6 @@ def notes(job: CompressionPlan) -> None:
         note(f"note: {text}")
 
 
-def worst(made: Result) -> list[tuple[str, str]]:
+def worst(made: CompressionResult) -> list[tuple[str, str]]:
     rows = [f"{name} {error:.2%}" for name, error in made.worst[:WORST]]
     return [("lost most", ", ".join(rows) + " of their energy")] if rows else []

@@ -22,7 +22,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import is_of
 from millrace.compress.checkpoint.compression_record import Flips, read_record
-from millrace.compress.measure.accuracy import Loss, Simulated, measure, unmeasurable_reason, windows_for
+from millrace.compress.measure.accuracy import Loss, SimulatedLoss, measure, unmeasurable_reason, windows_for
 from millrace.compress.measure.speed import TOKENS, Speeds, paces
 from millrace.compress.report.page import write_page
 from millrace.env import Env
@@ -180,7 +180,7 @@ def _loss(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _simulated(found: Simulated | None) -> list[tuple[str, str]]:
+def _simulated(found: SimulatedLoss | None) -> list[tuple[str, str]]:
     if found is None:
         return []
     said = f"KL {found.kl:.3g}, perplexity {found.perplexity:.3f}, same token {found.agreement:.1%}"

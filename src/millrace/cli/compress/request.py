@@ -21,7 +21,7 @@ from millrace.compress.calibration.calibrated_methods import (
     statistics_of,
 )
 from millrace.compress.calibration.calibration_pass import digest_of
-from millrace.compress.calibration.statistics import ABOUT, Statistics, read_about
+from millrace.compress.calibration.statistics import ABOUT, CalibrationStatistics, read_about
 from millrace.compress.checkpoint.checkpoint_writer import staging_folder
 from millrace.compress.compression_plan import CompressionPlan
 from millrace.compress.measure.accuracy import unmeasurable_reason
@@ -137,7 +137,9 @@ def one_text(measured: Calibration) -> ConfigError:
 
 
 @contextmanager
-def statistics_for(job: CompressionPlan, out: Path, asked: Sampling, report: Progress) -> Iterator[Statistics]:
+def statistics_for(
+    job: CompressionPlan, out: Path, asked: Sampling, report: Progress
+) -> Iterator[CalibrationStatistics]:
     """Of the job's model. Those that nobody keeps lie beside the output, and are gone afterwards."""
     text: Windows | None = None
     if asked.samples_from is not None:

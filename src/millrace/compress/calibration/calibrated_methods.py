@@ -9,8 +9,14 @@ from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibration_pass import collect, digest_of, samples
 from millrace.compress.calibration.layerwise_rounding import Method, rounded_layers
-from millrace.compress.calibration.statistics import ABOUT, InputStatistics, Statistics, input_bytes, read_about
-from millrace.compress.compress import Piece, Way, by_layers, rounded_alone
+from millrace.compress.calibration.statistics import (
+    ABOUT,
+    CalibrationStatistics,
+    InputStatistics,
+    input_bytes,
+    read_about,
+)
+from millrace.compress.compress import CompressedPiece, Way, by_layers, rounded_alone
 from millrace.compress.compression_plan import SAME_INPUT, WEIGHT, CompressionPlan
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, lost
 from millrace.compress.measure.reconstruction_error import relative_error
@@ -88,7 +94,9 @@ def is_of(checkpoint: Checkpoint, content: str, digest: str, tokens: int) -> boo
     return digest_of(samples(checkpoint.tokenizer, content, n, length)) == digest
 
 
-def statistics_of(checkpoint: Checkpoint, text: Windows | None, folder: Path, progress: Progress) -> Statistics:
+def statistics_of(
+    checkpoint: Checkpoint, text: Windows | None, folder: Path, progress: Progress
+) -> CalibrationStatistics:
     """Collected into the folder, which may have some or all; without a text it must have all.
 
     raises ConfigError for those of another model or text, or none
@@ -103,19 +111,20 @@ def statistics_of(checkpoint: Checkpoint, text: Windows | None, folder: Path, pr
             f"the statistics in {folder} are of another model", f"those of {checkpoint.folder}",
             "name another folder, or collect them: --samples-from",
         )  # fmt: skip
-    return _of_its_sizes(Statistics.open(folder), checkpoint)
+    return _of_its_sizes(CalibrationStatistics.open(folder), checkpoint)
 
 
-def _of_its_sizes(found: Statistics, checkpoint: Checkpoint) -> Statistics:
+def _of_its_sizes(statistics: CalibrationStatistics, checkpoint: Checkpoint) -> CalibrationStatistics:
     """raises ConfigError for a folder that says it is of this model, and is not"""
-    for name in found:
+    for name in statistics:
         info = checkpoint.tensors.get(name + WEIGHT)
-        if info is not None and info.shape[-1] != found.size(name):
+        if info is not None and info.shape[-1] != statistics.size(name):
             raise ConfigError(
-                f"the statistics of {name} are of {found.size(name):,} inputs", f"{info.shape[-1]:,}, as its weights",
+                f"the statistics of {name} are of {statistics.size(name):,} inputs",
+                f"{info.shape[-1]:,}, as its weights",
                 "they are damaged: collect them again, into another folder",
             )  # fmt: skip
-    return found
+    return statistics
 
 
 def method_of(treatment: LayerRecipe, group: int) -> Method | None:
@@ -132,10 +141,10 @@ def method_of(treatment: LayerRecipe, group: int) -> Method | None:
     )  # fmt: skip
 
 
-def by_statistics(statistics: Statistics) -> Way:
+def by_statistics(statistics: CalibrationStatistics) -> Way:
     """Layer by layer as the job's recipe says, then by themselves those that statistics are not for: FP8, a head."""
 
-    def made(job: CompressionPlan) -> Iterator[Piece]:
+    def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
         methods = {name: method_of(treatment, form.group) for name, (treatment, form) in job.layers.items()}
         every = {**{name: treatment for name, (treatment, _) in job.layers.items()}, **job.sparse}
         for name, treatment in every.items():
@@ -162,28 +171,30 @@ def by_statistics(statistics: Statistics) -> Way:
         if job.pruned:
             sizes, smaller = job.pruned
             for number in range(config.n_layers):
-                found = pruned(tensors.load, smaller, number, statistics, config, sizes)
-                yield Piece({}, errors_of(found.figures), found.floats, found.figures)
+                result = pruned(tensors.load, smaller, number, statistics, config, sizes)
+                yield CompressedPiece({}, errors_of(result.figures), result.floats, result.figures)
 
-    return made
+    return pieces
 
 
-def _in_fp8(job: CompressionPlan, name: str, x: InputStatistics) -> Piece:
-    made, why = fp8_by_gptq(job.checkpoint.tensors.load(name + WEIGHT), x)
-    return Piece({name: made}, {name: why.error}, figures={name: why})
+def _in_fp8(job: CompressionPlan, name: str, x: InputStatistics) -> CompressedPiece:
+    rounded, why = fp8_by_gptq(job.checkpoint.tensors.load(name + WEIGHT), x)
+    return CompressedPiece({name: rounded}, {name: why.error}, figures={name: why})
 
 
 def fp8_by_gptq(w: Array, x: InputStatistics) -> tuple[Fp8Matrix, LayerDiagnostics]:
-    made, _ = gptq_e4m3(w, x.gram)
-    return made, figures(w, 0, lost(w, made, x), x, nearest=lost(w, rounded_e4m3(w), x))
+    rounded, _ = gptq_e4m3(w, x.gram)
+    return rounded, figures(w, 0, lost(w, rounded, x), x, nearest=lost(w, rounded_e4m3(w), x))
 
 
-def _thinned(job: CompressionPlan, name: str, treatment: LayerRecipe, statistics: Statistics) -> Piece:
+def _thinned(
+    job: CompressionPlan, name: str, treatment: LayerRecipe, statistics: CalibrationStatistics
+) -> CompressedPiece:
     w, x = job.checkpoint.tensors.load(name + WEIGHT), statistics[name]
-    made = sparse(w, x, treatment.method)
+    rounded = sparse(w, x, treatment.method)
     plain = relative_error(w, prune_2_4_magnitude(w), x.gram)
-    why = figures(w, OF, made.error, x, nearest=plain, plain="dropping the smallest weights")
-    return Piece({}, {name: made.error}, {name + WEIGHT: made.weights}, {name: why})
+    why = figures(w, OF, rounded.error, x, nearest=plain, plain="dropping the smallest weights")
+    return CompressedPiece({}, {name: rounded.error}, {name + WEIGHT: rounded.weights}, {name: why})
 
 
 def errors_of(why: Mapping[str, LayerDiagnostics]) -> dict[str, float]:

@@ -23,8 +23,8 @@ from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.compress.calibration.statistics import (
     About,
+    CalibrationStatistics,
     InputStatistics,
-    Statistics,
     Writing,
     input_bytes,
     whole_file,
@@ -66,7 +66,7 @@ def digest_of(text: Windows) -> str:
 def collect(
     source: Source, text: Windows, folder: Path, *, precision: Precision = Precision.FP32,
     progress: Progress = lambda *_: None,
-) -> Statistics:  # fmt: skip
+) -> CalibrationStatistics:  # fmt: skip
     """Statistics of all linear layers but the head, into a folder, which a later run goes on with.
 
     precision: FP32 or BF16, in which the model reads the text
@@ -80,33 +80,33 @@ def collect(
         profile={"T": SymbolBounds(1, length, length)},
     )
     readers: Readers = {}
-    programs = list(plan_pieces(source, options, lambda piece: _wanted(piece, readers)))
+    programs = list(plan_pieces(source, options, lambda piece: _ports(piece, readers)))
     about = About(
         model=source.identity(), text=digest_of(text),
         tokens=text.ids.size, precision=str(precision), pieces=len(programs),
     )  # fmt: skip
-    with writing(folder, about) as kept:
-        first = kept.next
+    with writing(folder, about) as files:
+        first = files.next
         _check_room(folder, programs[first:], text)
         for number in range(first, len(programs)):
             progress("collecting statistics", number, len(programs))
-            onward = _through(programs[number], number, text, kept, source.vocab_size)
-            kept.add(number, [sums.found(readers[name]) for name, sums in onward.items()])
-            kept.carried(number).unlink(missing_ok=True)
+            onward = _through(programs[number], number, text, files, source.vocab_size)
+            files.add(number, [sums.result(readers[name]) for name, sums in onward.items()])
+            files.carried(number).unlink(missing_ok=True)
         progress("collecting statistics", len(programs), len(programs))
-    return Statistics.open(folder)
+    return CalibrationStatistics.open(folder)
 
 
 def linear_inputs(graph: Graph) -> dict[Value, list[str]]:
     """What the graph's linear layers read, with the names of those that read it. Not the head's."""
-    head, found = head_of(graph), dict[Value, list[str]]()
+    head, to_statistics = head_of(graph), dict[Value, list[str]]()
     for node in graph.nodes:
         if node.op == "linear" and node is not head:
-            found.setdefault(node.inputs[0], []).append(node.origin[0])
-    return found
+            to_statistics.setdefault(node.inputs[0], []).append(node.origin[0])
+    return to_statistics
 
 
-def _wanted(piece: Graph, readers: Readers) -> tuple[Port, ...]:
+def _ports(piece: Graph, readers: Readers) -> tuple[Port, ...]:
     """What is carried on, and inputs under the name of their first reader, which `readers` is told of."""
     inputs = linear_inputs(piece)
     readers |= {names[0]: tuple(names) for names in inputs.values()}
@@ -114,12 +114,12 @@ def _wanted(piece: Graph, readers: Readers) -> tuple[Port, ...]:
     return (*carried, *(Port(names[0], value) for value, names in inputs.items()))
 
 
-def _through(program: Program, number: int, text: Windows, kept: Writing, vocab_size: int) -> dict[str, "_Sums"]:
+def _through(program: Program, number: int, text: Windows, files: Writing, vocab_size: int) -> dict[str, "_Sums"]:
     """All windows, once; what the next piece takes in is in its file then."""
     names = [slot.name for slot in program.outputs if slot.name != CARRIED]
     carries, sums = len(names) < len(program.outputs), dict[str, _Sums]()
-    with closing(loaded(program, text, vocab_size)) as executor, whole_file(kept.carried(number + 1)) as onward:
-        for window, carried in zip(text.ids, _carried(kept.carried(number), number, text), strict=True):
+    with closing(loaded(program, text, vocab_size)) as executor, whole_file(files.carried(number + 1)) as onward:
+        for window, carried in zip(text.ids, _carried(files.carried(number), number, text), strict=True):
             piece = Piece(program, executor, carried)
             piece.run(step_of(window, 0, len(window), ()))
             for name in names:
@@ -128,7 +128,7 @@ def _through(program: Program, number: int, text: Windows, kept: Writing, vocab_
             if carries:
                 onward.write(np.ascontiguousarray(piece.output(CARRIED), np.float32))
     if not carries:
-        kept.carried(number + 1).unlink()
+        files.carried(number + 1).unlink()
     return sums
 
 
@@ -151,18 +151,18 @@ class _Sums:
     def __init__(self, K: int) -> None:
         self._gram, self._product = np.zeros((K, K), np.float32), np.empty((K, K), np.float32)
         self._amax, self._sum = np.zeros(K, np.float32), np.zeros(K)
-        self._batch, self._held, self._n = np.empty((_BATCH, K), np.float32), 0, 0
+        self._batch, self._n_buffered, self._n = np.empty((_BATCH, K), np.float32), 0, 0
 
     def add(self, x: NDArray[np.generic]) -> None:
         at = 0
         while at < len(x):
-            taken = min(len(x) - at, _BATCH - self._held)
-            self._batch[self._held : self._held + taken] = x[at : at + taken]
-            at, self._held = at + taken, self._held + taken
-            if self._held == _BATCH:
+            n_taken = min(len(x) - at, _BATCH - self._n_buffered)
+            self._batch[self._n_buffered : self._n_buffered + n_taken] = x[at : at + n_taken]
+            at, self._n_buffered = at + n_taken, self._n_buffered + n_taken
+            if self._n_buffered == _BATCH:
                 self._flush()
 
-    def found(self, linears: tuple[str, ...]) -> InputStatistics:
+    def result(self, linears: tuple[str, ...]) -> InputStatistics:
         """raises MachineError for values that are not finite"""
         self._flush()
         if not np.isfinite(self._amax).all() or not np.isfinite(self._gram.diagonal()).all():
@@ -171,12 +171,12 @@ class _Sums:
         return InputStatistics(linears, self._gram, self._amax, (self._sum / self._n).astype(np.float32))
 
     def _flush(self) -> None:
-        x = self._batch[: self._held]
+        x = self._batch[: self._n_buffered]
         self._gram += np.matmul(x.T, x, out=self._product)
         np.abs(x, out=x)
         self._amax = np.maximum(self._amax, x.max(axis=0, initial=0))
         self._sum += x.sum(axis=0, dtype=np.float64)
-        self._n, self._held = self._n + self._held, 0
+        self._n, self._n_buffered = self._n + self._n_buffered, 0
 
 
 def _check_room(folder: Path, programs: Sequence[Program], text: Windows) -> None:
@@ -193,8 +193,8 @@ def _check_room(folder: Path, programs: Sequence[Program], text: Windows) -> Non
 
 
 def _width(shape: Sequence[object]) -> int:
-    found = 1
+    to_statistics = 1
     for d in shape[1:]:
         assert isinstance(d, int), shape
-        found *= d
-    return found
+        to_statistics *= d
+    return to_statistics

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
-from millrace.compress.calibration.statistics import InputStatistics, Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics, InputStatistics
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures
 from millrace.compress.measure.reconstruction_error import clipped, relative_error
 from millrace.compress.methods.awq_smoothquant import (
@@ -27,7 +27,7 @@ from millrace.compress.methods.awq_smoothquant import (
     smooth_factors,
 )
 from millrace.compress.methods.gptq import Gptq, gptq
-from millrace.compress.methods.quantization_grid import Array, Floats, Grid, Search, fitted, nearest, with_scales
+from millrace.compress.methods.quantization_grid import Array, Floats, Grid, ScaleSearch, fitted, nearest, with_scales
 from millrace.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ class Method:
 
     grid: Grid
     smooth: Awq | SmoothQuant | None = None
-    search: Search | None = None
+    search: ScaleSearch | None = None
     clip: bool = False
     gptq: Gptq | None = None
 
@@ -59,7 +59,7 @@ class Rounding:
 
 
 @dataclass(slots=True)
-class Layer:
+class RoundedLayer:
     """What became of a decoder layer. matrices, figures: by linear layer; floats: other changed tensors, by name"""
 
     name: str
@@ -70,9 +70,10 @@ class Layer:
 
 
 def rounded_layers(
-    load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]], statistics: Statistics, methods: Methods,
+    load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]], statistics: CalibrationStatistics,
+    methods: Methods,
     head_dim: int, offset: float = 0.0,
-) -> Iterator[Layer]:  # fmt: skip
+) -> Iterator[RoundedLayer]:  # fmt: skip
     """Every layer of the statistics in turn; memory holds one. load: a tensor by its name
 
     methods: by linear layer; None leaves one as it is, and its scales where they are
@@ -87,20 +88,20 @@ def rounded_layers(
 
 def _rounded_layer(
     name: str, linears: list[str], load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]],
-    statistics: Statistics, methods: Methods, model: tuple[int, float],
-) -> Layer:  # fmt: skip
+    statistics: CalibrationStatistics, methods: Methods, model: tuple[int, float],
+) -> RoundedLayer:  # fmt: skip
     head_dim, offset = model
     chosen = {linear: method for linear in linears if (method := methods(linear))}
     if not chosen:
-        return Layer(name)
-    given = {n: np.asarray(load(n), np.float32) for n in shapes if n.startswith(f"{name}.")}
-    arrays, found = dict(given), Layer(name)
+        return RoundedLayer(name)
+    tensors = {n: np.asarray(load(n), np.float32) for n in shapes if n.startswith(f"{name}.")}
+    arrays, result = dict(tensors), RoundedLayer(name)
     inputs: dict[str, InputStatistics] = {}
     for linear in chosen:
         shared = next((inputs[other] for other in inputs if linear in inputs[other].linears), None)
         inputs[linear] = shared or statistics[linear]
-        found.figures[linear] = before(given[linear + WEIGHT], inputs[linear], chosen[linear])
-    made: dict[str, Rounding] = {}  # what a site's choice has rounded already
+        result.figures[linear] = before(tensors[linear + WEIGHT], inputs[linear], chosen[linear])
+    rounded: dict[str, Rounding] = {}  # what a site's choice has rounded already
     for site in sites(shapes, name, head_dim):
         if not _moves(site, chosen):
             continue
@@ -113,32 +114,32 @@ def _rounded_layer(
         scaled = dict.fromkeys(site.linears, scaled_weights(inputs[first], moved.factors))
         if isinstance(chosen[first].smooth, Awq) and chosen[first].clip:
             better, moves = _better(site, chosen, (folded, scaled), (arrays, inputs))
-            made |= better
+            rounded |= better
             if not moves:
                 continue
         arrays, inputs = folded, inputs | scaled
-        made.pop(site.source, None)  # of which rows have changed
-        found.folds.append(moved)
+        rounded.pop(site.source, None)  # of which rows have changed
+        result.folds.append(moved)
     for linear, method in chosen.items():
         w = arrays.pop(linear + WEIGHT)
-        one = found.matrices[linear] = made.get(linear) or rounding(w, inputs[linear], method)
-        found.figures[linear] = replace(found.figures[linear], error=one.error, moved=_ema(found.folds, linear))
-    found.floats = {n: array for n, array in arrays.items() if array is not given[n]}
-    return found
+        one = result.matrices[linear] = rounded.get(linear) or rounding(w, inputs[linear], method)
+        result.figures[linear] = replace(result.figures[linear], error=one.error, moved=_ema(result.folds, linear))
+    result.floats = {n: array for n, array in arrays.items() if array is not tensors[n]}
+    return result
 
 
 def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
     """One matrix (N, K) whose input is x."""
     grid = method.grid
     if method.clip:
-        scales = clipped(w, x.gram, grid, whole=not method.gptq)  # GPTQ makes up for other groups itself
+        scales = clipped(w, x.gram, grid, per_row=not method.gptq)  # GPTQ makes up for other groups itself
     elif method.gptq and not method.gptq.order and not method.search:
         scales = None
     else:
         scales = fitted(w, grid, method.search, x.gram.diagonal())
     if method.gptq:
-        made = gptq(w, x.gram, grid, method.gptq, method.search, scales)
-        return Rounding(made.matrix, relative_error(w, made.matrix.dequantise(), x.gram), made.damping)
+        roundings = gptq(w, x.gram, grid, method.gptq, method.search, scales)
+        return Rounding(roundings.matrix, relative_error(w, roundings.matrix.dequantise(), x.gram), roundings.damping)
     assert scales is not None
     nearest = with_scales(w, scales, grid)
     return Rounding(nearest, relative_error(w, nearest.dequantise(), x.gram))
@@ -160,8 +161,8 @@ def _moves(site: ScalingSite, chosen: Mapping[str, Method]) -> bool:
     """Scales move where all that take part are rounded, and those that read them want the same."""
     if not all(name in chosen for name in (*site.linears, *(() if site.is_norm else (site.source,)))):
         return False
-    wanted = {chosen[name].smooth for name in site.linears}
-    return len(wanted) == 1 and wanted != {None}
+    smoothing = {chosen[name].smooth for name in site.linears}
+    return len(smoothing) == 1 and smoothing != {None}
 
 
 def _factors(weights: Sequence[Array], site: ScalingSite, x: InputStatistics, method: Method) -> Floats | None:

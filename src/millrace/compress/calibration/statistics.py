@@ -87,14 +87,14 @@ class _Place:
     entry: _Entry
 
 
-class Statistics(Mapping[str, InputStatistics]):
+class CalibrationStatistics(Mapping[str, InputStatistics]):
     """A complete folder, by the names of linear layers. Those that share an input share the numbers: see `shared`."""
 
     def __init__(self, about: About, places: Mapping[str, _Place]) -> None:
         self.about, self._places = about, places
 
     @classmethod
-    def open(cls, folder: Path) -> "Statistics":
+    def open(cls, folder: Path) -> "CalibrationStatistics":
         """Reads the heads. raises ConfigError for what is not there, not complete, damaged, or of another version"""
         about = read_about(folder)
         places: dict[str, _Place] = {}
@@ -149,12 +149,12 @@ class Writing:
     @property
     def next(self) -> int:
         """The first piece to be done: all before it are whole, and what it takes in is there."""
-        whole = 0
-        while whole < self.about.pieces and self._is_whole(whole):
-            whole += 1
-        if whole == self.about.pieces:
-            return whole
-        return next((n for n in range(whole, 0, -1) if self.carried(n).is_file()), 0)
+        n_complete = 0
+        while n_complete < self.about.pieces and self._is_whole(n_complete):
+            n_complete += 1
+        if n_complete == self.about.pieces:
+            return n_complete
+        return next((n for n in range(n_complete, 0, -1) if self.carried(n).is_file()), 0)
 
     def carried(self, number: int) -> Path:
         return self.folder / f"carried-{number:03}"
@@ -195,8 +195,8 @@ def writing(folder: Path, about: About) -> Iterator[Writing]:
             what = f"the statistics in {folder} are being collected by another run"
             raise ConfigError(what, "a folder for each run", "wait for the other, or name another folder") from None
         line = msgspec.json.encode(about) + b"\n"
-        found = os.pread(file, _MOST_HEAD, 0)
-        if line.startswith(found):  # new, or cut while it was written
+        stored = os.pread(file, _MOST_HEAD, 0)
+        if line.startswith(stored):  # new, or cut while it was written
             os.pwrite(file, line, 0)
             os.fsync(file)
         elif (other := read_about(folder)) != about:
@@ -229,12 +229,12 @@ def read_about(folder: Path) -> About:
     """raises ConfigError where there is none, or of another version"""
     path, expected = folder / ABOUT, "a folder of statistics"
     try:
-        found = msgspec.json.decode(read_given(path, _MOST_HEAD), type=dict[str, Any])
-        version = found.get("version")
+        stored = msgspec.json.decode(read_given(path, _MOST_HEAD), type=dict[str, Any])
+        version = stored.get("version")
         if version != VERSION:
             mend = "collect them again, into another folder"
             raise ConfigError(f"{path} is of version {version!r:.20}", f"version {VERSION}", mend)
-        return msgspec.convert(found, About)
+        return msgspec.convert(stored, About)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", expected, "name another folder") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -278,10 +278,10 @@ def _digest(about: About) -> str:
     return hashlib.blake2b(msgspec.json.encode(about), digest_size=16).hexdigest()
 
 
-def _of_another(folder: Path, found: About, wanted: About) -> ConfigError:
-    name = next(n for n in About.__struct_fields__ if getattr(found, n) != getattr(wanted, n))
+def _of_another(folder: Path, stored: About, expected: About) -> ConfigError:
+    name = next(n for n in About.__struct_fields__ if getattr(stored, n) != getattr(expected, n))
     words = {"model": "another model", "text": "another text", "tokens": "another text"}
-    what = words.get(name, f"the {name} {getattr(found, name)}")
+    what = words.get(name, f"the {name} {getattr(stored, name)}")
     return ConfigError(
-        f"the statistics in {folder} are of {what}", f"{name} {getattr(wanted, name)}", "name another folder"
+        f"the statistics in {folder} are of {what}", f"{name} {getattr(expected, name)}", "name another folder"
     )

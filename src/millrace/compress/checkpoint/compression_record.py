@@ -97,15 +97,15 @@ def read_record(folder: Path) -> Record:
     path = folder / RECORD
     expected, mend = "a folder that `millrace compress` made", "name one, or make it: millrace compress MODEL -o FOLDER"
     try:
-        found = msgspec.json.decode(read_given(path, _MOST_BYTES), type=Record)
-        _ = found.measured
+        result = msgspec.json.decode(read_given(path, _MOST_BYTES), type=Record)
+        _ = result.measured
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", expected, mend) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged: {error}", expected, "compress the model again") from error
-    if found.format != FORMAT:
-        raise ConfigError(f"{path} is of format {found.format}", f"format {FORMAT}", "compress the model again")
-    return found
+    if result.format != FORMAT:
+        raise ConfigError(f"{path} is of format {result.format}", f"format {FORMAT}", "compress the model again")
+    return result
 
 
 def write_record(folder: Path, content: Mapping[str, Any]) -> None:

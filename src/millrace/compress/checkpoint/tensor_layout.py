@@ -16,7 +16,7 @@ Matrix = QuantisedMatrix | Fp8Matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """A tensor before it is there. dtype: safetensors' name"""
 
     dtype: str
@@ -81,18 +81,21 @@ class TensorLayout:
             "output_activations": None, "format": self.format,
         }  # fmt: skip
 
-    def specs(self, N: int, K: int) -> dict[str, Spec]:
+    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
         """By the end of their names."""
         G = K // self.group if self.group else 1
         if self.floats:
-            return {"weight": Spec("F8_E4M3", (N, K)), "weight_scale": Spec("BF16", (1,) if self.one_scale else (N, 1))}
-        scale = {"weight_scale": Spec("F16", (N, G))}
+            return {
+                "weight": TensorSpec("F8_E4M3", (N, K)),
+                "weight_scale": TensorSpec("BF16", (1,) if self.one_scale else (N, 1)),
+            }
+        scale = {"weight_scale": TensorSpec("F16", (N, G))}
         if self.format == INTEGERS:
-            return {"weight": Spec("I8", (N, K)), **scale}
-        zeros = {"weight_zero_point": Spec("I32", (words_of(N, self.bits), G))} if self.minimums else {}
+            return {"weight": TensorSpec("I8", (N, K)), **scale}
+        zeros = {"weight_zero_point": TensorSpec("I32", (words_of(N, self.bits), G))} if self.minimums else {}
         return {
-            "weight_packed": Spec("I32", (N, words_of(K, self.bits))), **scale, **zeros,
-            "weight_shape": Spec("I64", (2,)),
+            "weight_packed": TensorSpec("I32", (N, words_of(K, self.bits))), **scale, **zeros,
+            "weight_shape": TensorSpec("I64", (2,)),
         }  # fmt: skip
 
     def tensors(self, matrix: Matrix) -> dict[str, Array]:

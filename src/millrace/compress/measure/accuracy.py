@@ -28,7 +28,7 @@ _FLOAT_BYTES, _DOUBLE_BYTES, _BASE_BYTES = 4, 8, 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulatedLoss:
     """The same figures of a folder that means FP8 activations, with these: in `reference`, no engine here has them.
 
     What an engine here computes with bfloat16 is closer to the source. Figures are as in `Loss`
@@ -59,7 +59,7 @@ class Loss:
     kl_error: float | None = None
     perplexity_error: float | None = None
     agreement_error: float | None = None
-    fp8_activations: Simulated | None = None
+    fp8_activations: SimulatedLoss | None = None
     text: str = ""
     digest: str = ""
 
@@ -86,7 +86,9 @@ class Reference:
         pieces = pieces_of(source, text, options)
         return cls(source, text, _read(pieces, text, source.vocab_size, "reading the source", progress))
 
-    def beside(self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None) -> DivergenceScore:
+    def compare_with(
+        self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None
+    ) -> DivergenceScore:
         """Another model of the same tokens, built so; a part for each window."""
         return self.score(pieces_of(other, self.text, options), progress)
 
@@ -100,12 +102,12 @@ class Reference:
         """As `beside`, with the FP8 activations that the other's checkpoint means; None where it means none."""
         if not fp8_rows(other):
             return None
-        said = partial(progress, "simulating its FP8 activations")
-        return self._score(read_with_fp8(other, _one_window(self.text, options), self.text, said))
+        report = partial(progress, "simulating its FP8 activations")
+        return self._score(read_with_fp8(other, _one_window(self.text, options), self.text, report))
 
-    def _score(self, found: ReadText) -> DivergenceScore:
+    def _score(self, read_text: ReadText) -> DivergenceScore:
         size = self.source.vocab_size
-        with answers(self.read, size) as reference, answers(found, size) as its:
+        with answers(self.read, size) as reference, answers(read_text, size) as its:
             return score(reference, its, self.text)
 
 
@@ -142,45 +144,49 @@ def memory_bytes(source: Checkpoint, *, fp8: bool = False) -> int:
     return _BASE_BYTES + max(2 * _FLOAT_BYTES * layer, heads + scored, simulated)
 
 
-def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progress) -> Loss:
+def measure(source: Checkpoint, compressed: Checkpoint, text: Windows, progress: Progress) -> Loss:
     """The source in float32; the folder in its own precision, with keys and values in bfloat16. Memory: a piece.
 
     raises MachineError where the logits are not finite
     """
-    return loss_of(Reference.of(source, text, progress), made, progress)
+    return loss_of(Reference.of(source, text, progress), compressed, progress)
 
 
 def loss_of(
-    reference: Reference, made: Checkpoint, progress: Progress = lambda *_: None, precision: PrecisionMap | None = None
+    reference: Reference,
+    compressed: Checkpoint,
+    progress: Progress = lambda *_: None,
+    precision: PrecisionMap | None = None,
 ) -> Loss:
     """As `measure`, beside a source that was read already. precision: to run the folder in; None: its own"""
-    other, options = Source.from_checkpoint(made), BuildOptions(precision=precision)
+    other, options = Source.from_checkpoint(compressed), BuildOptions(precision=precision)
     runs_in = (precision or other.own_precision).default
-    found = agreement(reference.beside(other, options, progress).tokens)
+    read_text = agreement(reference.compare_with(other, options, progress).tokens)
     simulated = reference.with_fp8(other, options, progress) if precision is None else None
-    if not abs(found.divergence.value) < float("inf"):
+    if not abs(read_text.divergence.value) < float("inf"):
         raise MachineError(
             "the compressed model's logits are not finite", "finite logits",
             "compress with more bits, or leave the layers that overflow as they are",
         )  # fmt: skip
-    for whose, one in (("compressed model", found.perplexity), ("source", found.reference_perplexity)):
+    for whose, one in (("compressed model", read_text.perplexity), ("source", read_text.reference_perplexity)):
         if not one.value < float("inf"):
             raise MachineError(
                 f"the {whose}'s perplexity is more than a number can be", "a model that can tell the text",
                 "measure on another text: --calibration; or look at the model: its answers are of no use",
             )  # fmt: skip
     return Loss(
-        found.divergence.value, found.perplexity.value, found.reference_perplexity.value, found.same.value, found.n,
-        str(runs_in), found.divergence.error, found.perplexity.error, found.same.error,
+        read_text.divergence.value, read_text.perplexity.value, read_text.reference_perplexity.value,
+        read_text.same.value, read_text.n,
+        str(runs_in), read_text.divergence.error, read_text.perplexity.error, read_text.same.error,
         None if simulated is None else _simulated(simulated),
     )  # fmt: skip
 
 
-def _simulated(score: DivergenceScore) -> Simulated:
-    found = agreement(score.tokens)
-    return Simulated(
-        found.divergence.value, found.perplexity.value, found.same.value, found.divergence.error,
-        found.perplexity.error, found.same.error,
+def _simulated(score: DivergenceScore) -> SimulatedLoss:
+    read_text = agreement(score.tokens)
+    return SimulatedLoss(
+        read_text.divergence.value, read_text.perplexity.value, read_text.same.value, read_text.divergence.error,
+        read_text.perplexity.error, read_text.same.error,
     )  # fmt: skip
 
 

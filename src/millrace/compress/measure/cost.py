@@ -40,14 +40,14 @@ class Clock:
     threads: int
     rows: int
     matrices: Callable[[ProbedMatmul], int]
-    found: dict[ProbedMatmul, float] = field(default_factory=dict)
+    result: dict[ProbedMatmul, float] = field(default_factory=dict)
 
     def __call__(self, product: ProbedMatmul) -> float:
-        if product not in self.found:
+        if product not in self.result:
             n = max(1, min(self.matrices(product), _MOST_BYTES // product.nbytes, _MOST_CALLS))
             rounds = seconds_of(product, self.isa, self.threads, self.rows, repeats=n, matrices=n)
-            self.found[product] = min(rounds)  # what else runs here only ever adds
-        return self.found[product]
+            self.result[product] = min(rounds)  # what else runs here only ever adds
+        return self.result[product]
 
 
 def seconds(
@@ -65,11 +65,11 @@ def seconds(
     shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
     n_weights = sum(N * K for N, K in shapes)
     clock = clock or Clock(isa, threads, rows, lambda p: -(-n_weights // (p.n * p.k)))
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for number, (layer, (_, K)) in enumerate(zip(job.layers, shapes, strict=True)):
         progress("timing products", number, len(job.layers))
-        found[layer] = {format: clock(product_of(job, layer, format, isa)) for format in candidate_formats(K)}
-    return found
+        result[layer] = {format: clock(product_of(job, layer, format, isa)) for format in candidate_formats(K)}
+    return result
 
 
 def nbytes(job: CompressionPlan) -> dict[str, dict[str, float]]:

@@ -53,22 +53,22 @@ def figures(
     )  # fmt: skip
 
 
-def lost(w: Array, made: Matrix, x: InputStatistics | None) -> float:
+def lost(w: Array, matrix: Matrix, x: InputStatistics | None) -> float:
     """The share that is off in `made`: of the output's energy where the input is known, or else of the weights'."""
     if x is not None:
-        return relative_error(w, made.dequantise(), x.gram)
+        return relative_error(w, matrix.dequantise(), x.gram)
     off = energy = 0.0
     for rows in slabs(*w.shape):
         exact = w[rows].astype(np.float64)
-        off += float(np.square(_rows(made, rows) - exact).sum())
+        off += float(np.square(_rows(matrix, rows) - exact).sum())
         energy += float(np.square(exact).sum())
     return off / energy if energy else 0.0
 
 
-def _rows(made: Matrix, rows: slice) -> Array:
-    if isinstance(made, QuantisedMatrix):
-        return made.each(lambda array: array[rows]).dequantise()
-    return type(made)(made.codes[rows], made.scales[rows]).dequantise()
+def _rows(matrix: Matrix, rows: slice) -> Array:
+    if isinstance(matrix, QuantisedMatrix):
+        return matrix.each(lambda array: array[rows]).dequantise()
+    return type(matrix)(matrix.codes[rows], matrix.scales[rows]).dequantise()
 
 
 def peak(w: Array, group: int) -> float:
@@ -105,15 +105,15 @@ def usual(layers: Mapping[str, LayerDiagnostics]) -> LayerDiagnostics:
 
 def reasons(one: LayerDiagnostics, of_all: LayerDiagnostics) -> list[str]:
     """What stands out beside what is usual in this model; nothing is said where nothing does."""
-    found = []
+    result = []
     if one.heavy is not None and of_all.heavy is not None and one.heavy >= max(_HEAVY * of_all.heavy, _LEAST_HEAVY):
-        found.append(
+        result.append(
             f"1 % of its inputs carry {one.heavy:.0%} of their energy (usual here: {of_all.heavy:.0%}): what their "
             "weights lose counts that much more"
         )
     if one.peak >= _PEAKED * of_all.peak:
-        found.append(
+        result.append(
             f"the largest weights of its groups are {one.peak:.1f} times the root mean square (usual here: "
             f"{of_all.peak:.1f}): steps are as large as they ask for"
         )
-    return found
+    return result

@@ -17,20 +17,20 @@ _TURNS = 3  # through a row's groups: a fourth changes next to nothing
 
 def output_error(off: Array, gram: Array) -> float:
     """tr(dW G dW^T). off (N, K): dW, in float32 here; sums are float64."""
-    found = 0.0
+    result = 0.0
     for rows in slabs(off.shape[0], off.shape[1], _PRODUCT):
         part = off[rows].astype(np.float32, copy=False)
-        found += float(np.multiply(part @ gram, part).sum(dtype=np.float64))
-    return max(found, 0.0)
+        result += float(np.multiply(part @ gram, part).sum(dtype=np.float64))
+    return max(result, 0.0)
 
 
 def relative_error(w: Array, values: Array, gram: Array) -> float:
     """Of the output's energy: a layer's sensitivity to being stored as `values` (N, K)."""
-    whole = output_error(w, gram)
-    return output_error(w - values, gram) / whole if whole else 0.0
+    total = output_error(w, gram)
+    return output_error(w - values, gram) / total if total else 0.0
 
 
-def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS, whole: bool = False) -> Scales:
+def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS, per_row: bool = False) -> Scales:
     """The scales whose groups' own outputs lose least: of each group and row the best share of its range.
 
     Symmetric codes have one more below zero than above: each range is tried with its scale of either sign.
@@ -44,22 +44,22 @@ def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS
     for rows in slabs(N, K, _PRODUCT // len(tried)):
         part = w[rows].astype(np.float32, copy=False)
         off = np.stack([nearest(part, one.of(rows), grid) - part for one in tried])
-        best[rows] = _least(off, gram, grid.group_of(K), _TURNS if whole else 0)
+        best[rows] = _least(off, gram, grid.group_of(K), _TURNS if per_row else 0)
     return _chosen(tried, best)
 
 
 def _ranges(w: Array, grid: Grid, shares: tuple[float, ...]) -> list[Scales]:
     """That a group may have, the whole one first."""
-    found = [fitted(w, grid, share=share) for share in (1.0, *shares)]
-    return found if grid.minimums else [Scales(sign * one.scales) for one in found for sign in (1, -1)]
+    result = [fitted(w, grid, share=share) for share in (1.0, *shares)]
+    return result if grid.minimums else [Scales(sign * one.scales) for one in result for sign in (1, -1)]
 
 
 def _chosen(tried: Sequence[Scales], best: NDArray[np.intp]) -> Scales:
     """best (N, G): which of them each group has."""
 
     def of_groups(every: Sequence[NDArray[np.float16]]) -> NDArray[np.float16]:
-        found: NDArray[np.float16] = np.take_along_axis(np.stack(every), best[None], axis=0)[0]
-        return found
+        result: NDArray[np.float16] = np.take_along_axis(np.stack(every), best[None], axis=0)[0]
+        return result
 
     minimums = [one.minimums for one in tried if one.minimums is not None]
     return Scales(of_groups([one.scales for one in tried]), of_groups(minimums) if minimums else None)
@@ -82,8 +82,8 @@ def _least(off: Floats, gram: Array, size: int, turns: int) -> NDArray[np.intp]:
         before = best.copy()
         for g, at in enumerate(groups):
             now[:, at] = 0
-            beside = np.multiply(off[:, :, at], now @ gram[:, at]).sum(axis=2)
-            best[:, g] = (own[:, :, g] + 2 * beside).argmin(axis=0)
+            cross = np.multiply(off[:, :, at], now @ gram[:, at]).sum(axis=2)
+            best[:, g] = (own[:, :, g] + 2 * cross).argmin(axis=0)
             now[:, at] = off[best[:, g], rows, at]
         if (best == before).all():
             break

@@ -20,7 +20,7 @@ TOKENS = max(SEQUENCES) * (_SHORTEST + PAGE_TOKENS)  # in KV pages at most, wher
 Work = Callable[[], object]
 
 
-class Rate(msgspec.Struct, frozen=True):
+class StepRate(msgspec.Struct, frozen=True):
     """Tokens a second: the median of the rounds, the slowest and the fastest."""
 
     median: float
@@ -28,7 +28,7 @@ class Rate(msgspec.Struct, frozen=True):
     high: float
 
     @classmethod
-    def of(cls, tokens: int, samples_s: Sequence[float]) -> "Rate":
+    def of(cls, tokens: int, samples_s: Sequence[float]) -> "StepRate":
         return cls(tokens / median(samples_s), tokens / max(samples_s), tokens / min(samples_s))
 
 
@@ -36,8 +36,8 @@ class TimedRun(msgspec.Struct, frozen=True):
     """One workload: "prefill of 512", "decode, 4 at once"."""
 
     work: str
-    source: Rate
-    made: Rate
+    source: StepRate
+    made: StepRate
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,25 +69,25 @@ def paces(
     for n in sequences:
         name = f"decode, {n} at once" if n > 1 else "decode, alone"
         works.append((name, n * NEW, lambda executor, n=n: _decode(executor, n)))  # type: ignore[misc]
-    found = []
+    result = []
     for number, (name, tokens, work) in enumerate(works):
         progress("measuring speed", number, len(works))
         samples = in_turns([work(source), work(made)], rounds)
-        found.append(TimedRun(name, *(Rate.of(tokens, each) for each in samples)))
-    return found
+        result.append(TimedRun(name, *(StepRate.of(tokens, each) for each in samples)))
+    return result
 
 
 def in_turns(works: Sequence[Work], rounds: int) -> list[list[float]]:
     """Seconds of each, of every round; the first of a round takes turns, and one round before warms up."""
-    found: list[list[float]] = [[] for _ in works]
+    result: list[list[float]] = [[] for _ in works]
     for number in range(rounds + 1):
         order = range(len(works)) if number % 2 else reversed(range(len(works)))
         for i in order:
             started_s = time.perf_counter()
             works[i]()
             if number:
-                found[i].append(time.perf_counter() - started_s)
-    return found
+                result[i].append(time.perf_counter() - started_s)
+    return result
 
 
 def _prefill(executor: NativeExecutor, tokens: int) -> Work:

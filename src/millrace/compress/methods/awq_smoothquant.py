@@ -41,8 +41,8 @@ class ScalingSite:
     def base(self, of_inputs: Array) -> Array:
         """(K,) -> (K / shared,): the mean over the inputs that are one row of the source."""
         K = len(of_inputs)
-        found: Array = of_inputs.reshape(K // (self.shared * self.head), self.shared, self.head).mean(axis=1)
-        return found.reshape(-1)
+        result: Array = of_inputs.reshape(K // (self.shared * self.head), self.shared, self.head).mean(axis=1)
+        return result.reshape(-1)
 
     def spread(self, of_rows: Array) -> Array:
         """Back from `base`, each row's to all inputs that it is."""
@@ -94,19 +94,19 @@ AUTOAWQ = Awq()
 def sites(shapes: Mapping[str, Sequence[int]], layer: str, head_dim: int) -> list[ScalingSite]:
     """Where scales can move in the decoder layer of this name ("model.layers.0"), as AutoAWQ has them; under grouped
     queries an output projection takes the same for all heads that share a value head. shapes: of all tensors"""
-    found = []
+    result = []
     for linears, norms in _NORMS:
         norm = next((n for n in norms if f"{layer}.{n}{WEIGHT}" in shapes), None)
         if norm and all(f"{layer}.{name}{WEIGHT}" in shapes for name in linears):
-            found.append(ScalingSite(tuple(f"{layer}.{name}" for name in linears), f"{layer}.{norm}", is_norm=True))
+            result.append(ScalingSite(tuple(f"{layer}.{name}" for name in linears), f"{layer}.{norm}", is_norm=True))
     for linear, source in _LINEARS:
         reads, gives = (f"{layer}.{name}{WEIGHT}" for name in (linear, source))
         if reads in shapes and gives in shapes:
             shared, rest = divmod(shapes[reads][1], shapes[gives][0])
             if not rest:
                 head = head_dim if shared > 1 else 1
-                found.append(ScalingSite((f"{layer}.{linear}",), f"{layer}.{source}", False, shared, head))
-    return found
+                result.append(ScalingSite((f"{layer}.{linear}",), f"{layer}.{source}", False, shared, head))
+    return result
 
 
 def awq_factors(
@@ -144,8 +144,8 @@ def smooth_factors(weights: Sequence[Array], site: ScalingSite, x: InputStatisti
     there = (of_inputs > 0) & (of_weights > 0)
     base = np.ones_like(of_inputs)
     if there.any():
-        found = of_inputs[there] ** settings.alpha / of_weights[there] ** (1 - settings.alpha)
-        base[there] = _normalised(found) if settings.rms else found  # shares of outputs have no size of their own
+        result = of_inputs[there] ** settings.alpha / of_weights[there] ** (1 - settings.alpha)
+        base[there] = _normalised(result) if settings.rms else result  # shares of outputs have no size of their own
     return site.spread(base.clip(*settings.bounds)).astype(np.float32)
 
 
@@ -201,16 +201,16 @@ def scaled_weights(x: InputStatistics, factors: Floats) -> InputStatistics:
 
 def _relative(w: Floats, grid: Grid) -> Floats:
     """(K,): the mean over rows of |w| to the largest of its group."""
-    found = np.empty(w.shape[1], np.float32)
+    result = np.empty(w.shape[1], np.float32)
     for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
         x = np.abs(grouped(w[:, inputs], groups))
         most = x.max(axis=2, keepdims=True)
-        found[inputs] = np.divide(x, most, out=np.zeros_like(x), where=most > 0).mean(axis=0).reshape(-1)
-    return found
+        result[inputs] = np.divide(x, most, out=np.zeros_like(x), where=most > 0).mean(axis=0).reshape(-1)
+    return result
 
 
 def _normalised(base: Array) -> Array:
     """Around 1: the largest and the smallest are as far from it."""
     base = np.maximum(base, 1e-4)
-    found: Array = base / np.sqrt(base.max() * base.min())
-    return found
+    result: Array = base / np.sqrt(base.max() * base.min())
+    return result

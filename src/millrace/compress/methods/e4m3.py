@@ -53,17 +53,17 @@ def scales_for(w: Array, energy: Array) -> NDArray[np.float32]:
 
     w (N, K); energy (K,): mean square of each input
     """
-    found = np.empty((len(w), 1), np.float32)
+    result = np.empty((len(w), 1), np.float32)
     for rows in slabs(*w.shape):
         x = finite(w[rows], np.dtype(np.float32))
         least = _scales(np.abs(x).max(axis=1, keepdims=True)).astype(np.float32)
         lost = np.full((len(x), 1), np.inf, np.float32)
         for _ in range(1 << (_MANTISSA - 1)):
             loss = np.square(x - rounded_to(x, least)[1]) @ energy.astype(np.float32)[:, None]
-            found[rows] = np.where(loss < lost, least, found[rows])
+            result[rows] = np.where(loss < lost, least, result[rows])
             lost = np.minimum(loss, lost)
             least = _short(np.nextafter(least, np.float32(np.inf)).astype(np.float64))
-    return found
+    return result
 
 
 def rounded_to(w: NDArray[np.float32], scales: NDArray[np.float32]) -> tuple[Array, NDArray[np.float32]]:

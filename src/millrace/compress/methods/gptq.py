@@ -22,7 +22,7 @@ from millrace.compress.methods.quantization_grid import (
     Floats,
     Grid,
     Scales,
-    Search,
+    ScaleSearch,
     codes_of,
     fitted,
     matrix,
@@ -63,7 +63,7 @@ Rounding = Callable[[int, Floats], tuple[Array, Floats]]  # of a column, by its 
 
 
 def gptq(
-    w: Array, gram: Array, grid: Grid, settings: Gptq = LLM_COMPRESSOR, search: Search | None = None,
+    w: Array, gram: Array, grid: Grid, settings: Gptq = LLM_COMPRESSOR, search: ScaleSearch | None = None,
     scales: Scales | None = None,
 ) -> Rounded:  # fmt: skip
     """w (N, K), gram (K, K): the mean of x x^T of its inputs x.
@@ -116,14 +116,14 @@ class Task:
         columns = np.ascontiguousarray(weights.T[order])
         return cls(weights, energy, order, columns, *_feedback_of(gram, dead, order, settings.damping))
 
-    def wanted(self, block: slice) -> Floats:
+    def targets(self, block: slice) -> Floats:
         """What a block's columns should be, for all that was lost before it."""
-        return _wanted(self.columns, self.feedback, block)
+        return _targets(self.columns, self.feedback, block)
 
-    def in_place(self, found: Array) -> Array:
+    def in_place(self, permuted: Array) -> Array:
         """What was found for each column in its turn, (K, N), as the matrix (N, K)."""
-        back = np.empty_like(found)
-        back[self.order] = found
+        back = np.empty_like(permuted)
+        back[self.order] = permuted
         return np.ascontiguousarray(back.T)
 
 
@@ -170,47 +170,47 @@ def _by_blocks(columns: Floats, feedback: Floats, codes: Array, rounded: Roundin
     """columns (K, N), which become their errors; codes (K, N), which are filled."""
     for begin in range(0, len(columns), _BLOCK):
         block = slice(begin, min(begin + _BLOCK, len(columns)))
-        _block(_wanted(columns, feedback, block), columns, feedback, codes, (block, rounded))
+        _block(_targets(columns, feedback, block), columns, feedback, codes, (block, rounded))
 
 
 def _by_groups(
-    columns: Floats, feedback: Floats, grid: Grid, search: Search | None, energy: Array
+    columns: Floats, feedback: Floats, grid: Grid, search: ScaleSearch | None, energy: Array
 ) -> tuple[NDArray[np.int8], Scales]:
     """The same, with the scales of each group found when its turn comes."""
-    codes, found = np.empty(columns.shape, np.int8), list[Scales]()
+    codes, permuted = np.empty(columns.shape, np.int8), list[Scales]()
     for begin in range(0, len(columns), grid.group):
         block = slice(begin, min(begin + grid.group, len(columns)))
-        wanted = _wanted(columns, feedback, block)
-        by_then = updated(wanted, columns[block], feedback[block, block])
-        found.append(fitted(by_then.T, replace(grid, group=WHOLE_ROW), search, energy[block]))
-        rounded = _on(grid, found[-1], np.zeros(len(columns), np.intp))
-        _block(wanted, columns, feedback, codes, (block, rounded))
-    minimums = [part.minimums for part in found if part.minimums is not None]
-    scales = np.concatenate([part.scales for part in found], axis=1)
+        targets = _targets(columns, feedback, block)
+        by_then = updated(targets, columns[block], feedback[block, block])
+        permuted.append(fitted(by_then.T, replace(grid, group=WHOLE_ROW), search, energy[block]))
+        rounded = _on(grid, permuted[-1], np.zeros(len(columns), np.intp))
+        _block(targets, columns, feedback, codes, (block, rounded))
+    minimums = [part.minimums for part in permuted if part.minimums is not None]
+    scales = np.concatenate([part.scales for part in permuted], axis=1)
     return codes, Scales(scales, np.concatenate(minimums, axis=1) if minimums else None)
 
 
-def _wanted(columns: Floats, feedback: Floats, block: slice) -> Floats:
+def _targets(columns: Floats, feedback: Floats, block: slice) -> Floats:
     """What the block's columns should be, for all that was lost before it."""
-    wanted: Floats = columns[block] + feedback[: block.start, block].T @ columns[: block.start]
-    return wanted
+    targets: Floats = columns[block] + feedback[: block.start, block].T @ columns[: block.start]
+    return targets
 
 
-def updated(wanted: Floats, columns: Floats, feedback: Floats) -> Floats:
+def updated(targets: Floats, columns: Floats, feedback: Floats) -> Floats:
     """A block's columns as they would make up for all before it, if nothing were lost in it: what the paper has there.
 
     Column k is w_k + p_k + e A_:k, for what comes from before the block and from errors e of its own; without loss
     e = w - (w + p + e A), so e (1 + A) = -p
     """
-    own = np.linalg.solve((np.eye(len(feedback), dtype=np.float32) + feedback).T, columns - wanted)
+    own = np.linalg.solve((np.eye(len(feedback), dtype=np.float32) + feedback).T, columns - targets)
     updated: Floats = columns - own
     return updated
 
 
-def _block(wanted: Floats, columns: Floats, feedback: Floats, codes: Array, at: tuple[slice, Rounding]) -> None:
+def _block(targets: Floats, columns: Floats, feedback: Floats, codes: Array, at: tuple[slice, Rounding]) -> None:
     """wanted (n, N): a block's columns, for what was lost before it; at: where it lies, and how one is rounded"""
     block, rounded = at
-    errors, own, found = columns[block], feedback[block, block], codes[block]
-    for i in range(len(wanted)):
-        found[i], value = rounded(block.start + i, wanted[i] + own[:i, i] @ errors[:i])
+    errors, own, permuted = columns[block], feedback[block, block], codes[block]
+    for i in range(len(targets)):
+        permuted[i], value = rounded(block.start + i, targets[i] + own[:i, i] @ errors[:i])
         errors[i] -= value

@@ -76,7 +76,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class ScaleSearch:
     """Smaller ranges are tried: 1, 1 - 1/steps, ... above 1 - most. Each group keeps what has the least sum of
     |error|^norm; it ends where `patience` ranges in a row were better for no group of a slab.
 
@@ -95,9 +95,9 @@ class Search:
         return [1 - i / self.steps for i in range(1, int(self.most * self.steps))]
 
 
-LLM_COMPRESSOR_MSE = Search()
-IMATRIX_MSE = Search(weighted=True)
-GPTQMODEL_MSE = Search(most=0.80, patience=80)
+LLM_COMPRESSOR_MSE = ScaleSearch()
+IMATRIX_MSE = ScaleSearch(weighted=True)
+GPTQMODEL_MSE = ScaleSearch(most=0.80, patience=80)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,9 @@ class Scales:
         return Scales(self.scales[rows], None if self.minimums is None else self.minimums[rows])
 
 
-def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None) -> QuantisedMatrix:
+def rounded(
+    w: Array, grid: Grid, search: ScaleSearch | None = None, importance: Array | None = None
+) -> QuantisedMatrix:
     """w (N, K) to the nearest codes: RTN, or RTN with MSE clip. Arguments and errors as `fitted`.
 
     error: |w - dequantise| <= scale/2 for what is not clipped
@@ -137,10 +139,10 @@ def nearest(w: Array, scales: Scales, grid: Grid) -> Floats:
 
 def with_scales(w: Array, scales: Scales, grid: Grid) -> QuantisedMatrix:
     """The nearest codes of given scales."""
-    found = np.empty(w.shape, np.int8)
+    result = np.empty(w.shape, np.int8)
     for at, codes, _, _ in _coded(w, scales, grid):
-        found[at] = codes.reshape(len(codes), -1)
-    return matrix(found, scales, grid)
+        result[at] = codes.reshape(len(codes), -1)
+    return matrix(result, scales, grid)
 
 
 def _coded(w: Array, scales: Scales, grid: Grid) -> Iterator[tuple[tuple[slice, slice], Floats, Floats, Floats]]:
@@ -157,7 +159,7 @@ def matrix(codes: NDArray[np.int8], scales: Scales, grid: Grid) -> QuantisedMatr
 
 
 def fitted(
-    w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None, share: float = 1.0
+    w: Array, grid: Grid, search: ScaleSearch | None = None, importance: Array | None = None, share: float = 1.0
 ) -> Scales:
     """The scales of w's groups, by their extremes or by a search for the range with the least error.
 
@@ -173,16 +175,16 @@ def fitted(
         for inputs, groups in runs(K, size):
             x = grouped(finite(w[rows, inputs], np.dtype(np.float32)), groups)
             low, high = (extreme * np.float32(share) for extreme in _extremes(x, grid))
-            found = _stored(low, high, grid)
-            coarse = np.abs(found[0] - _exact(low, high, grid)) > _COARSE * np.abs(_exact(low, high, grid))
+            result = _stored(low, high, grid)
+            coarse = np.abs(result[0] - _exact(low, high, grid)) > _COARSE * np.abs(_exact(low, high, grid))
             total, lost = total + _energy(x), lost + _energy(x[coarse])
             if search is not None:
                 energy = (
                     importance[None, inputs].astype(np.float32) if search.weighted and importance is not None else None
                 )
-                found = _searched(x, low, high, grid, search, None if energy is None else grouped(energy, groups))
-            scales[rows, groups] = found[0]
-            minimums[rows, groups] = -found[1] * found[0]
+                result = _searched(x, low, high, grid, search, None if energy is None else grouped(energy, groups))
+            scales[rows, groups] = result[0]
+            minimums[rows, groups] = -result[1] * result[0]
     if lost > _COARSE**2 * total:
         raise CheckpointError(
             "weights too small for the scales of their groups, in float16",
@@ -199,8 +201,8 @@ def slabs(N: int, K: int, most: int = _SLAB) -> Iterator[slice]:
 
 def runs(K: int, group: int) -> list[tuple[slice, slice]]:
     """Inputs and the numbers of their groups: those of all whole groups, and those of the last one if it is shorter."""
-    whole = K // group
-    both = [(slice(0, whole * group), slice(0, whole)), (slice(whole * group, K), slice(whole, whole + 1))]
+    n_full = K // group
+    both = [(slice(0, n_full * group), slice(0, n_full)), (slice(n_full * group, K), slice(n_full, n_full + 1))]
     return [(inputs, groups) for inputs, groups in both if inputs.start < inputs.stop]
 
 
@@ -246,9 +248,9 @@ def _stored(low: Floats, high: Floats, grid: Grid) -> tuple[Floats, Floats]:
         scales = finite(exact, np.dtype(np.float16)).astype(np.float32)
         return scales, np.zeros_like(scales)
     zeros = np.rint(np.divide(-low, exact, out=np.zeros_like(low), where=exact != 0)).clip(0, grid.highest)
-    kept = (_MANTISSA - _BITS[zeros.astype(np.intp)]).astype(np.int32)
+    shift = (_MANTISSA - _BITS[zeros.astype(np.intp)]).astype(np.int32)
     mantissa, exponent = np.frexp(exact)
-    short = np.ldexp(np.rint(np.ldexp(mantissa, kept)), exponent - kept).astype(np.float32)
+    short = np.ldexp(np.rint(np.ldexp(mantissa, shift)), exponent - shift).astype(np.float32)
     return finite(short, np.dtype(np.float16)).astype(np.float32), zeros
 
 
@@ -271,7 +273,7 @@ def codes_of(x: Floats, scales: Floats, zeros: Floats, grid: Grid) -> Floats:
 
 
 def _searched(
-    x: Floats, low: Floats, high: Floats, grid: Grid, search: Search, weights: Floats | None
+    x: Floats, low: Floats, high: Floats, grid: Grid, search: ScaleSearch, weights: Floats | None
 ) -> tuple[Floats, Floats]:
     """As `_stored`, of the range of least error."""
     scales, zeros = _stored(low, high, grid)
@@ -299,8 +301,8 @@ def _error(x: Floats, scales: Floats, zeros: Floats, grid: Grid, norm: float, we
     power = np.square(off) if norm == 2 else np.abs(off) ** np.float32(norm)
     if weights is not None:
         power *= weights
-    found: Floats = power.sum(axis=2)
-    return found
+    result: Floats = power.sum(axis=2)
+    return result
 
 
 def _energy(x: Array) -> float:

@@ -17,7 +17,7 @@ from millrace.compress.measure.reconstruction_error import relative_error
 from millrace.compress.methods.gptq import Gptq, Task, updated
 from millrace.compress.methods.quantization_grid import Array, Floats
 
-OF, KEPT = 4, 2  # of four two are kept
+OF, NONZERO = 4, 2  # of four two are kept
 DAMPING = 0.01  # of the mean of H's diagonal: the paper's, and llm-compressor's; Model Optimizer has 0.1
 WANDA, SPARSEGPT = "wanda", "sparsegpt"
 METHODS = (WANDA, SPARSEGPT)
@@ -35,16 +35,16 @@ class Sparse:
 def sparse(w: Array, x: InputStatistics, method: str) -> Sparse:
     """w (N, K) whose input is x; method: one of METHODS"""
     w = w.astype(np.float32, copy=False)
-    found = wanda(w, x.gram) if method == WANDA else sparsegpt(w, x.gram)
-    return Sparse(found, relative_error(w, found, x.gram))
+    result = wanda(w, x.gram) if method == WANDA else sparsegpt(w, x.gram)
+    return Sparse(result, relative_error(w, result, x.gram))
 
 
 def wanda(w: Array, gram: Array) -> Floats:
     """gram (K, K): the mean of x x^T of its inputs x."""
     scores = np.abs(w) * np.sqrt(np.maximum(gram.diagonal(), 0))
     N, K = w.shape
-    kept = _largest(scores.reshape(N, K // OF, OF), axis=2).reshape(N, K)
-    return np.where(kept, w, np.float32(0))
+    mask = _largest(scores.reshape(N, K // OF, OF), axis=2).reshape(N, K)
+    return np.where(mask, w, np.float32(0))
 
 
 def prune_2_4_magnitude(w: Array) -> Floats:
@@ -56,32 +56,32 @@ def sparsegpt(w: Array, gram: Array, damping: float = DAMPING) -> Floats:
     """damping: doubled until the matrix has a factor"""
     K, task = w.shape[1], Task.of(w, gram, Gptq(damping, order=False))
     columns, feedback, diagonal = task.columns, task.feedback, task.diagonal  # columns become their errors
-    found = np.empty_like(columns)
+    result = np.empty_like(columns)
     for begin in range(0, K, _BLOCK):
         block = slice(begin, min(begin + _BLOCK, K))
-        wanted = task.wanted(block)
-        for first in range(0, len(wanted), OF):
+        targets = task.targets(block)
+        for first in range(0, len(targets), OF):
             group = slice(begin + first, begin + first + OF)
             before = slice(begin, begin + first)
-            own = wanted[first : first + OF] + feedback[before, group].T @ columns[before]
-            found[group] = _group(own, columns[group], feedback[group, group], diagonal[group])
-    return task.in_place(found)
+            own = targets[first : first + OF] + feedback[before, group].T @ columns[before]
+            result[group] = _group(own, columns[group], feedback[group, group], diagonal[group])
+    return task.in_place(result)
 
 
-def _group(wanted: Floats, columns: Floats, feedback: Floats, diagonal: NDArray[np.float64]) -> Floats:
+def _group(targets: Floats, columns: Floats, feedback: Floats, diagonal: NDArray[np.float64]) -> Floats:
     """wanted, columns (4, N): four columns, as they should be for what was lost before them, and as they were given,
     which become their errors -> (4, N)"""
-    scores = np.square(updated(wanted, columns, feedback) * diagonal[:, None])
-    kept = _largest(scores, axis=0)
-    found = np.empty_like(wanted)
+    scores = np.square(updated(targets, columns, feedback) * diagonal[:, None])
+    mask = _largest(scores, axis=0)
+    result = np.empty_like(targets)
     for i in range(OF):
-        found[i] = np.where(kept[i], wanted[i] + feedback[:i, i] @ columns[:i], 0)
-        columns[i] -= found[i]
-    return found
+        result[i] = np.where(mask[i], targets[i] + feedback[:i, i] @ columns[:i], 0)
+        columns[i] -= result[i]
+    return result
 
 
 def _largest(scores: Array, axis: int) -> NDArray[np.bool_]:
     """Which two of the four along an axis are kept; of equal ones the first."""
     order = np.argsort(np.argsort(-scores, axis=axis, kind="stable"), axis=axis, kind="stable")
-    kept: NDArray[np.bool_] = order < KEPT
-    return kept
+    mask: NDArray[np.bool_] = order < NONZERO
+    return mask

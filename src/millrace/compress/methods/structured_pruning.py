@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.config.model_config import ModelConfig
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures
 from millrace.compress.measure.reconstruction_error import relative_error
 from millrace.compress.methods.quantization_grid import Array
@@ -49,31 +49,31 @@ class Sizes:
 def sizes(config: ModelConfig, prune: Prune) -> Sizes:
     """raises ConfigError for a share that is too small to leave anything out"""
     channels, of_each = config.intermediate_size, config.n_heads // config.n_kv_heads
-    kept, heads = channels, of_each
+    n_channels, heads = channels, of_each
     if prune.mlp:
-        kept = max(MULTIPLE, round((1 - prune.mlp) * channels / MULTIPLE) * MULTIPLE)
-        if kept >= channels:
+        n_channels = max(MULTIPLE, round((1 - prune.mlp) * channels / MULTIPLE) * MULTIPLE)
+        if n_channels >= channels:
             raise _too_little("mlp", prune.mlp, f"{channels:,} channels, which go in multiples of {MULTIPLE}")
     if prune.heads:
         heads = max(1, round((1 - prune.heads) * of_each))
         if heads >= of_each:
             raise _too_little("heads", prune.heads, f"{of_each} query heads for each key and value head")
-    return Sizes(kept, heads)
+    return Sizes(n_channels, heads)
 
 
 def shapes(tensors: Mapping[str, tuple[int, ...]], config: ModelConfig, left: Sizes) -> dict[str, tuple[int, ...]]:
     """Of the tensors that get smaller, by name. raises CheckpointError where a layer has not what is pruned"""
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for part, dimension, n in _parts(config, left):
         for layer in range(config.n_layers):
             name = f"model.layers.{layer}.{part}"
             if name + _WEIGHT not in tensors:
                 raise CheckpointError(f"the checkpoint has no {name}", "a decoder with it", "leave prune out")
             N, K = tensors[name + _WEIGHT]
-            found[name + _WEIGHT] = (n, K) if dimension == _ROWS else (N, n)
+            result[name + _WEIGHT] = (n, K) if dimension == _ROWS else (N, n)
             if dimension == _ROWS and name + _BIAS in tensors:
-                found[name + _BIAS] = (n,)
-    return found
+                result[name + _BIAS] = (n,)
+    return result
 
 
 def config_of(config: ModelConfig, left: Sizes) -> dict[str, object]:
@@ -94,11 +94,11 @@ class Pruned:
 
 
 def pruned(
-    load: Callable[[str], Array], smaller: Mapping[str, tuple[int, ...]], layer: int, statistics: Statistics,
+    load: Callable[[str], Array], smaller: Mapping[str, tuple[int, ...]], layer: int, statistics: CalibrationStatistics,
     config: ModelConfig, left: Sizes,
 ) -> Pruned:  # fmt: skip
     """smaller: as `shapes` says"""
-    found = Pruned({}, {})
+    result = Pruned({}, {})
     prefix = f"model.layers.{layer}."
     for parts in (_MLP, _HEADS):
         reader = prefix + parts[-1][0]
@@ -109,20 +109,20 @@ def pruned(
         for part, dimension in parts:
             for tensor in (prefix + part + _WEIGHT, prefix + part + _BIAS):
                 if tensor in smaller:
-                    found.floats[tensor] = np.take(load(tensor), indices, axis=dimension)
+                    result.floats[tensor] = np.take(load(tensor), indices, axis=dimension)
         w = np.asarray(load(reader + _WEIGHT), np.float32)
         sizes_ = np.linalg.norm(w, axis=0)
         largest = channels_kept(sizes_, left.channels) if parts is _MLP else heads_kept(sizes_, config, left.heads)
         error, plain = (relative_error(w, _without(w, some), x.gram) for some in (indices, largest))
-        found.figures[reader] = figures(w, 0, error, x, nearest=plain, plain="keeping those with the largest weights")
-    return found
+        result.figures[reader] = figures(w, 0, error, x, nearest=plain, plain="keeping those with the largest weights")
+    return result
 
 
-def _without(w: Array, kept: Indices) -> Array:
+def _without(w: Array, indices: Indices) -> Array:
     """w (N, K) with zeros in all columns but these."""
-    found = np.zeros_like(w)
-    found[:, kept] = w[:, kept]
-    return found
+    result = np.zeros_like(w)
+    result[:, indices] = w[:, indices]
+    return result
 
 
 def channels_kept(mean: Array, n: int) -> Indices:
@@ -145,8 +145,8 @@ def _most(scores: Array, n: int) -> Indices:
 def _parts(config: ModelConfig, left: Sizes) -> list[tuple[str, int, int]]:
     """(part of a layer, dimension, what is left of it)"""
     heads = left.heads * config.n_kv_heads
-    found = [(part, d, left.channels) for part, d in _MLP if left.channels < config.intermediate_size]
-    return found + [(part, d, heads * config.head_dim) for part, d in _HEADS if heads < config.n_heads]
+    result = [(part, d, left.channels) for part, d in _MLP if left.channels < config.intermediate_size]
+    return result + [(part, d, heads * config.head_dim) for part, d in _HEADS if heads < config.n_heads]
 
 
 def _too_little(key: str, share: float, of: str) -> ConfigError:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from millrace.compress.measure.accuracy import Loss
-from millrace.compress.measure.speed import Rate, Speeds, TimedRun
+from millrace.compress.measure.speed import Speeds, StepRate, TimedRun
 from millrace.compress.recipe import Recipe
 from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError
@@ -31,7 +31,7 @@ _MOST_BYTES = 16 << 20
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ComparisonInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """model: its identity; text: a digest of the tokens that are measured on; batch: sequences of the large batch
     machine, threads, isa: where times were taken"""
 
@@ -46,7 +46,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     version: int = VERSION
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MethodRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A method. refused: why this model cannot take it, and then there is nothing else
 
     precision: what the engine is built with; "" for the folder's own
@@ -82,7 +82,7 @@ class Advice:
 
     target: str
     words: str
-    rows: tuple[Row, ...]
+    rows: tuple[MethodRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def precisions_of(recipe: Recipe) -> tuple[str, ...]:
     return ("", Precision.W4A8.value) if sixteen else ("",)
 
 
-def open_folder(folder: Path, about: About) -> None:
+def open_folder(folder: Path, about: ComparisonInputs) -> None:
     """Begins one, or goes on with the same. raises ConfigError for another's, and for what cannot be written"""
     path = folder / ABOUT
     try:
@@ -118,29 +118,29 @@ def open_folder(folder: Path, about: About) -> None:
             write_whole(path, msgspec.json.format(msgspec.json.encode(about)) + b"\n")
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror}", "a folder for results", "name another") from error
-    found = _read(path, About)
-    for name in About.__struct_fields__:
-        if getattr(found, name) != getattr(about, name):
+    result = _read(path, ComparisonInputs)
+    for name in ComparisonInputs.__struct_fields__:
+        if getattr(result, name) != getattr(about, name):
             raise ConfigError(
-                f"{folder} has figures of {name} {getattr(found, name)!s:.80}", f"{getattr(about, name)!s:.80}",
+                f"{folder} has figures of {name} {getattr(result, name)!s:.80}", f"{getattr(about, name)!s:.80}",
                 "name another folder with -o",
             )  # fmt: skip
 
 
-def read_row(folder: Path, name: str, statistics: str, precision: str = "") -> Row | None:
+def read_row(folder: Path, name: str, statistics: str, precision: str = "") -> MethodRow | None:
     """None where it is still to be measured. raises ConfigError for one that is damaged, or of other statistics"""
     path = _path(folder, name, precision)
     if not path.exists():
         return None
-    found = _read(path, Row)
-    if found.statistics and found.statistics != statistics:
+    result = _read(path, MethodRow)
+    if result.statistics and result.statistics != statistics:
         raise ConfigError(
             f"{path} has figures of another calibration text", "the same for all methods", "name another folder with -o"
         )
-    return found
+    return result
 
 
-def write_row(folder: Path, row: Row) -> None:
+def write_row(folder: Path, row: MethodRow) -> None:
     write_whole(_path(folder, row.name, row.precision), msgspec.json.format(msgspec.json.encode(row)) + b"\n")
 
 
@@ -159,37 +159,39 @@ def _read(path: Path, kind: type[S]) -> S:
         ) from error
 
 
-def advice(rows: Sequence[Row], about: About) -> list[Advice]:
+def advice(rows: Sequence[MethodRow], about: ComparisonInputs) -> list[Advice]:
     """For each target which method, in words: of those that lose little the best, and what more loss would buy."""
     measured = [row for row in rows if row.loss is not None]
     return [_advised(measured, target, about) for target in targets(about.batch)] if measured else []
 
 
-def _advised(rows: Sequence[Row], target: Target, about: About) -> Advice:
+def _advised(rows: Sequence[MethodRow], target: Target, about: ComparisonInputs) -> Advice:
     near = [row for row in rows if _kl(row) <= NEAR]
     any_loss = _best(rows, target)
     if not near:
         least = min(rows, key=_kl)
-        said = f"none keeps within KL {NEAR:g}: {least.title} loses least (KL {_kl(least):.3g}), "
-        return _with_offers(target, said + _gain(least, target, about), (least,), rows, about)
+        text = f"none keeps within KL {NEAR:g}: {least.title} loses least (KL {_kl(least):.3g}), "
+        return _with_offers(target, text + _gain(least, target, about), (least,), rows, about)
     best, named = _best(near, target), []
     if _gains(best, target, about):
-        said = f"{best.title}: {_gain(best, target, about)}, KL {_kl(best):.3g}"
+        text = f"{best.title}: {_gain(best, target, about)}, KL {_kl(best):.3g}"
         named.append(best)
     else:
-        said = f"leave it as it is: {best.title}, the best within KL {NEAR:g}, has {_gain(best, target, about)}"
+        text = f"leave it as it is: {best.title}, the best within KL {NEAR:g}, has {_gain(best, target, about)}"
     if _kl(any_loss) > NEAR and _ahead(any_loss, best, target) and _gains(any_loss, target, about):
         loss = any_loss.loss
         assert loss is not None
-        said += (
+        text += (
             f". {any_loss.title} has {_gain(any_loss, target, about)}, for KL {loss.kl:.3g}: of its likeliest tokens "
             f"{1 - loss.agreement:.0%} are others"
         )
         named.append(any_loss)
-    return _with_offers(target, said, tuple(named), rows, about)
+    return _with_offers(target, text, tuple(named), rows, about)
 
 
-def _with_offers(target: Target, said: str, named: tuple[Row, ...], rows: Sequence[Row], about: About) -> Advice:
+def _with_offers(
+    target: Target, text: str, named: tuple[MethodRow, ...], rows: Sequence[MethodRow], about: ComparisonInputs
+) -> Advice:
     """Add the other precision of each folder that is named, where one is worth its loss."""
     offers = []
     for row in named:
@@ -199,30 +201,30 @@ def _with_offers(target: Target, said: str, named: tuple[Row, ...], rows: Sequen
             continue
         offers.append(other)
         gains = [f"{t.name} at {_times(other, t)} rather than {_times(row, t)} times" for t in ahead]
-        said += f". {other.title} has {' and '.join(gains)}, KL {_kl(other):.3g} rather than {_kl(row):.3g}"
-    return Advice(target.name, said, (*named, *offers))
+        text += f". {other.title} has {' and '.join(gains)}, KL {_kl(other):.3g} rather than {_kl(row):.3g}"
+    return Advice(target.name, text, (*named, *offers))
 
 
-def _other_precision(row: Row, rows: Sequence[Row]) -> Row | None:
+def _other_precision(row: MethodRow, rows: Sequence[MethodRow]) -> MethodRow | None:
     """The same folder as W4A8 if that is within the bound or, where the folder's own precision is not, costs at most as
     much besides."""
-    others = (other for other in rows if other.name == row.name and other.precision and not row.precision)
-    other = next(others, None)
+    same_method = (other for other in rows if other.name == row.name and other.precision and not row.precision)
+    other = next(same_method, None)
     if other is None or _kl(other) <= NEAR:
         return other
     return other if _kl(row) > NEAR and _kl(other) - _kl(row) <= NEAR else None
 
 
-def _times(row: Row, target: Target) -> str:
+def _times(row: MethodRow, target: Target) -> str:
     return f"{_relative(row, target).median:.2f}"
 
 
-def _kl(row: Row) -> float:
+def _kl(row: MethodRow) -> float:
     assert row.loss is not None
     return row.loss.kl
 
 
-def _best(rows: Sequence[Row], target: Target) -> Row:
+def _best(rows: Sequence[MethodRow], target: Target) -> MethodRow:
     """The smallest, or the fastest; of those within a hundredth of the bytes, or whose rounds overlap with the
     fastest's, the one that loses least."""
     if not target.work:
@@ -233,26 +235,26 @@ def _best(rows: Sequence[Row], target: Target) -> Row:
     return min((row for row in rows if _relative(row, target).high >= low), key=_kl)
 
 
-def _ahead(one: Row, other: Row, target: Target) -> bool:
+def _ahead(one: MethodRow, other: MethodRow, target: Target) -> bool:
     if not target.work:
         return _AS_SMALL * one.bytes < other.bytes
     return _relative(one, target).low > _relative(other, target).high
 
 
-def _relative(row: Row, target: Target) -> Rate:
+def _relative(row: MethodRow, target: Target) -> StepRate:
     """To the source as it ran in the same turns: the machine may have been another at another time.
 
     low, high: of any two rounds, since a neighbour that takes memory's bandwidth slows what reads more, and that alone
     """
-    made, source = row.pace(target.work).made, row.pace(target.work).source
-    return Rate(made.median / source.median, made.low / source.high, made.high / source.low)
+    compressed, source = row.pace(target.work).made, row.pace(target.work).source
+    return StepRate(compressed.median / source.median, compressed.low / source.high, compressed.high / source.low)
 
 
-def _gains(row: Row, target: Target, about: About) -> bool:
+def _gains(row: MethodRow, target: Target, about: ComparisonInputs) -> bool:
     return row.bytes < about.bytes_before if not target.work else _relative(row, target).median > 1
 
 
-def _gain(row: Row, target: Target, about: About) -> str:
+def _gain(row: MethodRow, target: Target, about: ComparisonInputs) -> str:
     """What it brings, and each workload that it slows."""
     if not target.work:
         speed, gain = 1.0, f"{row.bytes / about.bytes_before:.0%} of the source's bytes"
@@ -267,30 +269,34 @@ def _gain(row: Row, target: Target, about: About) -> str:
 HEADER = ("method", "KL", "perplexity", "same token", "bits", "bytes", "decode 1", "decode N", "prefill", "seconds")
 
 
-def cells(rows: Sequence[Row], about: About, size: Callable[[float], str]) -> list[list[str]]:
+def cells(rows: Sequence[MethodRow], about: ComparisonInputs, size: Callable[[float], str]) -> list[list[str]]:
     """A line of the table for each method, the source's first; speeds in tokens a second, and in brackets as a share of
     the source's in the same rounds."""
-    found = []
+    result = []
     first = next((row for row in rows if row.speed is not None), None)
     if first is not None:
         speeds = [f"{first.pace(t.work).source.median:,.0f}" for t in targets(about.batch) if t.work]
-        found.append(["as it is", "", "", "", "", size(about.bytes_before), *speeds, ""])
+        result.append(["as it is", "", "", "", "", size(about.bytes_before), *speeds, ""])
     for row in rows:
         if row.loss is None or row.speed is None:
-            found.append([row.title, f"not for this model: {row.refused}", *[""] * 8])
+            result.append([row.title, f"not for this model: {row.refused}", *[""] * 8])
             continue
         works = [t for t in targets(about.batch) if t.work]
         speeds = [f"{row.pace(t.work).made.median:,.0f} ({_relative(row, t).median:.2f})" for t in works]
         growth = row.loss.perplexity / row.loss.source_perplexity - 1
-        found.append([
+        result.append([
             row.title, f"{row.loss.kl:.3g}", f"{growth:+.1%}", f"{row.loss.agreement:.1%}",
             f"{row.bits_per_weight:.2f}", size(row.bytes), *speeds, f"{row.seconds:.0f}",
         ])  # fmt: skip
-    return found
+    return result
 
 
 def write_page(
-    folder: Path, rows: Sequence[Row], about: About, size: Callable[[float], str], commands: Sequence[str] = ()
+    folder: Path,
+    rows: Sequence[MethodRow],
+    about: ComparisonInputs,
+    size: Callable[[float], str],
+    commands: Sequence[str] = (),
 ) -> None:
     """commands: how to make what is advised"""
     collected = next((row.statistics_s for row in rows if row.statistics_s is not None), None)

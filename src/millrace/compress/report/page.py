@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 from millrace.compress.checkpoint.compression_record import Applied, Flips, Record, add_to_record, read_record
-from millrace.compress.measure.accuracy import Loss, Simulated
+from millrace.compress.measure.accuracy import Loss, SimulatedLoss
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, reasons, usual
-from millrace.compress.measure.speed import Rate, Speeds
+from millrace.compress.measure.speed import Speeds, StepRate
 from millrace.compress.recipe import FP8_GPTQ, FP8_TENSOR
 from millrace.engine.artifact.tactics import write_whole
 from millrace.report.page import render
@@ -110,11 +110,11 @@ def _kinds(record: Record) -> Iterator[dict[str, str]]:
 
 def _rescued(record: Record) -> str:
     """Of all layers together."""
-    known = [one for one in record.figures.values() if one.nearest]
-    if not known:
+    diagnosed = [one for one in record.figures.values() if one.nearest]
+    if not diagnosed:
         return ""
-    shares = [one.error / one.nearest for one in known if one.nearest]
-    plain = known[0].plain[:_LONGEST] or "rounding to nearest in the same grid"
+    shares = [one.error / one.nearest for one in diagnosed if one.nearest]
+    plain = diagnosed[0].plain[:_LONGEST] or "rounding to nearest in the same grid"
     wider = _wider(record.forms)
     more = f" {wider} of {len(record.forms)} layers have more bits than most." if wider else ""
     return f"The median layer loses {median(shares):.0%} of what {plain} would.{more}"
@@ -125,11 +125,11 @@ def _wider(forms: Mapping[str, Applied]) -> int:
     return sum(b > median(bits) for b in bits) if bits else 0
 
 
-def _simulated(found: Simulated | None) -> str:
-    if found is None:
+def _simulated(simulated: SimulatedLoss | None) -> str:
+    if simulated is None:
         return ""
-    kl = f"{found.kl:.4g}{_error(found.kl_error, '.2g')}"
-    return f"KL {kl}, perplexity {found.perplexity:.3f}, {found.agreement:.1%} the same likeliest token"
+    kl = f"{simulated.kl:.4g}{_error(simulated.kl_error, '.2g')}"
+    return f"KL {kl}, perplexity {simulated.perplexity:.3f}, {simulated.agreement:.1%} the same likeliest token"
 
 
 def _loss(loss: Loss | None) -> dict[str, str] | None:
@@ -170,34 +170,34 @@ def _recipe(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _speed(speed: Speeds | None) -> list[dict[str, str]]:
-    def told(rate: Rate) -> str:
+    def rate_text(rate: StepRate) -> str:
         return f"{rate.median:,.0f} ({rate.low:,.0f}-{rate.high:,.0f})"
 
     return [
         {
-            "work": pace.work[:_LONGEST], "source": told(pace.source), "made": told(pace.made),
+            "work": pace.work[:_LONGEST], "source": rate_text(pace.source), "made": rate_text(pace.made),
             "ratio": f"{pace.made.median / pace.source.median:.2f}" if pace.source.median else "",
         }
         for pace in (speed.paces[:_WORST] if speed else ())
     ]  # fmt: skip
 
 
-def _mmlu(found: Flips | None) -> dict[str, str] | None:
-    if found is None:
+def _mmlu(flips: Flips | None) -> dict[str, str] | None:
+    if flips is None:
         return None
 
     def share(right: int, interval: tuple[float, float]) -> str:
-        return f"{right / found.questions:.1%} ({interval[0]:.1%} to {interval[1]:.1%})"
+        return f"{right / flips.questions:.1%} ({interval[0]:.1%} to {interval[1]:.1%})"
 
-    low, high = found.interval
+    low, high = flips.interval
     return {
-        "task": f"{found.task[:_LONGEST]}, {found.questions:,} questions"
-                + (f" ({found.digest[:_SHORT]})" if found.digest else ""),
-        "source": share(found.source_right, found.source_interval),
-        "made": share(found.made_right, found.made_interval),
-        "difference": f"{found.difference:+.1%} ({low:+.1%} to {high:+.1%}), p {found.p_value:.2g} (McNemar)",
-        "flips": f"{found.became_right} became right, {found.became_wrong} wrong; "
-                 f"{found.chose_otherwise} chose otherwise",
+        "task": f"{flips.task[:_LONGEST]}, {flips.questions:,} questions"
+                + (f" ({flips.digest[:_SHORT]})" if flips.digest else ""),
+        "source": share(flips.source_right, flips.source_interval),
+        "made": share(flips.made_right, flips.made_interval),
+        "difference": f"{flips.difference:+.1%} ({low:+.1%} to {high:+.1%}), p {flips.p_value:.2g} (McNemar)",
+        "flips": f"{flips.became_right} became right, {flips.became_wrong} wrong; "
+                 f"{flips.chose_otherwise} chose otherwise",
     }  # fmt: skip
 
 

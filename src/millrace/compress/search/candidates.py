@@ -21,9 +21,9 @@ from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compile.settings import Progress
 from millrace.compress.calibration.calibrated_methods import fp8_by_gptq, method_of
 from millrace.compress.calibration.layerwise_rounding import before, rounding
-from millrace.compress.calibration.statistics import InputStatistics, Statistics, whole_file
-from millrace.compress.checkpoint.tensor_layout import Matrix, Spec, TensorLayout
-from millrace.compress.compress import Piece, Way
+from millrace.compress.calibration.statistics import CalibrationStatistics, InputStatistics, whole_file
+from millrace.compress.checkpoint.tensor_layout import Matrix, TensorLayout, TensorSpec
+from millrace.compress.compress import CompressedPiece, Way
 from millrace.compress.compression_plan import WEIGHT, CompressionPlan, kept_dtype, seconds_a_million
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics
 from millrace.compress.measure.reconstruction_error import output_error
@@ -79,7 +79,7 @@ def bytes_of(job: CompressionPlan, layer: str, name: str) -> int:
     """In the folder, scales included."""
     shape, form = job.checkpoint.tensors[layer + WEIGHT].shape, form_of(name)
     if form is None:
-        return Spec(kept_dtype(job.checkpoint, layer + WEIGHT), shape).nbytes
+        return TensorSpec(kept_dtype(job.checkpoint, layer + WEIGHT), shape).nbytes
     N, K = shape
     return sum(spec.nbytes for spec in form.specs(N, K).values())
 
@@ -111,14 +111,14 @@ class RoundedMatrixStore:
     folder: Path
 
     @classmethod
-    def beside(cls, statistics: Path) -> "RoundedMatrixStore":
+    def next_to(cls, statistics: Path) -> "RoundedMatrixStore":
         """In their folder, for formats as they mean now: other ones would be other files."""
         meant = hashlib.blake2b(f"{VERSION} {TREATMENTS}".encode(), digest_size=6).hexdigest()
         return cls(statistics / f"formats-{meant}")
 
-    def put(self, layer: str, format: str, made: CandidateLoss, of_activations: float) -> None:
+    def put(self, layer: str, format: str, candidate: CandidateLoss, of_activations: float) -> None:
         """of_activations: what 8-bit ones lose besides"""
-        matrix, form = made.matrix, [0, 0]
+        matrix, form = candidate.matrix, [0, 0]
         codes, scales = matrix.codes, matrix.scales
         if isinstance(matrix, Fp8Matrix):
             codes, scales = codes.view(np.uint8), scales.view(np.uint16)  # types that files of NumPy have
@@ -127,26 +127,26 @@ class RoundedMatrixStore:
             form = [matrix.group, matrix.bits]
         self.folder.mkdir(parents=True, exist_ok=True)
         with whole_file(self._file(layer, format)) as file:
-            why = np.frombuffer(msgspec.json.encode(made.figures), np.uint8)
-            np.savez(file, codes=codes, scales=scales, losses=[made.error, of_activations], form=form, figures=why)
+            why = np.frombuffer(msgspec.json.encode(candidate.figures), np.uint8)
+            np.savez(file, codes=codes, scales=scales, losses=[candidate.error, of_activations], form=form, figures=why)
 
     def has(self, layer: str, format: str) -> bool:
         return self._file(layer, format).is_file()
 
     def losses(self, layer: str, format: str) -> tuple[float, float]:
         """Of the weights, and of 8-bit activations besides. raises ConfigError for a file that is damaged"""
-        with self._opened(layer, format) as held:
-            weights, activations = held["losses"].tolist()
+        with self._opened(layer, format) as arrays:
+            weights, activations = arrays["losses"].tolist()
             return weights, activations
 
     def get(self, layer: str, format: str) -> CandidateLoss:
         """raises ConfigError for a file that is damaged"""
-        with self._opened(layer, format) as held:
-            codes, scales = held["codes"], held["scales"]
-            why = msgspec.json.decode(held["figures"].tobytes(), type=LayerDiagnostics)
+        with self._opened(layer, format) as arrays:
+            codes, scales = arrays["codes"], arrays["scales"]
+            why = msgspec.json.decode(arrays["figures"].tobytes(), type=LayerDiagnostics)
             if format == FP8:
                 return CandidateLoss(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), why)
-            group, bits = held["form"].tolist()
+            group, bits = arrays["form"].tolist()
             return CandidateLoss(QuantisedMatrix(codes, scales, group, bits), why)
 
     def _file(self, layer: str, format: str) -> Path:
@@ -156,8 +156,8 @@ class RoundedMatrixStore:
     def _opened(self, layer: str, format: str) -> Iterator[Mapping[str, Array]]:
         file = self._file(layer, format)
         try:
-            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as held:
-                yield held
+            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+                yield arrays
         except (OSError, ValueError, KeyError, BadZipFile, msgspec.MsgspecError) as error:
             raise ConfigError(
                 f"{file} is damaged: {error}", "what was written", "remove it, and search again"
@@ -166,12 +166,12 @@ class RoundedMatrixStore:
     def method(self, chosen: Mapping[str, str]) -> Way:
         """A job of `recipe_of(chosen)`, from what is held: the same matrices as its own methods make."""
 
-        def made(job: CompressionPlan) -> Iterator[Piece]:
+        def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
             for name in job.layers:
-                held = self.get(name, chosen[name])
-                yield Piece({name: held.matrix}, {name: held.error}, figures={name: held.figures})
+                arrays = self.get(name, chosen[name])
+                yield CompressedPiece({name: arrays.matrix}, {name: arrays.error}, figures={name: arrays.figures})
 
-        return made
+        return pieces
 
 
 def shelf_bytes(job: CompressionPlan) -> int:
@@ -185,7 +185,7 @@ def shelf_bytes(job: CompressionPlan) -> int:
 
 
 def survey(
-    job: CompressionPlan, statistics: Statistics, shelf: RoundedMatrixStore, progress: Progress
+    job: CompressionPlan, statistics: CalibrationStatistics, shelf: RoundedMatrixStore, progress: Progress
 ) -> dict[str, dict[str, float]]:
     """Of each layer of the job, what each format loses: of its output's energy, the share that is off.
 
@@ -193,7 +193,7 @@ def survey(
     Memory holds one layer's matrix and Gram matrix.
     raises CheckpointError for a layer without statistics
     """
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     x: InputStatistics | None = None
     for number, layer in enumerate(job.layers):
         progress("trying formats, layer by layer", number, len(job.layers))
@@ -209,13 +209,13 @@ def survey(
             of_activations = activation_errors(w, x, [TREATMENTS[name].group for name in names])
             for name in names:
                 shelf.put(layer, name, _tried(w, x, TREATMENTS[name]), of_activations[TREATMENTS[name].group])
-        found[layer] = {FLOAT: 0.0}
+        result[layer] = {FLOAT: 0.0}
         for name in names:
             weights, activations = shelf.losses(layer, name)
-            found[layer] |= {name: weights}
+            result[layer] |= {name: weights}
             if f"{name}{_BYTES}" in TREATMENTS:
-                found[layer] |= {f"{name}{_BYTES}": weights + activations}
-    return found
+                result[layer] |= {f"{name}{_BYTES}": weights + activations}
+    return result
 
 
 def _tried(w: Array, x: InputStatistics, treatment: LayerRecipe) -> CandidateLoss:
@@ -223,8 +223,8 @@ def _tried(w: Array, x: InputStatistics, treatment: LayerRecipe) -> CandidateLos
         return CandidateLoss(*fp8_by_gptq(w, x))
     method = method_of(treatment, treatment.group)
     assert method is not None
-    made = rounding(w, x, method)
-    return CandidateLoss(made.matrix, replaced(before(w, x, method), error=made.error))
+    rounded = rounding(w, x, method)
+    return CandidateLoss(rounded.matrix, replaced(before(w, x, method), error=rounded.error))
 
 
 def activation_errors(w: Array, x: InputStatistics, groups: Sequence[int]) -> dict[int, float]:
@@ -236,14 +236,14 @@ def activation_errors(w: Array, x: InputStatistics, groups: Sequence[int]) -> di
     equal size their mean times 2 ln(2 n). The larger of both is taken
     """
     energy = x.gram.diagonal().astype(np.float64)
-    columns, whole = np.zeros(len(energy)), output_error(w, x.gram)
+    columns, total = np.zeros(len(energy)), output_error(w, x.gram)
     for rows in slabs(*w.shape):
         columns += np.square(w[rows], dtype=np.float64).sum(axis=0)
-    found = {}
+    result = {}
     for group in groups:
         n = group or len(energy)
         each = energy.reshape(-1, n)
         amax2 = np.maximum(each.max(axis=1), 2 * math.log(2 * n) * each.mean(axis=1))
         noise = float((columns.reshape(-1, n).sum(axis=1) * amax2).sum()) / (12 * 127**2)
-        found[group] = noise / whole if whole else 0.0
-    return found
+        result[group] = noise / total if total else 0.0
+    return result

@@ -37,8 +37,8 @@ class MaxLoss:
     def parse(cls, text: str) -> "MaxLoss":
         """ "1%" or "kl:0.01". raises ConfigError"""
         for kind, pattern, unit in ((PERPLEXITY, _PERCENT, 0.01), (KL, _NATS, 1.0)):
-            found = pattern.fullmatch(text.strip())
-            number = found[1] if found else "."
+            result = pattern.fullmatch(text.strip())
+            number = result[1] if result else "."
             if number != "." and number.count(".") <= 1 and 0 < (bound := float(number) * unit) <= _MOST:
                 return cls(kind, bound)
         raise ConfigError(
@@ -46,16 +46,16 @@ class MaxLoss:
             '"1%", growth of perplexity up to 1000%, or "kl:0.01", nats a token up to 10', "correct it",
         )  # fmt: skip
 
-    def of(self, found: Loss) -> float:
+    def of(self, loss: Loss) -> float:
         if self.kind == KL:
-            return found.kl
-        return max(found.perplexity / found.source_perplexity, math.exp(min(found.kl, _MOST_NATS))) - 1
+            return loss.kl
+        return max(loss.perplexity / loss.source_perplexity, math.exp(min(loss.kl, _MOST_NATS))) - 1
 
-    def said(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """A loss of this kind: "+0.83 %" or "0.0123"."""
         return f"{100 * value:+.3g} %" if self.kind == PERPLEXITY else f"{value:.3g}"
 
-    def asked(self, value: float) -> str | None:
+    def as_flag(self, value: float) -> str | None:
         """A loss of this kind as `parse` reads it, rounded up to about three digits; None for one beyond all bounds."""
         unit, form = (0.01, "{}%") if self.kind == PERPLEXITY else (1.0, "kl:{}")
         if value > _MOST:
@@ -68,11 +68,11 @@ class MaxLoss:
 
 @dataclass(frozen=True, slots=True)
 class LossBoundSearch:
-    """mixes: from the cheapest on; measured: of those that were, by number; found: the number of the cheapest within"""
+    """mixes: from the cheapest on; measured: of those that were, by number; cheapest: the number of the cheapest within"""
 
     mixes: Sequence[Mix]
     measured: Mapping[int, float]
-    found: int
+    cheapest: int
 
     def predicted(self, number: int) -> float | None:
         """In the bound's unit: what statistics say of it, times what fits those that were measured best; None where
@@ -110,11 +110,11 @@ def searched(mixes: Sequence[Mix], bound: MaxLoss, measure: Callable[[int, Mix],
             low = middle + 1
     if high == len(mixes):
         best = min(measured.values())
-        raised = bound.asked(best)
+        raised = bound.as_flag(best)
         looser = f"raise --max-loss to {raised} or more, or " if raised else ""
         raise ConfigError(
-            f"no mix keeps within a loss of {bound.said(bound.bound)} ({bound.kind}): the best found has "
-            f"{bound.said(best)}", "a bound that can be kept",
+            f"no mix keeps within a loss of {bound.format_value(bound.bound)} ({bound.kind}): the best found has "
+            f"{bound.format_value(best)}", "a bound that can be kept",
             f"{looser}leave the model as it is",
         )  # fmt: skip
     return LossBoundSearch(mixes, measured, high)

@@ -76,12 +76,12 @@ def frontier(layers: Layers, most: int) -> list[Mix]:
     """
     chosen, steps = _steps(layers)
     every = max(1, -(-len(steps) // max(most - 1, 1)))
-    found = [Mix.of(dict(chosen))]
+    result = [Mix.of(dict(chosen))]
     for number, step in enumerate(steps, 1):
         chosen[step.layer] = step.to
         if number % every == 0 or number == len(steps):
-            found.append(Mix.of(dict(chosen)))
-    return found
+            result.append(Mix.of(dict(chosen)))
+    return result
 
 
 def _steps(layers: Layers) -> tuple[dict[str, Candidate], list[_Step]]:
@@ -97,14 +97,14 @@ def _steps(layers: Layers) -> tuple[dict[str, Candidate], list[_Step]]:
 
 def _hull(candidates: Sequence[Candidate]) -> list[Candidate]:
     """From the cheapest on, those of which each gains more for its cost than going on to any later one would."""
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.cost, c.loss)):
-        if found and candidate.loss >= found[-1].loss:
+        if result and candidate.loss >= result[-1].loss:
             continue
-        while len(found) > 1 and _slope(found[-2], candidate) >= _slope(found[-2], found[-1]):
-            found.pop()
-        found.append(candidate)
-    return found
+        while len(result) > 1 and _slope(result[-2], candidate) >= _slope(result[-2], result[-1]):
+            result.pop()
+        result.append(candidate)
+    return result
 
 
 def _slope(a: Candidate, b: Candidate) -> float:

@@ -9,14 +9,14 @@ from typing import Any
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.settings import Progress
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.checkpoint.checkpoint_writer import put_in_place, staging_folder
-from millrace.compress.compress import Result, compress
+from millrace.compress.compress import CompressionResult, compress
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure import cost
 from millrace.compress.measure.accuracy import Loss, Reference, loss_of
-from millrace.compress.presets import Target
-from millrace.compress.recipe import written
+from millrace.compress.presets import CompressionTarget
+from millrace.compress.recipe import to_dict
 from millrace.compress.report.page import write_page
 from millrace.compress.search.candidates import FLOAT, RoundedMatrixStore, bytes_of, recipe_of, shelf_bytes, survey
 from millrace.compress.search.loss_bound import MOST_MIXES, LossBoundSearch, MaxLoss, candidates, compressed, searched
@@ -32,7 +32,7 @@ class SearchGoal:
     """rows: of a step whose time counts; 0 for bytes. isa, threads: on which it is timed"""
 
     bound: MaxLoss
-    target: Target
+    target: CompressionTarget
     rows: int
     isa: str
     threads: int
@@ -52,8 +52,8 @@ class SearchResult:
     """choice: the loss by which the mix was found; proof: of the same mix on windows that no mix was chosen by, None
     where the text has no more; floats: what the layers cost as they are, in the unit of costs"""
 
-    asked: SearchGoal
-    result: Result
+    goal: SearchGoal
+    result: CompressionResult
     search: LossBoundSearch
     choice: Loss
     proof: Loss | None
@@ -66,11 +66,12 @@ class SearchResult:
 
     @property
     def mix(self) -> Mix:
-        return self.search.mixes[self.search.found]
+        return self.search.mixes[self.search.cheapest]
 
 
 def search(
-    job: CompressionPlan, asked: SearchGoal, statistics: Statistics, texts: Texts, out: Path, progress: Progress,
+    job: CompressionPlan, goal: SearchGoal, statistics: CalibrationStatistics, texts: Texts, out: Path,
+    progress: Progress,
     shelf: RoundedMatrixStore | None = None,
 ) -> SearchResult:  # fmt: skip
     """Writes the folder `out`, which must not exist, with the recipe that makes it again.
@@ -82,25 +83,23 @@ def search(
     with staging_folder(out, "search") as work:
         shelf = shelf or RoundedMatrixStore(work / "formats")
         losses = survey(job, statistics, shelf, progress)
-        costs = cost.seconds(job, asked.rows, asked.isa, asked.threads, progress) if asked.rows else cost.nbytes(job)
+        costs = cost.seconds(job, goal.rows, goal.isa, goal.threads, progress) if goal.rows else cost.nbytes(job)
         mixes = compressed(frontier(candidates(losses, costs), MOST_MIXES), FLOAT)
-        trials = _Trials(
-            job, asked.bound, (shelf, work), Reference.of(job.checkpoint, texts.choice, progress), progress
-        )
-        found = searched(mixes, asked.bound, trials.measure)
-        made, choice = trials.kept[found.found]
-        proof = _proven(job.checkpoint, made.folder, texts, progress)
+        trials = _Trials(job, goal.bound, (shelf, work), Reference.of(job.checkpoint, texts.choice, progress), progress)
+        result = searched(mixes, goal.bound, trials.measure)
+        best_result, choice = trials.finished[result.cheapest]
+        proof = _proven(job.checkpoint, best_result.folder, texts, progress)
         floats = sum(of[FLOAT] for of in costs.values())
-        whole = SearchResult(asked, replace(made, folder=out), found, choice.on(texts.of), proof, floats)
-        _record(made.folder, whole, statistics)
-        put_in_place(made.folder, out)
-    return whole
+        outcome = SearchResult(goal, replace(best_result, folder=out), result, choice.on(texts.of), proof, floats)
+        _record(best_result.folder, outcome, statistics)
+        put_in_place(best_result.folder, out)
+    return outcome
 
 
-def _proven(source: Checkpoint, made: Path, texts: "Texts", progress: Progress) -> Loss | None:
+def _proven(source: Checkpoint, folder: Path, texts: "Texts", progress: Progress) -> Loss | None:
     if texts.proof is None:
         return None
-    return loss_of(Reference.of(source, texts.proof, progress), Checkpoint.open(made), progress).on(texts.of)
+    return loss_of(Reference.of(source, texts.proof, progress), Checkpoint.open(folder), progress).on(texts.of)
 
 
 def most_bytes(job: CompressionPlan) -> int:
@@ -126,7 +125,7 @@ class _Trials:
     places: tuple[RoundedMatrixStore, Path]
     reference: Reference
     progress: Progress
-    kept: dict[int, tuple[Result, Loss]] = field(default_factory=dict)
+    finished: dict[int, tuple[CompressionResult, Loss]] = field(default_factory=dict)
     n: int = 0
 
     def measure(self, number: int, mix: Mix) -> float:
@@ -137,35 +136,35 @@ class _Trials:
 
         (shelf, work), formats = self.places, _formats(mix)
         job = plan(self.job.checkpoint, recipe_of(formats))
-        made = compress(job, work / f"mix-{number}", shelf.method(formats), report)
-        loss = loss_of(self.reference, Checkpoint.open(made.folder), report)
-        found = self.bound.of(loss)
-        if found > self.bound.bound:
-            shutil.rmtree(made.folder)
-            return found
-        for older, _ in self.kept.values():
+        compressed = compress(job, work / f"mix-{number}", shelf.method(formats), report)
+        loss = loss_of(self.reference, Checkpoint.open(compressed.folder), report)
+        result = self.bound.of(loss)
+        if result > self.bound.bound:
+            shutil.rmtree(compressed.folder)
+            return result
+        for older, _ in self.finished.values():
             shutil.rmtree(older.folder)
-        self.kept = {number: (made, loss)}
-        return found
+        self.finished = {number: (compressed, loss)}
+        return result
 
 
-def _record(folder: Path, found: SearchResult, statistics: Statistics) -> None:
+def _record(folder: Path, result: SearchResult, statistics: CalibrationStatistics) -> None:
     """The recipe, and in what is recorded of the folder the search."""
-    (folder / RECIPE).write_text(json.dumps(written(found.result.job.recipe), indent=1) + "\n")
-    write_page(folder, {**described(found), "loss": asdict(found.loss), "statistics": statistics.about.recorded})
+    (folder / RECIPE).write_text(json.dumps(to_dict(result.result.job.recipe), indent=1) + "\n")
+    write_page(folder, {**described(result), "loss": asdict(result.loss), "statistics": statistics.about.recorded})
 
 
-def described(found: SearchResult) -> dict[str, Any]:
+def described(result: SearchResult) -> dict[str, Any]:
     """The search as JSON has it. Costs are bytes, or seconds of all layers' products; choice: the loss by which the mix
     was found, proven: what its bound is about, on other windows"""
-    asked, search_ = found.asked, found.search
-    timed = {"rows": asked.rows, "isa": asked.isa, "threads": asked.threads} if asked.rows else {}
+    goal, search_ = result.goal, result.search
+    timed = {"rows": goal.rows, "isa": goal.isa, "threads": goal.threads} if goal.rows else {}
     mixes: list[Mapping[str, object]] = [
         {"cost": mix.cost, "predicted": search_.predicted(i), "measured": search_.measured.get(i)}
         for i, mix in enumerate(search_.mixes)
     ]
     return {"search": {
-        "loss": asked.bound.kind, "bound": asked.bound.bound, "target": str(asked.target), **timed,
-        "unit": "s" if asked.rows else "bytes", "floats": found.floats, "found": search_.found, "mixes": mixes,
-        "choice": asdict(found.choice), "proven": None if found.proof is None else asked.bound.of(found.proof),
+        "loss": goal.bound.kind, "bound": goal.bound.bound, "target": str(goal.target), **timed,
+        "unit": "s" if goal.rows else "bytes", "floats": result.floats, "found": search_.cheapest, "mixes": mixes,
+        "choice": asdict(result.choice), "proven": None if result.proof is None else goal.bound.of(result.proof),
     }}  # fmt: skip
