@@ -33,7 +33,8 @@ _OF_BUDGET = (
                  "the time of a step of few rows or of many, timed on this machine, or bytes; default: latency."),
     click.option("--batch", type=click.IntRange(1, _MOST_ROWS), metavar="N",
                  help=f"Rows of a step, with --max-loss; default: {ROWS[CompressionTarget.LATENCY]} for latency, "
-                      f"{ROWS[CompressionTarget.THROUGHPUT]} for throughput. With --advise: sequences of the large batch; "
+                      f"{ROWS[CompressionTarget.THROUGHPUT]} for throughput. "
+                      "With --advise: sequences of the large batch; "
                       f"default: {BATCH}."),
 )  # fmt: skip
 

@@ -68,7 +68,7 @@ class MaxLoss:
 
 @dataclass(frozen=True, slots=True)
 class LossBoundSearch:
-    """mixes: from the cheapest on; measured: of those that were, by number; cheapest: the number of the cheapest within"""
+    """mixes: cheapest first; measured: losses by number; cheapest: number of the cheapest mix within the bound"""
 
     mixes: Sequence[Mix]
     measured: Mapping[int, float]
