@@ -21,27 +21,27 @@ import numpy as np
 from benchmarks.published import engine_steps, served_runs
 from benchmarks.record import judged, provenance, write_result
 from millrace.machine.devices import Link, find_device
-from millrace.size.fit.device import Step, fit, residuals
-from millrace.size.fit.overhead import LeaveOneOutResult, Run, leave_one_out, replay
-from millrace.size.fit.overhead import judged as errors_of
+from millrace.size.fit.device import MeasuredBatch, fit, residuals
+from millrace.size.fit.overhead import LeaveOneOutResult, MeasuredRun, leave_one_out, replay
+from millrace.size.fit.overhead import summarize_errors as errors_of
 from millrace.size.performance.fitted_devices import profile
 
 FITTED, LEFT_OUT, PREFILL_BY_PCIE, SERVED, TTFT = 0.10, 0.13, 0.19, 0.14, 0.20  # what is asked, at most
 HELD_MODEL, HELD_DEVICE = "mistral-7b", "GH200 96GB"
-PARTS: Mapping[str, Callable[[Run], str]] = {
+PARTS: Mapping[str, Callable[[MeasuredRun], str]] = {
     "model": lambda run: run.instance.model.name,
     "lengths": lambda run: f"{run.lengths.n_input}/{run.lengths.n_output}",
     "tp": lambda run: f"TP{run.instance.tp}",
 }
 
 
-def of_engines(steps: Sequence[Step]) -> dict[str, Any]:
+def of_engines(steps: Sequence[MeasuredBatch]) -> dict[str, Any]:
     """Of one device and precision: mean relative errors of prompts and of decode steps."""
     device, precision = steps[0].instance.device, steps[0].instance.precision
     ours = profile(device, precision).constants
     models = sorted({step.instance.model.name for step in steps})
 
-    def of(name: str, others: bool = False) -> list[Step]:
+    def of(name: str, others: bool = False) -> list[MeasuredBatch]:
         return [step for step in steps if (step.instance.model.name == name) != others]
 
     return {
@@ -56,8 +56,8 @@ def _mean(found: tuple[Any, Any]) -> list[float]:
     return [found[0].mape, found[1].mape]
 
 
-def of_server(runs: Sequence[Run], left_out: bool) -> list[dict[str, Any]]:
-    by_profile: dict[tuple[str, str], list[Run]] = defaultdict(list)
+def of_server(runs: Sequence[MeasuredRun], left_out: bool) -> list[dict[str, Any]]:
+    by_profile: dict[tuple[str, str], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         by_profile[run.instance.device.name, run.instance.precision].append(run)
     found, every = [], []

@@ -20,7 +20,7 @@ from benchmarks.record import judged, provenance, write_result
 from benchmarks.shapes import SHAPES
 from benchmarks.start import timed
 from millrace.bench.run.server_process import ServerProcess
-from millrace.cli.size.verify import told
+from millrace.cli.size.verify import verified_to_dict
 from millrace.engine.artifact.engine import Engine
 from millrace.size.fit.verify import MEDIAN, P90, verify
 from millrace.size.question.settings import VerifySettings
@@ -38,7 +38,7 @@ def run(name: str, model: Path, folder: Path, asked: VerifySettings, precision: 
         **provenance("benchmarks.truth"), **named(Engine.open(built)),
         "asked_of_server": {"isl": asked.isl, "osl": asked.osl, "rounds": asked.rounds, "each_s": asked.each_s,
                             "probe_s": asked.probe_s, "loads": list(asked.shares)},
-        **told(found), "model": name,
+        **verified_to_dict(found), "model": name,
         "goals": [
             judged("median error of the figures that are judged", found.median, MEDIAN, MEDIAN, at_most=True),
             judged("error that nine of ten of them keep", found.p90, P90, P90, at_most=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-from millrace.cli.options import made, settings_options
+from millrace.cli.options import make_settings, settings_options
 from millrace.cli.sampling_flags import SamplingFlags
 from millrace.cli.serve.flags import ListenFlags, QueueFlags, ServeFlags
 from millrace.compile.settings import BuildSettings
@@ -99,7 +99,7 @@ def parsed(*arguments: str) -> Example:
     @click.command()
     @settings_options(Example)
     def command(**given: object) -> None:
-        found.append(made(Example, given))
+        found.append(make_settings(Example, given))
 
     command.main(list(arguments), standalone_mode=False)
     return found[0]

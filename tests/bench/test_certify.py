@@ -9,14 +9,14 @@ import uvloop
 
 from millrace.bench.client import core_share
 from millrace.bench.client.certify import Certificate, certificate_text, certify, doubts, kept_up
-from millrace.bench.client.client_load import Effort
-from millrace.bench.client.request_record import Answer, Question
+from millrace.bench.client.client_load import ClientHealth
+from millrace.bench.client.request_record import BenchRecord, BenchRequest
 from millrace.bench.load.arrivals import Arrivals
 from millrace.bench.load.inputs import Session, Turn
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.null_server.process import NullProcess
-from millrace.bench.run.plan import planned
-from millrace.bench.run.run import Load, Run
+from millrace.bench.run.plan import make_plan
+from millrace.bench.run.run import Run, RunLoad
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import MachineError
 
@@ -27,7 +27,7 @@ def certified(
     """busy_s: of each tenth of a second, in which the client's loop can do nothing else"""
     settings = LoadSettings(**load)  # type: ignore[arg-type]
     what = what or InputSettings(isl=30, osl=200)
-    plan = planned("http://nobody:1", TargetSettings(), settings, what, SessionSettings())
+    plan = make_plan("http://nobody:1", TargetSettings(), settings, what, SessionSettings())
 
     async def hinder() -> None:
         while True:
@@ -126,19 +126,21 @@ TOO_FEW = Certificate(1, 1.0, 0.1, 0.0, 0.0, 0.0, 1)
 @pytest.mark.parametrize(
     "certificate, effort, valid",
     [
-        (None, Effort(0.79), None), (None, Effort(0.8), False), (TOO_FEW, Effort(0.79), None),
-        (TOO_FEW, Effort(0.8), False), (FAILS, Effort(0.1), False), (HOLDS, Effort(None), True),
-        (HOLDS, Effort(0.79, 5, 125), True), (HOLDS, Effort(0.8, 5, 125), False),
-        (HOLDS, Effort(0.39, 64, 1e4), True), (HOLDS, Effort(0.4, 6, 100), None), (HOLDS, Effort(0.4, 5, 126), None),
-        (HOLDS, Effort(0.1, late_ms=4.9), True), (HOLDS, Effort(0.1, late_ms=5.0), False),
-        (HOLDS, Effort(0.1, late_ms=9.9, waited_ms=500), True), (None, Effort(0.1, late_ms=10, waited_ms=500), False),
+        (None, ClientHealth(0.79), None), (None, ClientHealth(0.8), False), (TOO_FEW, ClientHealth(0.79), None),
+        (TOO_FEW, ClientHealth(0.8), False), (FAILS, ClientHealth(0.1), False), (HOLDS, ClientHealth(None), True),
+        (HOLDS, ClientHealth(0.79, 5, 125), True), (HOLDS, ClientHealth(0.8, 5, 125), False),
+        (HOLDS, ClientHealth(0.39, 64, 1e4), True), (HOLDS, ClientHealth(0.4, 6, 100), None),
+        (HOLDS, ClientHealth(0.4, 5, 126), None),
+        (HOLDS, ClientHealth(0.1, late_ms=4.9), True), (HOLDS, ClientHealth(0.1, late_ms=5.0), False),
+        (HOLDS, ClientHealth(0.1, late_ms=9.9, waited_ms=500), True),
+        (None, ClientHealth(0.1, late_ms=10, waited_ms=500), False),
     ],
 )  # fmt: skip
 def test_a_client_is_judged_by_its_runs_too(
-    certificate: Certificate | None, effort: Effort, valid: bool | None
+    certificate: Certificate | None, effort: ClientHealth, valid: bool | None
 ) -> None:
     """Of several, the worst says it; every report asks the same function."""
-    efforts = [Effort(0.01, 1, 1.0), effort, Effort(0.01, 1, 1.0)]
+    efforts = [ClientHealth(0.01, 1, 1.0), effort, ClientHealth(0.01, 1, 1.0)]
     told = certificate_text(certificate, efforts)
     assert told["valid"] is kept_up(certificate, efforts) is valid
     assert told["client_cpu_share"] == (effort.peak_share or 0.01)
@@ -155,8 +157,8 @@ class Slow:
     def __init__(self, busy_s: float, waits_s: float) -> None:
         self._busy_s, self._waits_s = busy_s, waits_s
 
-    async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
-        answer = answer or Answer()
+    async def ask(self, question: BenchRequest, answer: BenchRecord | None = None) -> BenchRecord:
+        answer = answer or BenchRecord()
         answer.sent_s = time.perf_counter()
         while time.perf_counter() - answer.sent_s < self._busy_s:
             pass
@@ -168,7 +170,7 @@ class Slow:
 
 def driven(busy_s: float, at_s: list[float], places: int | None = None, waits_s: float = 0.0) -> Run:
     arrivals = None if places is None else Arrivals(1e5, "constant")
-    run = Run(Slow(busy_s, waits_s), Load(places, arrivals))
+    run = Run(Slow(busy_s, waits_s), RunLoad(places, arrivals))
     sessions = [Session((Turn("a", 1),), at) for at in at_s]
     asyncio.run(run.drive(iter(sessions)))
     return run
@@ -180,7 +182,7 @@ def test_a_burst_is_seen_in_the_worst_second_and_in_what_was_sent_late(monkeypat
     monkeypatch.setattr(core_share, "WINDOW_S", 0.25)
     monkeypatch.setattr(core_share, "EVERY_S", 0.05)
     run = driven(0.01, [0.0, *(0.6 + 1e-6 * i for i in range(20))])
-    found = Effort.of(run)
+    found = ClientHealth.from_run(run)
     assert run.share.mean is not None and run.share.mean < 0.4 and found.peak_share is not None
     assert found.peak_share > 1.8 * run.share.mean, "thread time, whatever else the machine does"
     assert found.late_ms > 150 and not found.keeps_up and found.chunks_per_s == pytest.approx(21 / run.wall_s)
@@ -189,15 +191,17 @@ def test_a_burst_is_seen_in_the_worst_second_and_in_what_was_sent_late(monkeypat
 def test_waiting_for_a_place_is_no_lateness_of_the_client() -> None:
     run = driven(0.0, [0.0] * 20, places=1, waits_s=0.005)
     assert max(r.answer.sent_s - r.answer.intended_s for r in run.records) > 0.09
-    assert len(run.late_s) < 3 and Effort.of(run).streams == 1
+    assert len(run.late_s) < 3 and ClientHealth.from_run(run).streams == 1
 
 
 def test_one_hiccup_is_no_lateness() -> None:
     """The first keeps the loop for 20 ms: two of three are late, or one of two."""
-    assert Effort.of(driven(0.02, [0.0, 0.001, 0.002])).late_ms > 10
-    assert Effort.of(driven(0.02, [0.0, 0.001])).late_ms == 0
+    assert ClientHealth.from_run(driven(0.02, [0.0, 0.001, 0.002])).late_ms > 10
+    assert ClientHealth.from_run(driven(0.02, [0.0, 0.001])).late_ms == 0
 
 
 def test_a_run_of_no_time_tells_no_share() -> None:
     run = driven(0.0, [0.0])
-    assert run.share.mean is None and Effort.of(run).peak_share is None and Effort.of(run).keeps_up
+    assert (
+        run.share.mean is None and ClientHealth.from_run(run).peak_share is None and ClientHealth.from_run(run).keeps_up
+    )

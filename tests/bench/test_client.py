@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from millrace.bench.client import client as bounds
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import CHAT, EMBEDDINGS, ENDPOINTS
-from millrace.bench.client.request_record import Answer, Failure, Message, Question
+from millrace.bench.client.request_record import BenchMessage, BenchRecord, BenchRequest, Failure
 from millrace.bench.null_server.ledger import FAULTS, NullTiming
 from millrace.errors import ConfigError
 from tests.bench.conftest import Null
 
 QUICK = NullTiming(ttft_ms="30", itl_ms="5", tokens_per_chunk=2)
-QUESTION = Question([Message("system", "be brief"), Message("user", "one two three")], 7)
+QUESTION = BenchRequest([BenchMessage("system", "be brief"), BenchMessage("user", "one two three")], 7)
 
 
-def ask(target: Target, *questions: Question) -> list[Answer]:
+def ask(target: BenchTarget, *questions: BenchRequest) -> list[BenchRecord]:
     """One after the other, over one client."""
 
-    async def asking() -> list[Answer]:
+    async def asking() -> list[BenchRecord]:
         async with Client(target) as client:
             return [await client.ask(question) for question in questions or (QUESTION,)]
 
@@ -35,7 +35,7 @@ def ask(target: Target, *questions: Question) -> list[Answer]:
 def test_every_endpoint_is_heard_as_it_was_sent(null: Null, name: str, streamed: bool) -> None:
     server = null(QUICK)
     headers = {"x-case": f"{name}-{streamed}"}
-    target = Target(f"{server.url}/v1/", ENDPOINTS[name], "m", streamed, headers=headers, keep_text=True)
+    target = BenchTarget(f"{server.url}/v1/", ENDPOINTS[name], "m", streamed, headers=headers, keep_text=True)
     before = len(server.truth_list)
     first, second = ask(target, QUESTION, QUESTION)
     for answer, sent in zip((first, second), server.truth_list[before:], strict=True):
@@ -61,7 +61,7 @@ def test_every_endpoint_is_heard_as_it_was_sent(null: Null, name: str, streamed:
 def test_chunks_are_stamped_when_their_bytes_come(null: Null, name: str) -> None:
     server = null(QUICK)
     before = len(server.truth_list)
-    (answer,) = ask(Target(server.url, ENDPOINTS[name], "m"))
+    (answer,) = ask(BenchTarget(server.url, ENDPOINTS[name], "m"))
     (sent,) = server.truth_list[before:]
     delays = [at_s - sent_s for at_s, sent_s in zip(answer.chunk_s, sent.sent_s, strict=True)]
     assert sorted(delays)[len(delays) // 2] < 0.01
@@ -69,8 +69,8 @@ def test_chunks_are_stamped_when_their_bytes_come(null: Null, name: str) -> None
 
 def test_the_tokens_of_a_chunk_are_known_where_the_server_tells(null: Null) -> None:
     url = null(QUICK).url
-    (told,) = ask(Target(url, CHAT, each_usage=True))
-    (untold,) = ask(Target(url, CHAT))
+    (told,) = ask(BenchTarget(url, CHAT, each_usage=True))
+    (untold,) = ask(BenchTarget(url, CHAT))
     assert told.chunk_tokens == [2, 4, 6, 7] and told.n_first == 2
     assert untold.chunk_tokens == [] and untold.n_first == 1 and untold.n_output == 7
 
@@ -78,7 +78,7 @@ def test_the_tokens_of_a_chunk_are_known_where_the_server_tells(null: Null) -> N
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_results_with_what_had_come(null: Null, fault: str) -> None:
     server = null(NullTiming(ttft_ms="10", itl_ms="2", fault=fault, fault_every=2))
-    good, bad, again = ask(Target(server.url, CHAT, timeout_s=0.3), QUESTION, QUESTION, QUESTION)
+    good, bad, again = ask(BenchTarget(server.url, CHAT, timeout_s=0.3), QUESTION, QUESTION, QUESTION)
     kinds = {"status": Failure.STATUS, "break": Failure.BROKEN_OFF, "malformed": Failure.MALFORMED,
              "stall": Failure.TIMEOUT, "error": Failure.SERVER_ERROR}  # fmt: skip
     assert good.failure is None and again.failure is None, "and the next one is asked on a connection that works"
@@ -112,14 +112,14 @@ async def answered(reply: bytes | list[bytes], ask: Callable[[str], Awaitable[An
         return found
 
 
-def heard(reply: bytes | list[bytes], target: Target | None = None, close: bool = True) -> Answer:
-    async def asking(url: str) -> Answer:
+def heard(reply: bytes | list[bytes], target: BenchTarget | None = None, close: bool = True) -> BenchRecord:
+    async def asking(url: str) -> BenchRecord:
         endpoint = CHAT if target is None else target.endpoint
-        async with Client(Target(url, endpoint, timeout_s=5, keep_text=True)) as client:
+        async with Client(BenchTarget(url, endpoint, timeout_s=5, keep_text=True)) as client:
             return await client.ask(QUESTION)
 
     answer = asyncio.run(answered(reply, asking, close))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, BenchRecord)
     return answer
 
 
@@ -160,7 +160,7 @@ def test_what_comes_before_an_answer_is_none(parts: list[bytes]) -> None:
         (b"hello\r\n\r\n", Failure.MALFORMED, "not HTTP"),
         (b"", Failure.BROKEN_OFF, "closed"),
         (b"HTTP/1.1 200 OK\r\nx: ", Failure.BROKEN_OFF, "closed"),
-        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (bounds.MOST_HEAD_BYTES + 1), Failure.TOO_LARGE, "headers"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (bounds.MAX_HEAD_BYTES + 1), Failure.TOO_LARGE, "headers"),
         (HINTS * 2000, Failure.TOO_LARGE, "headers"),
         (b"HTTP/1.1 101 Other Protocol\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", Failure.STATUS, "status 101"),
         (HEAD, Failure.BROKEN_OFF, "without a finish_reason"),
@@ -175,7 +175,7 @@ def test_what_comes_before_an_answer_is_none(parts: list[bytes]) -> None:
         (HEAD + b'data: {"choices": [], "usage": {"prompt_tokens": 1%s}}\n\n' % (b"0" * 400), Failure.MALFORMED, ""),
         (HEAD + b"".join(b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\n' % n for n in (7, 3)),
          Failure.MALFORMED, "from 7 output tokens back to 3"),
-        (HEAD + b"data: " + b"x" * (bounds.MOST_EVENT_BYTES + 1), Failure.TOO_LARGE, "an event"),
+        (HEAD + b"data: " + b"x" * (bounds.MAX_EVENT_BYTES + 1), Failure.TOO_LARGE, "an event"),
         (HEAD + b'data: {"error": {"message": "no memory"}}\n\n', Failure.SERVER_ERROR, "no memory"),
         (JSON % (2, b"{}"), Failure.EMPTY, "no text"),
         (JSON % (9, b"{}"), Failure.BROKEN_OFF, "closed"),
@@ -189,13 +189,13 @@ def test_what_is_no_answer_is_counted_by_its_kind(reply: bytes, failure: Failure
 
 
 def test_an_answer_without_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "MOST_ANSWER_BYTES", 100)
+    monkeypatch.setattr(bounds, "MAX_ANSWER_BYTES", 100)
     answer = heard(HEAD + TEXT * 3, close=False)
     assert answer.failure == Failure.TOO_LARGE and "more than 100 bytes" in answer.detail
 
 
 def test_no_embedding_is_no_answer() -> None:
-    target = Target("http://x", EMBEDDINGS)
+    target = BenchTarget("http://x", EMBEDDINGS)
     assert heard(JSON % (11, b'{"data":[]}'), target).failure == Failure.MALFORMED
     assert heard(JSON % (2, b"{}"), target).failure == Failure.MALFORMED
     assert heard(JSON % (14, b'{"data":[[1]]}'), target).failure is None
@@ -205,8 +205,8 @@ def test_a_kept_connection_that_was_closed_is_opened_again() -> None:
     """The server closes after each answer, without saying so: no request may fail for it."""
     body = json.dumps({"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}).encode()
 
-    async def asking(url: str) -> list[Answer]:
-        async with Client(Target(url, CHAT, streamed=False)) as client:
+    async def asking(url: str) -> list[BenchRecord]:
+        async with Client(BenchTarget(url, CHAT, streamed=False)) as client:
             return [await client.ask(QUESTION) for _ in range(5)]
 
     answers = asyncio.run(answered(JSON % (len(body), body), asking))
@@ -214,7 +214,7 @@ def test_a_kept_connection_that_was_closed_is_opened_again() -> None:
 
 
 def test_nobody_listens() -> None:
-    (answer,) = ask(Target("http://127.0.0.1:1", CHAT))
+    (answer,) = ask(BenchTarget("http://127.0.0.1:1", CHAT))
     assert answer.failure == Failure.UNREACHABLE and "Refused" in answer.detail and answer.status == 0
 
 
@@ -222,9 +222,9 @@ def test_a_cancelled_request_goes_away(null: Null) -> None:
     server = null(NullTiming(ttft_ms="10", itl_ms="20"))
 
     async def asking() -> None:
-        async with Client(Target(server.url, CHAT)) as client:
+        async with Client(BenchTarget(server.url, CHAT)) as client:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(client.ask(Question(QUESTION.messages, 100)), 0.05)
+                await asyncio.wait_for(client.ask(BenchRequest(QUESTION.messages, 100)), 0.05)
             assert (await client.ask(QUESTION)).failure is None
 
     asyncio.run(asking())
@@ -235,10 +235,10 @@ def test_a_cancelled_request_goes_away(null: Null) -> None:
 @pytest.mark.parametrize("url", ["", "http://", "ftp://x", "http://x:99999", "http://x:y", "http://[::1"])
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError):
-        Client(Target(url, CHAT))
+        Client(BenchTarget(url, CHAT))
 
 
 @pytest.mark.parametrize("headers", [{"a": "b\r\nc: d"}, {"a\n": "b"}, {"a": "\u2028"}])
 def test_headers_cannot_break_out(headers: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
-        Client(Target("http://x", CHAT, headers=headers))
+        Client(BenchTarget("http://x", CHAT, headers=headers))

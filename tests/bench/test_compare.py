@@ -20,16 +20,16 @@ from millrace.bench.analysis.compare import (
     read_result,
 )  # fmt: skip
 from millrace.bench.analysis.compare_goodput import newcombe, of_rounds, of_written, satisfied
-from millrace.bench.analysis.goodput import Limits
+from millrace.bench.analysis.goodput import GoodputLimits
 from millrace.bench.analysis.intervals import Z99, Z
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import CHAT
-from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.client.request_record import BenchRecord, Failure
 from millrace.bench.load.inputs import Turn
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.report.results import line_of
-from millrace.bench.run.plan import Plan, planned
-from millrace.bench.run.run import Load, Record, Run
+from millrace.bench.run.plan import BenchPlan, make_plan
+from millrace.bench.run.run import Run, RunLoad, TurnRecord
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import ConfigError
 from tests.bench.conftest import Null
@@ -44,15 +44,15 @@ def drawn_pairs(by: float, n: int = 8) -> Difference:
     return of_pairs("x", False, common.tolist(), (common * (1 + by / 100) * np.exp(RNG.normal(0, 0.03, n))).tolist())
 
 
-def answer(ttft_s: float, late_s: float = 0.0, failure: Failure | None = None) -> Answer:
-    return Answer("x", 5 - late_s, 5, [5 + ttft_s, 6 + ttft_s], [], 7, 5, 10, failure=failure)
+def answer(ttft_s: float, late_s: float = 0.0, failure: Failure | None = None) -> BenchRecord:
+    return BenchRecord("x", 5 - late_s, 5, [5 + ttft_s, 6 + ttft_s], [], 7, 5, 10, failure=failure)
 
 
-def rounds(*answers: list[Answer]) -> ComparedRun:
+def rounds(*answers: list[BenchRecord]) -> ComparedRun:
     runs = []
     for part in answers:
-        runs.append(run := Run(Client(Target("http://x:1", CHAT)), Load()))
-        run.records += [Record(Turn("a"), one, 0, 0) for one in part]
+        runs.append(run := Run(Client(BenchTarget("http://x:1", CHAT)), RunLoad()))
+        run.records += [TurnRecord(Turn("a"), one, 0, 0) for one in part]
     return ComparedRun(runs)
 
 
@@ -67,7 +67,7 @@ def test_what_users_waited_is_compared_too() -> None:
         assert found[name].percent == pytest.approx(percent, abs=1e-9) and found[name].verdict == verdict
 
 
-LIMITS = Limits((("time_to_first_token", 500.0),))
+LIMITS = GoodputLimits((("time_to_first_token", 500.0),))
 KEPT, BROKEN, FAILED = answer(0.4), answer(0.4, late_s=0.2), answer(0.1, failure=Failure.TIMEOUT)
 
 
@@ -155,9 +155,9 @@ def run_in_turns(null: Null) -> tuple[ComparedRun, ComparedRun]:
     """Run a slow and a fast server in turns, and check that they got the same questions."""
     slow, fast = NullTiming(ttft_ms="20", itl_ms="3"), NullTiming(ttft_ms="20", itl_ms="2")
 
-    def plans(url: str, round_: int) -> Plan:
+    def plans(url: str, round_: int) -> BenchPlan:
         load = LoadSettings(concurrency=2, request_count=4, random_seed=round_)
-        return planned(url, TargetSettings(), load, InputSettings(isl=10, osl=20), SessionSettings())
+        return make_plan(url, TargetSettings(), load, InputSettings(isl=10, osl=20), SessionSettings())
 
     a, b = asyncio.run(
         interleaved(lambda i: plans(null(slow).url, i), lambda i: plans(null(fast).url, i), 4)
@@ -184,8 +184,10 @@ def written(path: Path, itl_s: float, n: int = 40, failures: tuple[Failure, ...]
     records = []
     for i in range(n):
         chunks = (i + 0.1 + RNG.normal(0, 0.01) + itl_s * np.arange(10)).tolist()
-        records.append(Record(Turn("a"), Answer(f"x{i}", i - 0.25, i, chunks, [], chunks[-1], 5, 10, status=200), i, 0))
-    records += [Record(Turn("a"), Answer("y", 1, 1, end_s=2, failure=kind), n, 0) for kind in failures]
+        records.append(
+            TurnRecord(Turn("a"), BenchRecord(f"x{i}", i - 0.25, i, chunks, [], chunks[-1], 5, 10, status=200), i, 0)
+        )
+    records += [TurnRecord(Turn("a"), BenchRecord("y", 1, 1, end_s=2, failure=kind), n, 0) for kind in failures]
     path.mkdir()
     (path / "requests.jsonl").write_text("".join(line_of(r, 1e9) + "\n" for r in records))
     return path
@@ -199,7 +201,7 @@ def test_two_results_that_were_written(tmp_path: Path) -> None:
     assert found["time_to_first_token"].n == 40
     waited = found["time_to_first_token_from_intended"]
     assert waited.a == pytest.approx(found["time_to_first_token"].a + 250, abs=1e-3), "a quarter of a second, written"
-    both = of_written(read_result(a), read_result(b), Limits((("request_latency", 440.0 + 3 * 10),)))
+    both = of_written(read_result(a), read_result(b), GoodputLimits((("request_latency", 440.0 + 3 * 10),)))
     assert both is not None and both.a > 0.95 and both.b < both.a
 
 
@@ -216,7 +218,7 @@ def test_a_file_that_is_no_result(tmp_path: Path, line: str) -> None:
 
 def test_only_failures_are_no_result(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    record = Record(Turn("a"), Answer("x", 1, 1, end_s=2), 0, 0)
+    record = TurnRecord(Turn("a"), BenchRecord("x", 1, 1, end_s=2), 0, 0)
     told = json.loads(line_of(record, 0)) | {"failure": "timeout"}
     path.write_text(json.dumps(told) + "\n")
     with pytest.raises(ConfigError, match="no whole answer"):
@@ -272,7 +274,7 @@ def test_failures_are_compared_as_shares(failed: tuple[int, int], n: tuple[int, 
 
 
 def test_a_metric_that_one_side_lacks_is_named() -> None:
-    streamed, whole = Answer("x", 0, 0, [1.0, 2.0], [], 2, 5, 10), Answer("x", 0, 0, [], [], 2, 5, 10)
+    streamed, whole = BenchRecord("x", 0, 0, [1.0, 2.0], [], 2, 5, 10), BenchRecord("x", 0, 0, [], [], 2, 5, 10)
     names = ("time_to_first_token", "inter_token_latency", "time_to_first_token_from_intended")
     assert only_one_has([whole], [streamed]) == dict.fromkeys(names, "B")
     assert only_one_has([streamed], [whole, whole]) == dict.fromkeys(names, "A")

@@ -13,7 +13,7 @@ from millrace.bench.analysis.goodput import parse_limits
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.report.exports import write_results
 from millrace.bench.report.results import RunResult, report
-from millrace.bench.run.plan import measure, planned
+from millrace.bench.run.plan import make_plan, measure
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from tests.bench.conftest import Null
 
@@ -29,11 +29,11 @@ UNITS = {
 def done(null: Null) -> RunResult:
     """Every fifth request breaks off."""
     server = null(NullTiming(ttft_ms="8", itl_ms="normal:2,0.5", fault="break", fault_every=5))
-    plan = planned(
+    plan = make_plan(
         server.url, TargetSettings(model="m"), LoadSettings(concurrency=4, request_count=20, random_seed=3),
         InputSettings(pattern=("10/8", "20/6")), SessionSettings(),
     )  # fmt: skip
-    return RunResult.of(plan, asyncio.run(measure(plan)), parse_limits(["ttft:500", "reading-speed"]))
+    return RunResult.from_run(plan, asyncio.run(measure(plan)), parse_limits(["ttft:500", "reading-speed"]))
 
 
 @pytest.fixture(scope="module")

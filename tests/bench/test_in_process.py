@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace.bench.client.in_process import RandomTokens
 from millrace.bench.load.distribution import Spread
-from millrace.bench.load.inputs import Prefixes, Session, Shape, synthetic
+from millrace.bench.load.inputs import LengthPattern, Prefixes, Session, synthetic
 from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.load.trace_files import read_requests
 
@@ -19,7 +19,7 @@ VOCAB = 997
 def tokens(sessions: Iterable[Session], seed: int = 0) -> list[list[int]]:
     drawn = RandomTokens(seed, VOCAB)
     turns = [s.turns[0] for s in sessions]
-    return [drawn.of(t.text, t.n_input or 0) for t in turns]
+    return [drawn.for_text(t.text, t.n_input or 0) for t in turns]
 
 
 def test_prompts_of_a_trace_begin_alike_where_its_numbers_say_so(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_prompts_of_a_trace_begin_alike_where_its_numbers_say_so(tmp_path: Path)
 
 def test_shared_beginnings_are_shared_and_tokens_are_of_the_whole_vocabulary() -> None:
     def sessions() -> Iterable[Session]:
-        return islice(synthetic([Shape(Spread(200), Spread(1))], PromptWords(), 3, Prefixes(1, 120)), 200)
+        return islice(synthetic([LengthPattern(Spread(200), Spread(1))], PromptWords(), 3, Prefixes(1, 120)), 200)
 
     found = tokens(sessions())
     assert len({tuple(p[:120]) for p in found}) == 1 and len({tuple(p[:130]) for p in found}) == 200
@@ -49,5 +49,5 @@ def test_shared_beginnings_are_shared_and_tokens_are_of_the_whole_vocabulary() -
 
 def test_a_text_of_other_length_is_cut_or_filled() -> None:
     drawn = RandomTokens(0, VOCAB)
-    assert drawn.of("a b c", 2) == drawn.of("a b", 2)
-    assert len(drawn.of("a", 5000)) == 5000 and drawn.of("a", 5000)[:2] == drawn.of("a", 2)
+    assert drawn.for_text("a b c", 2) == drawn.for_text("a b", 2)
+    assert len(drawn.for_text("a", 5000)) == 5000 and drawn.for_text("a", 5000)[:2] == drawn.for_text("a", 2)

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from millrace.bench.load.distribution import Spread
-from millrace.bench.load.inputs import ConversationShape, Prefixes, Session, Shape, synthetic
+from millrace.bench.load.inputs import ConversationShape, LengthPattern, Prefixes, Session, synthetic
 from millrace.bench.load.prompt_text import WORDS, PromptWords
 from millrace.errors import ConfigError
 
-PLAIN = Shape(Spread.normal(100, 20), Spread(30))
+PLAIN = LengthPattern(Spread.normal(100, 20), Spread(30))
 
 
-def drawn(n: int, *shapes: Shape, seed: int = 1, words: PromptWords | None = None, **more: object) -> list[Session]:
+def drawn(
+    n: int, *shapes: LengthPattern, seed: int = 1, words: PromptWords | None = None, **more: object
+) -> list[Session]:
     return list(islice(synthetic(shapes or (PLAIN,), words or PromptWords(), seed, **more), n))  # type: ignore[arg-type]
 
 
@@ -31,7 +33,7 @@ def test_number_and_seed_say_the_text() -> None:
 
 
 def test_a_mix_is_drawn_by_weight_and_told_apart() -> None:
-    sessions = drawn(2000, Shape.parse("short/long:3"), Shape.parse("1000/7"))
+    sessions = drawn(2000, LengthPattern.parse("short/long:3"), LengthPattern.parse("1000/7"))
     by_label = {s.label: s.turns[0] for s in sessions}
     assert {label: (t.n_input, t.max_tokens) for label, t in by_label.items()} == {
         "short/long": (128, 2048), "1000/7": (1000, 7),
@@ -42,7 +44,7 @@ def test_a_mix_is_drawn_by_weight_and_told_apart() -> None:
 @pytest.mark.parametrize("text", ["", "short", "short/longer", "1/2/3", "0/5", "5/0", "1/1:0", "1/1:x", "nan/1"])
 def test_what_is_no_pattern(text: str) -> None:
     with pytest.raises(ConfigError):
-        Shape.parse(text)
+        LengthPattern.parse(text)
 
 
 def test_prompts_share_so_many_beginnings() -> None:

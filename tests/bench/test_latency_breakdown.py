@@ -15,24 +15,24 @@ from millrace.bench.analysis.latency_breakdown import (
     TO_FIRST,
     ClientTrace,
     breakdown_text,
+    fetch_traces,
     join_client_server_traces,
     latency_shares,
-    traced,
 )
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import ENDPOINTS
-from millrace.bench.client.request_record import Answer, Failure, Message, Question
+from millrace.bench.client.request_record import BenchMessage, BenchRecord, BenchRequest, Failure
 from millrace.bench.load.inputs import Turn
 from millrace.bench.report.results import RunResult, report
-from millrace.bench.run.plan import planned
-from millrace.bench.run.run import Record, Run
+from millrace.bench.run.plan import make_plan
+from millrace.bench.run.run import Run, TurnRecord
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from tests.serve.support import MODEL, Fake, running
 
 STAGES = {"outside": 2.0, "preparing": 3.0, "queue": 5.0, "prefill": 70.0, "telling": 1.5, "decode": 400.0}
 
 
-def request(i: int, last_ms: float = 0.5, **stages: float) -> tuple[Answer, ClientTrace]:
+def request(i: int, last_ms: float = 0.5, **stages: float) -> tuple[BenchRecord, ClientTrace]:
     """Of so many ms in each stage; last_ms: to tell the last token, a part of `telling`."""
     s = {**STAGES, **stages}
     to_first = sum(s[stage] for stage in TO_FIRST) - last_ms
@@ -40,7 +40,7 @@ def request(i: int, last_ms: float = 0.5, **stages: float) -> tuple[Answer, Clie
     queued, first = s["queue"], s["queue"] + s["prefill"]
     first_told = first + s["telling"] - last_ms
     end = first_told + s["decode"]
-    answer = Answer(
+    answer = BenchRecord(
         id=f"r-{i}", sent_s=100.0, end_s=100 + latency / 1e3, chunk_s=[100 + to_first / 1e3, 100 + latency / 1e3]
     )
     return answer, ClientTrace(s["preparing"], queued, first, first_told, end, end + last_ms)
@@ -98,27 +98,27 @@ def test_what_took_longer_than_its_client_waited_is_not_told(outside_ms: float, 
     pairs = [request(0), request(1, outside=outside_ms), request(2)]
     found = join_client_server_traces([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
     assert found is not None and found.contradicts is contradicts
-    plan = planned("http://x:1", TargetSettings(), LoadSettings(), InputSettings(), SessionSettings())
+    plan = make_plan("http://x:1", TargetSettings(), LoadSettings(), InputSettings(), SessionSettings())
     run = Run(EngineLess(), plan.load)
-    run.records += [Record(Turn("a"), a, 0, 0) for a, _ in pairs]
-    told = report(RunResult.of(plan, run, [], None, found))
+    run.records += [TurnRecord(Turn("a"), a, 0, 0) for a, _ in pairs]
+    told = report(RunResult.from_run(plan, run, [], None, found))
     assert (told["waterfall"] is None) is any("took longer than we waited" in n for n in told["notes"]) is contradicts
 
 
 class EngineLess:
-    async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
+    async def ask(self, question: BenchRequest, answer: BenchRecord | None = None) -> BenchRecord:
         raise AssertionError("nobody is asked")
 
 
 def test_no_two_clients_give_a_request_the_same_name() -> None:
     """A server that keeps both tells of the newest."""
 
-    async def asked(target: Target) -> list[str]:
+    async def asked(target: BenchTarget) -> list[str]:
         async with Client(target) as client:
-            return [(await client.ask(Question([Message("user", "a")], 2))).id for _ in range(3)]
+            return [(await client.ask(BenchRequest([BenchMessage("user", "a")], 2))).id for _ in range(3)]
 
     with running(Fake()) as server:
-        target = Target(server.url, ENDPOINTS["completions"], MODEL)
+        target = BenchTarget(server.url, ENDPOINTS["completions"], MODEL)
         ids = [id_ for _ in range(4) for id_ in asyncio.run(asked(target))]
     assert len(set(ids)) == 12
 
@@ -127,24 +127,24 @@ def test_no_two_clients_give_a_request_the_same_name() -> None:
 
 
 def test_our_server_tells_of_each_request_within_what_its_client_saw() -> None:
-    async def asked(target: Target) -> list[Answer]:
+    async def asked(target: BenchTarget) -> list[BenchRecord]:
         async with Client(target) as client:
-            question = Question([Message("user", "a")], 6, {"ignore_eos": True})
+            question = BenchRequest([BenchMessage("user", "a")], 6, {"ignore_eos": True})
             return list(await asyncio.gather(*(client.ask(question) for _ in range(12))))
 
     with running(Fake()) as server:
-        target = Target(server.url, ENDPOINTS["completions"], MODEL)
+        target = BenchTarget(server.url, ENDPOINTS["completions"], MODEL)
         answers = asyncio.run(asked(target))
-        traces = asyncio.run(traced(target, answers))
+        traces = asyncio.run(fetch_traces(target, answers))
         assert len(traces) == 12 and all(seen.is_whole for seen in traces.values())
         below = replace(target, url=f"{server.url}/v2")
-        assert asyncio.run(traced(below, [*answers, Answer(id="never asked")])) == traces, (
+        assert asyncio.run(fetch_traces(below, [*answers, BenchRecord(id="never asked")])) == traces, (
             "one that is forgotten costs no other"
         )
     found = join_client_server_traces(answers, traces)
     assert found is not None and found.n == 12
     assert (found.to_first >= 0).all() and (found.to_end >= 0).all(), "each began after the one before"
-    assert asyncio.run(traced(target, answers)) == {}, "the server has gone"
+    assert asyncio.run(fetch_traces(target, answers)) == {}, "the server has gone"
 
 
 @contextmanager
@@ -187,10 +187,13 @@ OTHERS = [
 def test_another_server_has_no_waterfall(status: int, body: bytes) -> None:
     """Nor one that tells of times that are none."""
     with answering(status, body) as url:
-        assert asyncio.run(traced(Target(url, ENDPOINTS["chat"]), [Answer(id="a"), Answer(id="b")])) == {}
+        assert (
+            asyncio.run(fetch_traces(BenchTarget(url, ENDPOINTS["chat"]), [BenchRecord(id="a"), BenchRecord(id="b")]))
+            == {}
+        )
 
 
 def test_the_longest_time_that_is_one() -> None:
     with answering(200, trace("1e9")) as url:
-        (seen,) = asyncio.run(traced(Target(url, ENDPOINTS["chat"]), [Answer(id="a")])).values()
+        (seen,) = asyncio.run(fetch_traces(BenchTarget(url, ENDPOINTS["chat"]), [BenchRecord(id="a")])).values()
     assert seen.first_token_ms == seen.told_ms == 1e9 and seen.total_ms is None

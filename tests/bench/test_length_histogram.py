@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.bench.client.request_record import Answer, Failure
-from millrace.bench.load.length_histogram import Histogram, read_histogram, told_histogram
+from millrace.bench.client.request_record import BenchRecord, Failure
+from millrace.bench.load.length_histogram import LengthHistogram, histogram_to_dict, read_histogram
 from millrace.bench.load.prompt_text import PromptWords
-from millrace.bench.run.plan import planned
+from millrace.bench.run.plan import make_plan
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import ConfigError
 
@@ -49,7 +49,7 @@ def test_bins_come_as_often_as_they_were_counted(tmp_path: Path) -> None:
 def test_lines_of_a_trace_and_of_a_result_are_their_own_lengths(tmp_path: Path) -> None:
     trace = [{"timestamp": 0, "input_length": n, "output_length": m} for n, m in ((7, 1), (7, 1), (90, 0))]
     found = read_histogram(written(tmp_path, "\n".join(map(json.dumps, trace)) + "\n\n"))
-    assert found == Histogram([(7, 7, 1, 1), (90, 90, 1, 1)], [2, 3])
+    assert found == LengthHistogram([(7, 7, 1, 1), (90, 90, 1, 1)], [2, 3])
     result = [
         {"n_prompt": 5, "n_output": 2, "failure": None}, {"n_prompt": 6, "n_output": 0, "failure": "timeout"},
         {"n_prompt": None, "n_output": 3, "failure": None},
@@ -61,13 +61,13 @@ def test_lines_of_a_trace_and_of_a_result_are_their_own_lengths(tmp_path: Path) 
 def test_what_a_result_writes_is_read_again(tmp_path: Path, n_lengths: int) -> None:
     rng = random.Random(2)
     lengths = [(rng.randint(1, n_lengths) * 7, rng.randint(1, n_lengths)) for _ in range(3000)]
-    answers = [Answer(n_prompt=n, n_told=m) for n, m in lengths]
+    answers = [BenchRecord(n_prompt=n, n_told=m) for n, m in lengths]
     answers += [
-        Answer(n_prompt=9999, n_told=5, failure=Failure.TIMEOUT),
-        Answer(n_told=5),
-        Answer(n_prompt=5, n_told=0),
+        BenchRecord(n_prompt=9999, n_told=5, failure=Failure.TIMEOUT),
+        BenchRecord(n_told=5),
+        BenchRecord(n_prompt=5, n_told=0),
     ]
-    found_in = told_histogram(answers)
+    found_in = histogram_to_dict(answers)
     assert found_in is not None
     (tmp_path / "histogram.json").write_text(json.dumps(found_in))
     found = read_histogram(tmp_path)
@@ -77,7 +77,7 @@ def test_what_a_result_writes_is_read_again(tmp_path: Path, n_lengths: int) -> N
         assert n == sum(low <= a <= high and out_low <= b <= out_high for a, b in lengths)
     if n_lengths == 3:
         assert {(b[0], b[2]): n for b, n in counted.items()} == Counter(lengths), "few lengths are kept as they are"
-    assert told_histogram([Answer(n_told=5)]) is None
+    assert histogram_to_dict([BenchRecord(n_told=5)]) is None
 
 
 def test_sessions_have_the_lengths_of_the_file_and_of_the_seed(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_sessions_have_the_lengths_of_the_file_and_of_the_seed(tmp_path: Path) -
     def drawn(seed: int) -> list[tuple[int, int | None, int]]:
         what = InputSettings(input_histogram=str(path))
         load = LoadSettings(random_seed=seed)
-        plan = planned("http://x", TargetSettings(), load, what, SessionSettings())
+        plan = make_plan("http://x", TargetSettings(), load, what, SessionSettings())
         turns = [s.turns[0] for s in islice(plan.sessions(PromptWords()), 200)]
         return [(t.n_input or 0, t.max_tokens, len(t.text.split())) for t in turns]
 
@@ -119,6 +119,6 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     for more in ({"pattern": ("5/5",)}, {"input_file": path}, {"isl": 5.0}, {"osl": 5.0}):
         with pytest.raises(ConfigError, match="beside"):
             what = InputSettings(input_histogram=path, **more)
-            planned("http://x", TargetSettings(), LoadSettings(), what, SessionSettings())
+            make_plan("http://x", TargetSettings(), LoadSettings(), what, SessionSettings())
     with pytest.raises(ConfigError, match="cannot be read"):
         read_histogram(tmp_path / "absent")

@@ -10,26 +10,28 @@ import pytest
 
 from millrace.bench.analysis.goodput import parse_limits
 from millrace.bench.analysis.latency_breakdown import Waterfall
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import CHAT
-from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.client.request_record import BenchRecord, Failure
 from millrace.bench.load.inputs import Turn
 from millrace.bench.report.page import bench_page, waterfall
 from millrace.bench.report.plot_summaries import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
 from millrace.bench.report.results import RunResult, report
-from millrace.bench.run.plan import planned
-from millrace.bench.run.run import Load, Record, Run
+from millrace.bench.run.plan import make_plan
+from millrace.bench.run.run import Run, RunLoad, TurnRecord
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 
 RNG = np.random.default_rng(1)
 
 
-def answer(sent_s: float, n_prompt: int, ttft_s: float, gaps_s: list[float]) -> Answer:
+def answer(sent_s: float, n_prompt: int, ttft_s: float, gaps_s: list[float]) -> BenchRecord:
     chunks = (sent_s + ttft_s + np.cumsum([0, *gaps_s])).tolist()
-    return Answer("x", sent_s, sent_s, chunks, [], chunks[-1], n_prompt, len(chunks), status=200, finish_reason="stop")
+    return BenchRecord(
+        "x", sent_s, sent_s, chunks, [], chunks[-1], n_prompt, len(chunks), status=200, finish_reason="stop"
+    )
 
 
-def prefill(n: int = 60) -> list[Answer]:
+def prefill(n: int = 60) -> list[BenchRecord]:
     """40 ms and 0.25 ms an input token, with noise of 5 ms; a token every 20 ms, that slow down from 18 to 22."""
     found = []
     for i, n_prompt in enumerate(RNG.integers(100, 2000, n).tolist()):
@@ -84,16 +86,16 @@ def test_the_spread() -> None:
     assert spread_percent(list(range(101))) == pytest.approx(160) and spread_percent([]) is None
 
 
-def finished(records: list[Record], model: str = "m") -> RunResult:
+def finished(records: list[TurnRecord], model: str = "m") -> RunResult:
     settings = TargetSettings(model=model), LoadSettings(concurrency=2), InputSettings(), SessionSettings()
-    plan = planned("http://x", *settings)
-    run = Run(Client(Target("http://x", CHAT)), Load())
+    plan = make_plan("http://x", *settings)
+    run = Run(Client(BenchTarget("http://x", CHAT)), RunLoad())
     run.records += records
-    return RunResult.of(plan, run, parse_limits(["reading-speed"]))
+    return RunResult.from_run(plan, run, parse_limits(["reading-speed"]))
 
 
 def test_every_plot_has_its_verdict() -> None:
-    records = [Record(Turn("a"), a, i, 0, "short" if i % 2 else "long") for i, a in enumerate(prefill())]
+    records = [TurnRecord(Turn("a"), a, i, 0, "short" if i % 2 else "long") for i, a in enumerate(prefill())]
     records[7].answer.failure = Failure.BROKEN_OFF
     page = bench_page(finished(records, "<script>alert(1)</script>"))
     assert "<script" not in page and "http:" not in re.sub("http://(x|www.w3.org)", "", page)
@@ -114,7 +116,7 @@ def test_where_the_time_went_is_drawn_stage_by_stage() -> None:
     rows = np.tile([2.0, 3.0, 5.0, 70.0, 1.0], (100, 1))
     rows[98:, 2] = 400
     done = replace(
-        finished([Record(Turn("a"), prefill(1)[0], 0, 0)]), waterfall=Waterfall(rows, np.c_[rows, rows[:, 0]])
+        finished([TurnRecord(Turn("a"), prefill(1)[0], 0, 0)]), waterfall=Waterfall(rows, np.c_[rows, rows[:, 0]])
     )
     drawn = waterfall(done.waterfall)
     assert drawn is not None and "263.3 ms in queue" in drawn["verdict"], "395 ms more in two of the three slowest"
@@ -130,6 +132,6 @@ def test_where_the_time_went_is_drawn_stage_by_stage() -> None:
 
 
 def test_a_page_of_nothing_says_so() -> None:
-    lost = Answer("x", 1.0, 1.0, end_s=1.1, failure=Failure.UNREACHABLE, detail="nobody")
-    page = bench_page(finished([Record(Turn("a"), lost, 0, 0)]))
+    lost = BenchRecord("x", 1.0, 1.0, end_s=1.1, failure=Failure.UNREACHABLE, detail="nobody")
+    page = bench_page(finished([TurnRecord(Turn("a"), lost, 0, 0)]))
     assert "1 requests failed (unreachable), the first: nobody" in unescape(page)

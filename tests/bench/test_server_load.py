@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.bench.client.client import Target
+from millrace.bench.client.client import BenchTarget
 from millrace.bench.client.endpoints import CHAT
 from millrace.bench.null_server.ledger import Ledger, NullTiming
 from millrace.bench.run import server_load as watching
-from millrace.bench.run.plan import measure, planned
+from millrace.bench.run.plan import make_plan, measure
 from millrace.bench.run.run import Run
 from millrace.bench.run.server_load import NOTHING, Sample, ServerLoad, Watch, read_metrics, server_load
-from millrace.bench.run.sweep import SweepLimits, limited
+from millrace.bench.run.sweep import SweepLimits, limiting_factor
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from tests.bench.conftest import Null
 from tests.bench.test_sweep import levels
@@ -68,7 +68,7 @@ def test_one_sentence_says_what_limits_it(kv: float | None, preemptions: int | N
 
 def watched(url: str, concurrency: int, count: int) -> tuple[Run, ServerLoad | None]:
     load = LoadSettings(concurrency=concurrency, request_count=count)
-    plan = planned(url, TargetSettings(), load, InputSettings(isl=30, osl=5), SessionSettings())
+    plan = make_plan(url, TargetSettings(), load, InputSettings(isl=30, osl=5), SessionSettings())
 
     async def run() -> tuple[Run, ServerLoad | None]:
         async with Watch(plan.target) as watch:
@@ -101,7 +101,7 @@ def test_a_server_without_metrics_tells_nothing(null: Null) -> None:
     assert found is None
 
     async def gone() -> ServerLoad | None:
-        async with Watch(Target("http://127.0.0.1:1", CHAT)) as watch:
+        async with Watch(BenchTarget("http://127.0.0.1:1", CHAT)) as watch:
             await asyncio.sleep(0.05)
         run = Run(None, None)  # type: ignore[arg-type]
         run.wall_s = 1e9
@@ -112,21 +112,21 @@ def test_a_server_without_metrics_tells_nothing(null: Null) -> None:
 
 def test_the_level_that_breaks_the_limit_is_told_of() -> None:
     points = levels(1, 64, SweepLimits(ttft_ms=10))
-    assert limited(points) == NOTHING == limited([])
+    assert limiting_factor(points) == NOTHING == limiting_factor([])
     told = [replace(p, server=ServerLoad(1, p.level, p.level, 0, 0, None, None)) for p in points]
     first = min(p.level for p in points if not p.keeps)
-    assert limited(told).startswith(f"At {first:g}: Computing limits it") and f"{first:.1f} requests ran" in limited(
-        told
-    )
+    assert limiting_factor(told).startswith(
+        f"At {first:g}: Computing limits it"
+    ) and f"{first:.1f} requests ran" in limiting_factor(told)
     kept = levels(1, 64, SweepLimits())
     told = [replace(p, server=ServerLoad(1, p.level, p.level, 0, 0, None, None)) for p in kept]
-    assert limited(told).startswith("At 64: "), "nothing broke: where most tokens/s were"
+    assert limiting_factor(told).startswith("At 64: "), "nothing broke: where most tokens/s were"
 
 
 def test_the_null_servers_load_is_its_queue() -> None:
     ledger = Ledger(NullTiming(ttft_ms="1000", itl_ms="100", instances=2, kv_tokens=40))
     for _ in range(5):
-        ledger.taken("", "chat", 10, 3)
+        ledger.record_request("", "chat", 10, 3)
     now_s = ledger.truth[0].arrived_s
     assert time.perf_counter() - now_s < 0.5
     assert ledger.load(now_s + 0.6) == (2, 3, 20 / 40) and ledger.load(now_s + 1.15) == (2, 3, 24 / 40)

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 
 from millrace.bench.analysis.intervals import Summary
-from millrace.bench.analysis.metrics import Metrics, Rate
-from millrace.bench.client.client_load import Effort
-from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.analysis.metrics import RateEstimate, RunMetrics
+from millrace.bench.client.client_load import ClientHealth
+from millrace.bench.client.request_record import BenchRecord, Failure
 from millrace.bench.load.inputs import Turn
 from millrace.bench.report.sweep_page import sweep_page
-from millrace.bench.run.run import Record
-from millrace.bench.run.sweep import LevelResult, Point, SweepLimits, best, on_front, swept
+from millrace.bench.run.run import TurnRecord
+from millrace.bench.run.sweep import LevelResult, SweepLimits, SweepPoint, best, on_front, run_sweep
 from millrace.errors import ConfigError
 
 
-def metrics(level: float, capacity: float, failed: int = 0) -> Metrics:
+def metrics(level: float, capacity: float, failed: int = 0) -> RunMetrics:
     """Throughput that saturates at `capacity`; TTFT of level ms, the half of it before anything was sent."""
     rate, latency = capacity * level / (level + capacity), 100 + level
 
@@ -28,15 +28,17 @@ def metrics(level: float, capacity: float, failed: int = 0) -> Metrics:
         "inter_token_latency": of(level / 10), "request_latency": of(latency),
     }  # fmt: skip
     failures = {"timeout": failed} if failed else {}
-    return Metrics(10, failures, 1.0, found, Rate(rate, None), Rate(rate / 10, None), 1.0, "")
+    return RunMetrics(10, failures, 1.0, found, RateEstimate(rate, None), RateEstimate(rate / 10, None), 1.0, "")
 
 
-def levels(first: float, most: float, limits: SweepLimits, whole: bool = True, fails_from: float = 1e9) -> list[Point]:
+def levels(
+    first: float, most: float, limits: SweepLimits, whole: bool = True, fails_from: float = 1e9
+) -> list[SweepPoint]:
     async def run(level: float) -> LevelResult | None:
         found = metrics(level, 100, failed=1 if level >= fails_from else 0)
         return LevelResult(found, surely=limits.keeps(found))
 
-    return asyncio.run(swept(first, most, whole, limits, run))
+    return asyncio.run(run_sweep(first, most, whole, limits, run))
 
 
 @pytest.mark.parametrize("limit", [1.5, 5, 23, 60, 100])
@@ -52,11 +54,11 @@ def test_the_strictest_limit_counts_and_so_do_failures() -> None:
     assert max(p.level for p in levels(1, 256, SweepLimits(), fails_from=40) if p.keeps) < 40
 
 
-def answered(ttft_ms: float, itl_ms: float = 10, late_ms: float = 0, failure: Failure | None = None) -> Record:
+def answered(ttft_ms: float, itl_ms: float = 10, late_ms: float = 0, failure: Failure | None = None) -> TurnRecord:
     first_s = 5 + ttft_ms / 1e3
     chunks = [first_s, first_s + itl_ms / 1e3]
-    answer = Answer("x", 5 - late_ms / 1e3, 5, chunks, [], chunks[-1], 5, 2, failure=failure)
-    return Record(Turn("a"), answer, 0, 0)
+    answer = BenchRecord("x", 5 - late_ms / 1e3, 5, chunks, [], chunks[-1], 5, 2, failure=failure)
+    return TurnRecord(Turn("a"), answer, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_a_level_that_was_given_up_is_not_kept() -> None:
     async def run(level: float) -> LevelResult | None:
         return LevelResult(metrics(level, 100), surely=True, ended="65536 requests wait" if level > 2 else "")
 
-    points = asyncio.run(swept(1, 4, False, SweepLimits(), run))
+    points = asyncio.run(run_sweep(1, 4, False, SweepLimits(), run))
     assert [(p.level, p.keeps, p.verdict) for p in points][:2] == [(1, True, "yes"), (2, True, "yes")]
     assert {(p.keeps, p.verdict) for p in points[2:]} == {(False, "no")} and points[-1].level == 4
 
@@ -114,7 +116,7 @@ def test_an_end_in_the_middle_keeps_what_there_is() -> None:
     async def run(level: float) -> LevelResult | None:
         return LevelResult(metrics(level, 100)) if level < 4 else None
 
-    assert [p.level for p in asyncio.run(swept(1, 64, True, SweepLimits(), run))] == [1, 2]
+    assert [p.level for p in asyncio.run(run_sweep(1, 64, True, SweepLimits(), run))] == [1, 2]
 
 
 def test_the_chosen_points() -> None:
@@ -125,20 +127,22 @@ def test_the_chosen_points() -> None:
     assert found.throughput.level == max(p.level for p in points)
     power = {p.level: p.tokens_per_s / (100 + p.level) for p in points}
     assert found.knee.level == max(power, key=lambda level: power[level])
-    lost = Point(512, replace(metrics(512, 1), n=0), False)
+    lost = SweepPoint(512, replace(metrics(512, 1), n=0), False)
     assert best([lost]) is None and on_front([lost]) == []
-    slow = Point(300, metrics(300, 20), False)
+    slow = SweepPoint(300, metrics(300, 20), False)
     assert on_front([*points, slow]) == points, "more tokens/s cost latency; what is worse in both is left out"
 
 
 def test_embeddings_have_requests_but_no_tokens() -> None:
     """Requests/s grow to level 8 and fall from there; of tokens there are 0 everywhere."""
 
-    def point(level: float) -> Point:
+    def point(level: float) -> SweepPoint:
         rate = 8.0 - abs(8 - level) / 2
-        return Point(
+        return SweepPoint(
             level,
-            replace(metrics(level, 100), output_tokens_per_s=Rate(0, None), requests_per_s=Rate(rate, None)),
+            replace(
+                metrics(level, 100), output_tokens_per_s=RateEstimate(0, None), requests_per_s=RateEstimate(rate, None)
+            ),
             True,
         )
 
@@ -154,9 +158,9 @@ def test_embeddings_have_requests_but_no_tokens() -> None:
 @pytest.mark.parametrize("share, is_valid", [(0.79, True), (0.8, False)])
 def test_levels_at_which_the_client_does_not_keep_up(share: float, is_valid: bool) -> None:
     async def run(level: float) -> LevelResult | None:
-        return LevelResult(metrics(level, 100), effort=Effort(share if level == 4 else 0.1), surely=True)
+        return LevelResult(metrics(level, 100), effort=ClientHealth(share if level == 4 else 0.1), surely=True)
 
-    points = asyncio.run(swept(1, 4, True, SweepLimits(), run))
+    points = asyncio.run(run_sweep(1, 4, True, SweepLimits(), run))
     assert [p.effort.keeps_up for p in points] == [True, True, is_valid]
     found = best(points)
     assert found is not None

@@ -7,32 +7,32 @@ import numpy as np
 import pytest
 import uvloop
 
-from millrace.bench.analysis.goodput import Limits, goodput
+from millrace.bench.analysis.goodput import GoodputLimits, goodput
 from millrace.bench.analysis.intervals import PERCENTILES
-from millrace.bench.analysis.metrics import CHUNK_GAP, OTHERS, OURS, Metrics, measured
-from millrace.bench.client.client import Client, Target
+from millrace.bench.analysis.metrics import CHUNK_GAP, OTHER_TOOLS, OURS, RunMetrics, compute_metrics
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import CHAT
 from millrace.bench.load.arrivals import Arrivals
 from millrace.bench.load.distribution import Spread
-from millrace.bench.load.inputs import Shape, synthetic
+from millrace.bench.load.inputs import LengthPattern, synthetic
 from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.null_server.ledger import NullTiming, Sent
 from millrace.bench.null_server.process import NullProcess
-from millrace.bench.run.run import Load, Record, Run
+from millrace.bench.run.run import Run, RunLoad, TurnRecord
 
 pytestmark = pytest.mark.alone
 WITHIN = 0.02
 WHOLE_MS, FIRST_MS = 1.0, 5.0
-IN_MS = {m.name for m in (*OURS, *OTHERS) if m.unit == "ms"} | {CHUNK_GAP}
+IN_MS = {m.name for m in (*OURS, *OTHER_TOOLS) if m.unit == "ms"} | {CHUNK_GAP}
 ROBUST = ("time_to_first_token", "inter_token_latency", "request_latency", "output_sequence_length")
 Stamps = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def driven(url: str, load: Load, n_tokens: int, warm_up: int) -> Run:
+def driven(url: str, load: RunLoad, n_tokens: int, warm_up: int) -> Run:
     async def driving() -> Run:
-        async with Client(Target(url, CHAT, each_usage=True)) as client:
-            sessions = synthetic([Shape(Spread(20), Spread.normal(n_tokens, n_tokens / 5))], PromptWords(), 1)
-            warming = Load(warm_up, n_sessions=warm_up, ramp_s=load.ramp_s)
+        async with Client(BenchTarget(url, CHAT, each_usage=True)) as client:
+            sessions = synthetic([LengthPattern(Spread(20), Spread.normal(n_tokens, n_tokens / 5))], PromptWords(), 1)
+            warming = RunLoad(warm_up, n_sessions=warm_up, ramp_s=load.ramp_s)
             await Run(client, warming).drive(sessions)  # connections are open then
             run = Run(client, load)
             await run.drive(sessions)
@@ -60,9 +60,9 @@ def by_numpy(start_s: Stamps, chunk_s: list[list[float]], n_tokens: list[list[in
     }
 
 
-def assert_computed(records: list[Record], n_tokens: list[list[int]]) -> None:
+def assert_computed(records: list[TurnRecord], n_tokens: list[list[int]]) -> None:
     """What is told is what follows from the client's stamps, to the last digits."""
-    answers, metrics = [r.answer for r in records], measured(records)
+    answers, metrics = [r.answer for r in records], compute_metrics(records)
     start_s = np.array([a.sent_s for a in answers])
     for name, values in by_numpy(start_s, [a.chunk_s for a in answers], n_tokens).items():
         found = metrics.of_requests[name]
@@ -70,7 +70,7 @@ def assert_computed(records: list[Record], n_tokens: list[list[int]]) -> None:
         assert list(found.percentiles.values()) == pytest.approx(np.percentile(values, PERCENTILES).tolist(), rel=1e-6)
 
 
-def assert_true(metrics: Metrics, sent: list[Sent], whole: bool) -> None:
+def assert_true(metrics: RunMetrics, sent: list[Sent], whole: bool) -> None:
     """Within 2 % of what the server did with the same requests: each mean and each percentile.
 
     whole: or within 1 ms, which is how far stamps of both sides may be apart; else what is robust against a machine
@@ -90,7 +90,7 @@ def assert_true(metrics: Metrics, sent: list[Sent], whole: bool) -> None:
 
 
 def off(
-    metrics: Metrics, name: str, values: Stamps, percentiles: tuple[int, ...], apart: float
+    metrics: RunMetrics, name: str, values: Stamps, percentiles: tuple[int, ...], apart: float
 ) -> list[tuple[str, str, float, float]]:
     """What is told of a metric and is neither within 2 % of these values' own nor that close to it."""
     found = metrics.of_requests[name]
@@ -119,22 +119,22 @@ def test_every_metric_is_what_the_server_did(
     timing = NullTiming("lognormal:200,40", f"normal:{itl_ms},{itl_ms / 5}", tokens_per_chunk, seed=5)
     with NullProcess(timing) as server:
         ramp_s = streams / 256  # the null server takes requests one after the other, as fast as Python is
-        run = driven(server.url, Load(streams, n_sessions=requests, ramp_s=ramp_s), n_tokens, warm_up=streams)
+        run = driven(server.url, RunLoad(streams, n_sessions=requests, ramp_s=ramp_s), n_tokens, warm_up=streams)
         by_id = server.truth
     assert [r.answer.failure for r in run.records] == [None] * requests
     sent = [by_id[r.answer.id] for r in run.records]
     assert_computed(run.records, [s.n_tokens for s in sent])
-    assert_true(measured(run.records), sent, whole=request.node.get_closest_marker("timing") is not None)
+    assert_true(compute_metrics(run.records), sent, whole=request.node.get_closest_marker("timing") is not None)
 
 
 def test_what_users_waited_for_a_place_is_what_the_server_did() -> None:
     """Due every 10 ms, four at a time, 60 ms each: every request waits longer than the one before."""
     rate, n, place_ms = 100.0, 48, 60
     with NullProcess(NullTiming("50", "2.5")) as server:
-        run = driven(server.url, Load(4, Arrivals(rate, "constant"), n), n_tokens=5, warm_up=4)
+        run = driven(server.url, RunLoad(4, Arrivals(rate, "constant"), n), n_tokens=5, warm_up=4)
         sent = server.truth_list[4:]
     assert [s.id for s in sent] == [r.answer.id for r in sorted(run.records, key=lambda r: r.answer.sent_s)]
-    metrics, due_s = measured(run.records), run.started_s + np.arange(n) / rate
+    metrics, due_s = compute_metrics(run.records), run.started_s + np.arange(n) / rate
     waited = {
         "send_delay": 1e3 * (np.array([s.arrived_s for s in sent]) - due_s),
         "time_to_first_token_from_intended": 1e3 * (np.array([s.sent_s[0] for s in sent]) - due_s),
@@ -146,7 +146,7 @@ def test_what_users_waited_for_a_place_is_what_the_server_did() -> None:
     assert metrics.of_requests["input_sequence_length"].mean == np.mean([s.n_prompt for s in sent])
     ordered = np.sort(waited["time_to_first_token_from_intended"])
     gap = int(np.argmax(np.diff(ordered)[8:-8])) + 8  # between two that are far apart
-    limits = Limits((("time_to_first_token", float(ordered[gap : gap + 2].mean())),))
+    limits = GoodputLimits((("time_to_first_token", float(ordered[gap : gap + 2].mean())),))
     found = goodput(run.records, limits, metrics.duration_s)
     span_s = max(s.sent_s[-1] for s in sent) - sent[0].arrived_s
     assert found.share == pytest.approx((gap + 1) / n, abs=1.1 / n)

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from millrace.bench.client import client_load, core_share
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import CHAT
 from millrace.bench.infer.settings import ALIASES as INFER_ALIASES
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.null_server.process import NullProcess
-from millrace.bench.run.run import Load, Run
+from millrace.bench.run.run import Run, RunLoad
 from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import told_and_written, translate_flags
+from millrace.cli.bench.foreign_flags import show_and_write, translate_flags
 from millrace.cli.bench.infer_options import command as bench_infer
 from millrace.cli.bench.options import command as bench
 from millrace.cli.bench.progress import Begins, driven
@@ -215,7 +215,7 @@ def test_files_are_written_where_nobody_reads_the_figures(tmp_path: Path) -> Non
         return ["summary.json"]
 
     with pytest.raises(BrokenPipeError):
-        told_and_written(closed, tmp_path, write)
+        show_and_write(closed, tmp_path, write)
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
@@ -240,11 +240,11 @@ def test_ctrl_c_still_reports(cache: Path, url: str, tmp_path: Path) -> None:
 
 def test_ctrl_c_between_two_runs_ends_the_next() -> None:
     async def work(begins: Begins) -> Run:
-        async with Client(Target("http://127.0.0.1:9", CHAT)) as client:
-            begins(Run(client, Load()))
+        async with Client(BenchTarget("http://127.0.0.1:9", CHAT)) as client:
+            begins(Run(client, RunLoad()))
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(0.05)
-            begins(run := Run(client, Load(n_sessions=1)))
+            begins(run := Run(client, RunLoad(n_sessions=1)))
             await run.drive(iter([]))
             return run
 

@@ -10,7 +10,7 @@ from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.null_server.process import NullProcess
 from millrace.bench.run import plan
-from millrace.bench.run.plan import Plan
+from millrace.bench.run.plan import BenchPlan
 from millrace.bench.run.run import Run
 from millrace.cli.bench import compare, sweep
 from millrace.cli.bench.progress import Begins
@@ -35,7 +35,7 @@ def test_two_servers_are_asked_the_same(millrace: Millrace, url: str, monkeypatc
     """Whatever each makes of words: the old server and the new one may count tokens otherwise."""
     per_word = iter((1.0, 4.0))
 
-    async def reached(plan: Plan) -> PromptWords:
+    async def reached(plan: BenchPlan) -> PromptWords:
         return PromptWords(next(per_word))
 
     monkeypatch.setattr(compare, "check_server", reached)
@@ -92,7 +92,7 @@ def test_levels_of_a_sweep_ask_different_texts(millrace: Millrace, url: str, mon
     """And the same ones when it is done again; the seed is the largest that there is."""
     texts: list[frozenset[str]] = []
 
-    async def measure(asked: Plan, begins: Begins) -> Run:
+    async def measure(asked: BenchPlan, begins: Begins) -> Run:
         run = await measuring(asked, begins)
         texts.append(frozenset(r.turn.text for r in run.records))
         return run

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.cli.build.flags import TrafficSettings
 from millrace.cli.build.output import Figures
-from millrace.cli.build.traffic import chosen
+from millrace.cli.build.traffic import choose_settings
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.artifact.engine import Engine
@@ -78,7 +78,7 @@ def test_coverage_leaves_out_the_longest(tmp_path: Path) -> None:
     file = written(tmp_path / "t", lines)
     for covers, context, unfit in ((None, 1536, 0), (99.0, 128, 1)):
         given = TrafficSettings(traffic=str(file), traffic_covers=covers)
-        ((_, found),) = chosen(TINY, given, BuildSettings(), tune_said=False)
+        ((_, found),) = choose_settings(TINY, given, BuildSettings(), tune_said=False)
         assert found.value("max_context") == context and found.proposal.n_unfit == unfit
         why = found.choices[0].why
         assert ("1 (1 %) would not fit (--traffic-covers 99)" in why) == bool(unfit), why
@@ -128,7 +128,7 @@ def test_mistakes_say_what_to_mend(millrace: Millrace, traffic: Path, tmp_path: 
 
 
 def test_memory_that_is_not_there_is_said(traffic: Path, built_tiny: Path) -> None:
-    ((_, found),) = chosen(TINY, TrafficSettings(traffic=str(traffic)), BuildSettings(), tune_said=False)
+    ((_, found),) = choose_settings(TINY, TrafficSettings(traffic=str(traffic)), BuildSettings(), tune_said=False)
     page = Engine.open(built_tiny).page_bytes
     enough, short = (Figures(found, page, page // 2, 9 * page - less) for less in (0, 1))
     assert enough.hint() == "" and "--kv-cache-dtype int8" in short.hint() and "are free" in short.hint()

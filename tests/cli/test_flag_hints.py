@@ -5,7 +5,7 @@ import pytest
 
 from millrace.cli.bench import compare_options, infer_options, sweep_options
 from millrace.cli.flag_aliases import hint
-from millrace.cli.flag_hints import BUILD, ENGINE, LOAD, LOCAL, SAME, SERVER, TENSORS, Kind
+from millrace.cli.flag_hints import BUILD, ENGINE, LOAD, LOCAL, SAME, SERVER, TENSORS, FlagKind
 from millrace.cli.main import COMMANDS, cli
 from tests.cli.conftest import Millrace
 
@@ -98,21 +98,21 @@ def options(command: click.Command) -> set[str]:
     [
         (["serve"], SERVER), (["chat", "generate"], LOCAL), (["bench", "bench sweep", "bench compare"], LOAD),
         (["bench infer"], TENSORS), (["build"], BUILD), (["serve", "chat", "generate", "build", "eval"], ENGINE),
-        ([*COMMANDS], {Kind.SAME: SAME}),
+        ([*COMMANDS], {FlagKind.SAME: SAME}),
     ],
     ids=["serve", "chat", "bench", "infer", "build", "engines", "same"],
 )  # fmt: skip
-def test_the_tables_are_in_order(names: list[str], family: dict[Kind, dict[str, str]]) -> None:
+def test_the_tables_are_in_order(names: list[str], family: dict[FlagKind, dict[str, str]]) -> None:
     """A flag has one meaning in a table; what a table recommends exists, and what it knows as absent does not."""
     flags = [flag for groups in family.values() for text in groups.values() for flag in text.split()]
     twice = {flag for flag in flags if flags.count(flag) > 1}
     assert twice <= {"--gpus"}, twice  # --device, or --hardware of `millrace size`
     assert all(flag.startswith("-") and "_" not in flag.partition("=")[0] for flag in flags)
     known = [options(commands()[name]) for name in names]
-    if family.get(Kind.SAME) is not SAME:
+    if family.get(FlagKind.SAME) is not SAME:
         everywhere = set.intersection(*known)
         assert not [flag for flag in flags if flag in everywhere], "a hint that nobody sees"
-    for meaning in family.get(Kind.SAME, {}):
+    for meaning in family.get(FlagKind.SAME, {}):
         target = meaning.replace(",", " ").split()[0]
         assert target in ("MODEL", "URL") or any(target in one for one in known), meaning
 

@@ -41,9 +41,8 @@ def test_json_and_a_file_agree_with_flags(millrace: Millrace, tmp_path: Path) ->
 
 def test_help_has_every_flag_once_below_its_question(millrace: Millrace) -> None:
     told = millrace("size", "--help").out
-    headings = ["What is asked of which model:", "How many requests come:", "What users may wait for:",
-                "On what it may run:", "How the answer is looked for:", "What it costs:",
-                "Where answers come from, and go:", "Commands:"]  # fmt: skip
+    headings = ["Model and request lengths:", "Load:", "Latency limits:", "Hardware:", "Search:", "Costs:",
+                "Input and output:", "Commands:"]  # fmt: skip
     places = [told.index(f"\n{heading}\n") for heading in headings]
     assert places == sorted(places)
     for cls, start, end in zip(GROUPS, places, places[1:], strict=False):

@@ -8,14 +8,14 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.sizing import PARTS
-from millrace.size.fit.overhead import LeaveOneOutResult, Run, judged, leave_one_out, replay
+from millrace.size.fit.overhead import LeaveOneOutResult, MeasuredRun, leave_one_out, replay, summarize_errors
 from millrace.size.performance.fitted_devices import profile
 from tests.size.tables import needs_tables, served_runs
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800), needs_tables]
 
 
-def by_profile() -> dict[tuple[str, str], list[Run]]:
+def by_profile() -> dict[tuple[str, str], list[MeasuredRun]]:
     found = defaultdict(list)
     for run in served_runs():
         found[run.instance.device.name, run.instance.precision].append(run)
@@ -30,9 +30,9 @@ def test_all_runs_by_the_shipped_stacks() -> None:
     found = []
     for (device, precision), runs in by_profile().items():
         of_these = [replay(run, profile(run.instance.device, precision).stack) for run in runs]
-        show(f"{device} {precision}", judged("by its own stack", of_these))
+        show(f"{device} {precision}", summarize_errors("by its own stack", of_these))
         found += of_these
-    held = judged("all", found)
+    held = summarize_errors("all", found)
     show("all", held)
     assert held.rate.n == 349 and held.rate.median <= 0.14 and held.rate.mape <= 0.10
     assert held.ttft.median <= 0.20 and held.itl.median <= 0.10

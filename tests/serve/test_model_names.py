@@ -6,7 +6,7 @@ import anthropic
 import httpx
 import pytest
 
-from millrace.cli.serve.run import _known
+from millrace.cli.serve.run import _common_fields
 from millrace.serve.backend import _fits
 from tests.serve.support import MODEL, Fake, Running, post, serving_with
 
@@ -88,7 +88,7 @@ def test_flags_become_names() -> None:
         ((), "own", ()), (("a",), "a", ()), (("a", "b", "a"), "a", ("b",)), (("*",), "own", ("*",)),
         (("*", "b"), "b", ("*",)),
     ):  # fmt: skip
-        known = _known(Opened(), given)  # type: ignore[arg-type]
+        known = _common_fields(Opened(), given)  # type: ignore[arg-type]
         assert (known["name"], known["aliases"]) == (name, aliases)
 
 

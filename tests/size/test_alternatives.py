@@ -8,7 +8,7 @@ from millrace.errors import ConfigError
 from millrace.size import plan
 from millrace.size.answer import alternatives
 from millrace.size.answer import answer as answer_module
-from millrace.size.performance.operating_point import Source
+from millrace.size.performance.operating_point import FigureSource
 from millrace.size.simulation import capacity
 
 
@@ -27,12 +27,12 @@ def test_all_gpus_of_the_catalogue_the_cheapest_first(monkeypatch: pytest.Monkey
         assert beside is not None and (beside.fractional, beside.point) == (alone.fractional, alone.point)
     monkeypatch.setattr(capacity, "_LEAST", 100)
     monkeypatch.setattr(capacity, "_TURNS", 1)
-    monkeypatch.setattr(alternatives, "_MOST_SIMULATED", 1)
+    monkeypatch.setattr(alternatives, "_MAX_SIMULATED", 1)
     monkeypatch.setattr(answer_module, "sensitivities", lambda *_: ())  # not looked at here
     found = plan(**asked, hardware=["all"])
     first, *rest = found.alternatives
-    assert first.plan is found.plan and found.plan.point.source == Source.SIMULATED
+    assert first.plan is found.plan and found.plan.point.source == FigureSource.SIMULATED
     assert first.device == names[0] and [one.device for one in rest] == names[1:]
-    assert {one.plan.point.source for one in rest if one.plan} == {Source.ANALYTIC}
+    assert {one.plan.point.source for one in rest if one.plan} == {FigureSource.ANALYTIC}
     with pytest.raises(ConfigError, match="all beside H100"):
         plan(**asked, hardware=["all", "H100"])

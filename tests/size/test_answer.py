@@ -11,12 +11,12 @@ from markupsafe import escape
 from millrace.errors import ConfigError
 from millrace.machine.roofline import Compute, MemoryLevel, Rate, Roofline
 from millrace.size import plan
-from millrace.size.answer.answer import Answer, answered
+from millrace.size.answer.answer import SizingAnswer, answer_question
 from millrace.size.answer.multi_model import shared
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.operating_point import Source
-from millrace.size.question.question import Question
-from millrace.size.report.answer_json import answer_to_dict, interpretation_notes, told_point, uncertainty_text
+from millrace.size.performance.operating_point import FigureSource
+from millrace.size.question.question import SizingQuestion
+from millrace.size.report.answer_json import answer_to_dict, interpretation_notes, point_to_dict, uncertainty_text
 from millrace.size.report.answer_tables import tables
 from millrace.size.report.page import size_page
 from millrace.size.simulation import capacity
@@ -40,7 +40,7 @@ def runs(tmp_path: Path) -> str:
     return str(path)
 
 
-def asked(runs: str, **more: Any) -> Answer:
+def asked(runs: str, **more: Any) -> SizingAnswer:
     return plan(**{"isl": 2000, "osl": 200, "ttft_ms": 500, "measured": runs, **more})
 
 
@@ -83,15 +83,15 @@ def test_the_published_table_whole() -> None:
 
 def test_systems_that_are_there_are_the_way_back(runs: str) -> None:
     given = asked(runs, systems="4", spare=1, utilisation=0.8)
-    assert given.plan.systems == 4 and given.follows.rate == pytest.approx(3 * 0.8 * 70.744)
-    needed = asked(runs, rate=given.follows.rate * 0.999, spare=1, utilisation=0.8)
+    assert given.plan.systems == 4 and given.consequences.rate == pytest.approx(3 * 0.8 * 70.744)
+    needed = asked(runs, rate=given.consequences.rate * 0.999, spare=1, utilisation=0.8)
     assert needed.plan.systems == 4
-    assert asked(runs, rate=given.follows.rate * 1.001, spare=1, utilisation=0.8).plan.systems == 5
+    assert asked(runs, rate=given.consequences.rate * 1.001, spare=1, utilisation=0.8).plan.systems == 5
 
 
 def test_users_of_a_rate() -> None:
     """70.7 requests/s through 8 hours with 3 requests each are 679 k users."""
-    follows = plan(**COMMON, systems="1").follows
+    follows = plan(**COMMON, systems="1").consequences
     assert follows.users == pytest.approx(679e3 * follows.rate / 70.7, rel=1e-3)
     assert follows.requests_a_day == pytest.approx(follows.rate * 86_400)
     assert follows.tokens_a_day == pytest.approx(follows.requests_a_day * 2200)
@@ -105,10 +105,10 @@ def test_users_of_a_rate() -> None:
 def test_who_was_asked_for_is_served(load: dict[str, Any], a_day: float, n_users: float | None) -> None:
     """What is bought bears as many such days, one above the other, as it bears such peaks; a peak is not all day."""
     found = plan(**COMMON, **load)
-    more = found.follows.rate / found.plan.rate
-    assert more >= 1 and found.follows.requests_a_day == pytest.approx(more * a_day)
+    more = found.consequences.rate / found.plan.rate
+    assert more >= 1 and found.consequences.requests_a_day == pytest.approx(more * a_day)
     if n_users is not None:
-        assert found.follows.users == pytest.approx(more * n_users)
+        assert found.consequences.users == pytest.approx(more * n_users)
 
 
 def test_more_load_and_tighter_limits_never_need_less() -> None:
@@ -138,7 +138,7 @@ def test_one_system_at_least() -> None:
 
 def test_a_waterfall_only_goes_up_to_what_is_bought() -> None:
     found = plan(**COMMON, rate=1000, utilisation=0.7, spare=2)
-    systems = [step.systems for step in found.why]
+    systems = [step.systems for step in found.waterfall]
     assert systems == sorted(systems) and systems[-1] == found.plan.systems
     assert found.instances * found.plan.point.tp <= 8 * (found.plan.systems - 2)
 
@@ -150,7 +150,7 @@ def test_the_ideal_is_the_datasheets() -> None:
     model = PRESETS["llama-3-8b"]
     flops = 2 * (model.parameters * 1000 + model.head_parameters)
     attention_s = 2 * 32 * 4096 * 1000**2 / (989e12 * 0.35)
-    assert found.why[0].systems == pytest.approx(31 * (flops / 1979e12 + attention_s) / 8, rel=0.02)
+    assert found.waterfall[0].systems == pytest.approx(31 * (flops / 1979e12 + attention_s) / 8, rel=0.02)
 
 
 def test_the_ideal_of_calls_in_a_row_is_that_of_all_their_tokens() -> None:
@@ -160,7 +160,7 @@ def test_the_ideal_of_calls_in_a_row_is_that_of_all_their_tokens() -> None:
     model = PRESETS["llama-3-8b"]
     flops = 2 * (model.parameters * 3300 + 3 * model.head_parameters)
     attention_s = 2 * 32 * 4096 * (300**2 + 2000**2 + 1000**2) / (989e12 * 0.35)
-    first = found.why[0]
+    first = found.waterfall[0]
     assert first.systems == pytest.approx(31 * (flops / 1979e12 + attention_s) / 8, rel=0.03)
     assert first.why == "H100 SXM as its datasheet says, in fp8: every byte and operation of 3 calls"
 
@@ -169,7 +169,7 @@ def test_the_ideal_of_calls_in_a_row_is_that_of_all_their_tokens() -> None:
 def test_two_equal_calls_have_a_waterfall_of_twice_the_systems(hardware: str, pp: int) -> None:
     asked: dict[str, Any] = {**COMMON, "ttft_ms": 1e6, "hardware": hardware, "pp": pp, "rate": 1000, "tp": 1,
                              "precision": "fp8"}  # fmt: skip
-    one, two = plan(**asked).why, plan(**asked, pipeline="same:2000/200>answer").why
+    one, two = plan(**asked).waterfall, plan(**asked, pipeline="same:2000/200>answer").waterfall
     assert len(one) == len(two) == 7, "from the datasheet to what is bought"
     for alone, both in zip(one[:3], two[:3], strict=True):
         assert both.systems == pytest.approx(2 * alone.systems)
@@ -285,14 +285,16 @@ def test_what_was_not_measured(runs: str, more: dict[str, Any], said: str) -> No
 
 def test_systems_of_several_kinds_add_up() -> None:
     """What is there serves what each kind would alone; a load beside it needs so much less, or nothing."""
-    h100, a100 = (plan(**COMMON, systems="1", hardware=name).follows.rate for name in ("H100", "A100"))
+    h100, a100 = (plan(**COMMON, systems="1", hardware=name).consequences.rate for name in ("H100", "A100"))
     both = plan(**COMMON, systems="2 x H100, 3 x A100")
-    assert both.follows.rate == pytest.approx(2 * h100 + 3 * a100, rel=1e-6)
+    assert both.consequences.rate == pytest.approx(2 * h100 + 3 * a100, rel=1e-6)
     rest = plan(**COMMON, systems="3 x A100", hardware="H100", rate=3 * a100 + 1.5 * h100)
     assert rest.plan.systems == 2 and rest.plan.fractional == pytest.approx(1.5)
-    assert rest.follows.rate == pytest.approx(3 * a100 + 2 * h100) and rest.there[0].rate == pytest.approx(3 * a100)
+    assert rest.consequences.rate == pytest.approx(3 * a100 + 2 * h100) and rest.existing[0].rate == pytest.approx(
+        3 * a100
+    )
     enough = plan(**COMMON, systems="3 x A100", rate=3 * a100 * 0.99, spare=1)
-    assert enough.plan.systems == 0 and enough.money is None and enough.follows.rate == pytest.approx(3 * a100)
+    assert enough.plan.systems == 0 and enough.money is None and enough.consequences.rate == pytest.approx(3 * a100)
 
 
 def test_smaller_systems_are_as_many_devices() -> None:
@@ -304,7 +306,7 @@ def test_smaller_systems_are_as_many_devices() -> None:
 def test_a_slice_has_its_share() -> None:
     """3g of an H100: 3 of 7 parts of its processors, half of its memory; two of them a device; each by itself."""
     found = plan(**COMMON, rate=100, hardware="H100 3g.40gb")
-    bought = found.offers.bought(found.plan.point.device)
+    bought = found.offers.hardware_for(found.plan.point.device)
     assert bought is not None and bought.device.memory_bytes == 40e9 and bought.device.bandwidth == 3350e9 / 2
     assert bought.device.peaks["fp16"] == pytest.approx(989e12 * 3 / 7)
     assert (found.plan.point.system, {p.tp for p in found.offers.points}) == (16, {1})
@@ -326,7 +328,7 @@ def test_this_machine_by_its_roofline() -> None:
     )  # fmt: skip
     asked = {"model": "smollm2-135m", "isl": 100, "osl": 50, "ttft_ms": 5000, "rate": 0.1, "hardware": "this",
              "simulate": False}  # fmt: skip
-    found = answered(Question.of(asked), here=lambda: roofline)
+    found = answer_question(SizingQuestion.from_answers(asked), local_roofline=lambda: roofline)
     assert {p.precision for p in found.offers.points} == {"bf16", "int8"} and found.plan.point.system == 1
     alone = min((p for p in found.offers.points if p.precision == "bf16"), key=lambda p: p.concurrency)
     assert alone.concurrency == 1 and alone.mean.itl_s > 2 * 134.5e6 / 20e9
@@ -365,7 +367,7 @@ def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> N
     asked = {**COMMON, "simulate": True, "precision": "fp8", "tp": 1, "isl": 500, "osl": 20, "ttft_ms": limit_s * 1e3}
     found = plan(**asked, rate=1000)
     point = found.plan.point
-    assert point.source == Source.SIMULATED and point.sampled is not None and point.p95 is not None
+    assert point.source == FigureSource.SIMULATED and point.sampled is not None and point.p95 is not None
     assert point.mean.ttft_s <= limit_s and point.mean.ttft_s < point.p95.ttft_s < point.sampled.p99.ttft_s
     assert point.concurrency == pytest.approx(point.rate * point.mean.e2e_s), "Little's law"
     assert found.other is not None and found.other.fractional > found.plan.fractional
@@ -377,7 +379,7 @@ def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(every.rows) == 1 and not every.notes, "simulated"
     (every,) = (table for table in tables(plan(**{**asked, "tp": None}, rate=1000)) if table.key == "configurations")
     assert every.rows[-1][-1] == "analytic" and "none of these could serve as much" in every.notes[-1]
-    said, within = told_point(point)["sampled"], point.sampled.mean_within
+    said, within = point_to_dict(point)["sampled"], point.sampled.mean_within
     assert said["mean_within"] == {"ttft_ms": within.ttft_s * 1e3, "itl_ms": within.itl_s * 1e3,
                                    "e2e_ms": within.e2e_s * 1e3}  # fmt: skip
     assert not [name for some in said.values() if isinstance(some, dict) for name in some if name.endswith("_s")]
@@ -386,7 +388,7 @@ def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> N
     slow = plan(**{**asked, "ttft_ms": 2e3 * limit_s}, systems="1", factor=2)
     assert slow.plan.point.rate == pytest.approx(point.rate / 2), "every time twice as long, and limits, too"
     given = plan(**asked, systems="2 x H100")
-    assert given.follows.rate == pytest.approx(16 * point.rate)
+    assert given.consequences.rate == pytest.approx(16 * point.rate)
     with pytest.raises(ConfigError, match="limit on TTFT"):
         plan(**{**asked, "ttft_ms": 1}, rate=1)
 
@@ -395,5 +397,5 @@ def test_seed_b_in_closed_loops() -> None:
     """Llama-3-8B, 2,000 in and 200 out, a mean TTFT below 500 ms: 70.75 requests/s of 8 H100s were measured."""
     asked = {**COMMON, "simulate": True, "precision": "fp8", "tp": 1, "arrivals": "closed", "systems": "1"}
     found = plan(**asked)
-    assert found.follows.rate == pytest.approx(70.75, rel=0.1) and found.plan.binding == "the limit on TTFT"
+    assert found.consequences.rate == pytest.approx(70.75, rel=0.1) and found.plan.binding == "the limit on TTFT"
     assert found.plan.point.sampled is not None and "always in flight" in found.plan.point.sampled.how

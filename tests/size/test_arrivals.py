@@ -14,16 +14,16 @@ from millrace.machine.devices import find_device
 from millrace.runtime.scheduling.step_cost_model import StepCost
 from millrace.size import plan
 from millrace.size.answer.sizing import instance_of
-from millrace.size.load.arrivals import Gaps, Traffic, traffic_of
+from millrace.size.load.arrivals import Gaps, Traffic, make_traffic
 from millrace.size.load.token_lengths import Lengths
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.operating_point import Point
-from millrace.size.question.question import Question
+from millrace.size.performance.operating_point import OperatingPoint
+from millrace.size.question.question import SizingQuestion
 from millrace.size.simulation import capacity
 from millrace.size.simulation.capacity import Replica
-from millrace.size.simulation.measured_steps import Profiled
-from millrace.size.simulation.serving_model import computed
+from millrace.size.simulation.measured_steps import ProfiledServer
+from millrace.size.simulation.serving_model import make_serving
 from millrace.tune.recorded_requests import read_recording
 from tests.size.test_measured_steps import PROFILE
 
@@ -54,20 +54,20 @@ def test_recorded_requests_come_at_the_speed_of_the_load(tmp_path: Path) -> None
     """Twice the trace's average: the same gaps, half as long; what is too long is left out and counted."""
     recording = read_recording(recorded(tmp_path / "t.jsonl"))
     own = len(recording) / recording.span_s
-    found = Traffic(recorded=recording).coming(Lengths(9, 9), 4096, 2 * own, 10_000, 0)
+    found = Traffic(recorded=recording).stream(Lengths(9, 9), 4096, 2 * own, 10_000, 0)
     at_s = np.array([one.at_s for one in found.arrivals])
     np.testing.assert_allclose(np.diff(at_s), np.diff(recording.at_s) / 2, rtol=1e-9)
     assert found.left_out == 0 and found.arrivals[3].blocks[0] == found.arrivals[3].blocks[1]
-    assert len(Traffic(recorded=recording).coming(Lengths(9, 9), 4096, own, 50, 0).arrivals) == 50
+    assert len(Traffic(recorded=recording).stream(Lengths(9, 9), 4096, own, 50, 0).arrivals) == 50
     with pytest.raises(ConfigError, match="no request of the trace fits"):
-        Traffic(recorded=recording).coming(Lengths(9, 9), 1000, own, 50, 0)
+        Traffic(recorded=recording).stream(Lengths(9, 9), 1000, own, 50, 0)
 
 
 def test_times_that_a_clock_has_rounded_are_spread(tmp_path: Path) -> None:
     """Ticks of 3 s: within each the requests come one after the other; times of their own stay as they are."""
     recording = read_recording(recorded(tmp_path / "t.jsonl", tick_s=3.0))
     own = len(recording) / recording.span_s
-    at_s = [one.at_s for one in Traffic(recorded=recording).coming(Lengths(9, 9), 4096, own, 10_000, 0).arrivals]
+    at_s = [one.at_s for one in Traffic(recorded=recording).stream(Lengths(9, 9), 4096, own, 10_000, 0).arrivals]
     assert len(set(at_s)) == len(recording) > 3 * len(np.unique(recording.at_s)) and at_s == sorted(at_s)
     counts = np.histogram(at_s, bins=np.arange(0, 110, 3.0))[0]
     told = np.histogram(recording.at_s - recording.at_s[0] + 1.5, bins=np.arange(0, 110, 3.0))[0]
@@ -78,9 +78,9 @@ def test_times_that_a_clock_has_rounded_are_spread(tmp_path: Path) -> None:
 def test_a_router_that_knows_beginnings_finds_more_of_them(tmp_path: Path) -> None:
     """Four servers by their measured steps: cached tokens by chance, and where a beginning was before; waits follow."""
     recording = read_recording(recorded(tmp_path / "t.jsonl"))
-    one = Replica(Profiled(PROFILE).serving(Lengths(1100, 20)))
+    one = Replica(ProfiledServer(PROFILE).serving(Lengths(1100, 20)))
 
-    def behind(routing: str) -> tuple[Point, int]:
+    def behind(routing: str) -> tuple[OperatingPoint, int]:
         point = one.behind(Traffic(routing, recorded=recording), 4, 0.9 * one.full.rate)
         assert point is not None and point.sampled is not None and point.p95 is not None
         assert point.concurrency == pytest.approx(point.rate * point.mean.e2e_s), "Little's law"
@@ -106,9 +106,14 @@ def test_a_plan_says_how_its_trace_was_routed(tmp_path: Path) -> None:
 def test_a_system_prompt_is_computed_once() -> None:
     """1,024 of 2,000 tokens are the system's: 51.2 % of all are found, but those of each server's first requests."""
     asked = {**COMMON, "system": "1100 tokens", "question": "900 tokens", "osl": 5, "rate": 300}
-    traffic = traffic_of(Question.of({**asked, "routing": "prefix-aware"}), None)
-    assert traffic == Traffic("prefix-aware", shared=2) and traffic_of(Question.of(asked), None) == Traffic()
-    one = Replica(computed(instance_of(PRESETS["llama-3-8b"], H100, "fp8", 1), profile(H100, "fp8"), Lengths(2000, 5)))
+    traffic = make_traffic(SizingQuestion.from_answers({**asked, "routing": "prefix-aware"}), None)
+    assert (
+        traffic == Traffic("prefix-aware", shared=2)
+        and make_traffic(SizingQuestion.from_answers(asked), None) == Traffic()
+    )
+    one = Replica(
+        make_serving(instance_of(PRESETS["llama-3-8b"], H100, "fp8", 1), profile(H100, "fp8"), Lengths(2000, 5))
+    )
     point = one.behind(traffic, 2, 0.5 * one.full.rate)
     assert point is not None and point.sampled is not None
     assert 48 <= int(point.sampled.how.split("%")[0].split(" ")[-1]) <= 51
@@ -132,7 +137,7 @@ def test_bursts_wait_as_long_as_in_a_queue_of_one_server() -> None:
     )  # fmt: skip
     waits = []
     for gaps in (Gaps(), Gaps(1 / 9)):
-        point = Replica(Profiled(alone).serving(Lengths(100, 1)), gaps=gaps).at(0.6 / 25e-3)
+        point = Replica(ProfiledServer(alone).serving(Lengths(100, 1)), gaps=gaps).at(0.6 / 25e-3)
         at_s, free_s, waited = gaps.times(0.6 / 25e-3, 1000, 0), 0.0, []
         for at in at_s.tolist():
             begins = max(at, free_s)

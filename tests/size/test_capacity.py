@@ -15,12 +15,12 @@ from millrace.size.performance.closed_form import shares
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.instance_memory import memory
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.operating_point import Limits, Source
+from millrace.size.performance.operating_point import FigureSource, Limits
 from millrace.size.performance.serving_overhead import ENGINE
 from millrace.size.simulation import capacity
 from millrace.size.simulation.capacity import Replica, _interval
-from millrace.size.simulation.serving_model import computed
-from millrace.size.simulation.simulator import Server
+from millrace.size.simulation.serving_model import make_serving
+from millrace.size.simulation.simulator import SimulatedServer
 from millrace.size.simulation.virtual_clock import Arrival
 
 H100 = find_device("H100")
@@ -29,17 +29,17 @@ SMALL = replace(profile(H100, "fp8").stack, sequences=16, step_tokens=512)
 
 
 def replica(n_input: int = 300, n_output: int = 20) -> Replica:
-    return Replica(computed(EIGHT, profile(H100, "fp8"), Lengths(n_input, n_output), SMALL))
+    return Replica(make_serving(EIGHT, profile(H100, "fp8"), Lengths(n_input, n_output), SMALL))
 
 
 def test_one_at_a_time_is_the_queue_of_pollaczek_and_khinchine() -> None:
     """Prompts alone, one a step: with a mean TTFT of S (1 + rho / 2 (1 - rho)) as the limit, the rate is rho / S."""
     one = replace(ENGINE, sequences=1, step_tokens=4096)
-    lone = Replica(computed(EIGHT, profile(H100, "fp8"), Lengths(1000, 1), one))
+    lone = Replica(make_serving(EIGHT, profile(H100, "fp8"), Lengths(1000, 1), one))
     service_s = 1 / lone.full.rate
     assert service_s == pytest.approx(profile(H100, "fp8").constants.prefill_s(EIGHT, [1000]))
     for rho in (0.4, 0.7):
-        found = lone.most(Limits(ttft_s=service_s * (1 + rho / 2 / (1 - rho))))
+        found = lone.best_within(Limits(ttft_s=service_s * (1 + rho / 2 / (1 - rho))))
         assert found is not None and found.rate * service_s == pytest.approx(rho, rel=0.12)
 
 
@@ -51,12 +51,12 @@ def test_looser_limits_never_give_less_and_every_rate_stays_below_what_no_schedu
     for of in ("mean", "p95"):
         rates = []
         for ttft_s in (0.011, 0.013, 5):
-            found = one.most(Limits(ttft_s=ttft_s, of=of))
+            found = one.best_within(Limits(ttft_s=ttft_s, statistic=of))
             rates.append(found.rate if found else 0.0)
             assert rates[-1] <= one.bound(Limits())
         assert rates == sorted(rates) and rates[-1] > rates[0]
     for itl_s in (0.008, 0.02):
-        found = one.most(Limits(itl_s=itl_s))
+        found = one.best_within(Limits(itl_s=itl_s))
         assert found is None or found.rate <= one.bound(Limits(itl_s=itl_s)) <= one.bound(Limits())
     assert one.full.rate <= one.bound(Limits())
 
@@ -73,7 +73,7 @@ def test_more_load_never_waits_less_for_its_end() -> None:
 def test_calls_in_a_row_are_under_load_what_a_request_is() -> None:
     """Bounds, Little's law, and waits that hold all calls: of a lone request those of the calls one by one."""
     calls = (Lengths(600, 10), Lengths(300, 20))
-    row = Replica(computed(EIGHT, profile(H100, "fp8"), replace(calls[1], before=calls[:1]), SMALL))
+    row = Replica(make_serving(EIGHT, profile(H100, "fp8"), replace(calls[1], before=calls[:1]), SMALL))
     first, second = (replica(call.n_input, call.n_output).alone.mean for call in calls)
     alone = row.alone.mean
     assert alone.e2e_s == pytest.approx(first.e2e_s + second.e2e_s)
@@ -97,13 +97,13 @@ def test_of_calls_in_a_row_memory_and_time_are_those_of_each(calls: tuple[tuple[
     """Keys and values are there for as long as a call is in flight, which a long prompt hardly is, although it takes
     most of an instance's time."""
     *before, last = (Lengths(*call) for call in calls)
-    one = Replica(computed(EIGHT, profile(H100, "fp8"), replace(last, before=tuple(before)), SMALL))
-    server, rate = Server(one.serving.simulation(0)), 0.5 * one.full.rate
+    one = Replica(make_serving(EIGHT, profile(H100, "fp8"), replace(last, before=tuple(before)), SMALL))
+    server, rate = SimulatedServer(one.serving.simulation(0)), 0.5 * one.full.rate
     for i in range(200):
         server.advance(i / rate)
-        server.take(arrival(one.lengths, i / rate))
+        server.admit(arrival(one.lengths, i / rate))
     server.advance(math.inf)
-    seen = [(call.last_s - call.arrival.at_s, call.arrival) for call in server.seen]
+    seen = [(call.last_s - call.arrival.at_s, call.arrival) for call in server.outcomes]
     in_flight_s = sum(took_s for took_s, _ in seen)
     point = one.at(rate)
     assert point is not None and len(seen) == 400
@@ -122,7 +122,7 @@ def test_of_calls_in_a_row_memory_and_time_are_those_of_each(calls: tuple[tuple[
 
 
 def test_a_last_call_of_one_token_has_no_itl_that_would_bound_the_others() -> None:
-    row = Replica(computed(EIGHT, profile(H100, "fp8"), replace(Lengths(50, 1), before=(Lengths(50, 40),)), SMALL))
+    row = Replica(make_serving(EIGHT, profile(H100, "fp8"), replace(Lengths(50, 1), before=(Lengths(50, 40),)), SMALL))
     tight = Limits(itl_s=1e-4)
     assert row.full.mean.itl_s == 0 and not tight.broken(row.full)
     assert row.full.rate <= row.bound(tight) == row.bound(Limits())
@@ -132,9 +132,9 @@ def test_littles_law_holds_in_runs_and_points() -> None:
     one = replica()
     for n in (1, 7, 16, 30):
         loop = one.closed(n)
-        assert loop.rate * loop.mean.e2e_s == pytest.approx(n) and loop.source == Source.SIMULATED
+        assert loop.rate * loop.mean.e2e_s == pytest.approx(n) and loop.source == FigureSource.SIMULATED
     found = one.run([Arrival(0.01 * i, 300, 20) for i in range(200)])
-    assert found.in_system_s == pytest.approx(found.of("e2e_s").sum(), rel=1e-9)
+    assert found.in_system_s == pytest.approx(found.values("e2e_s").sum(), rel=1e-9)
     point = one.at(20.0)
     assert point is not None and point.concurrency == pytest.approx(20.0 * point.mean.e2e_s)
 
@@ -151,7 +151,7 @@ def test_a_point_says_what_was_counted_and_under_which_scheduler() -> None:
 
 def test_limits_that_not_even_a_request_alone_keeps() -> None:
     one = replica()
-    assert one.most(Limits(ttft_s=1e-4)) is None
+    assert one.best_within(Limits(ttft_s=1e-4)) is None
     assert one.alone_breaks(Limits(ttft_s=1e-4, itl_s=1e-5, e2e_s=1)) == ("TTFT", "ITL")
     assert one.alone_breaks(Limits(e2e_s=0.01)) == ("E2E",)
     assert one.alone_breaks(Limits(ttft_s=1, itl_s=1, e2e_s=1)) == ()
@@ -171,7 +171,9 @@ def test_intervals_cover_a_mean_as_often_as_they_say() -> None:
 def test_what_fits_nowhere_is_refused(lengths: tuple[int, int], device: str, said: str) -> None:
     found = find_device(device)
     with pytest.raises(ConfigError, match=said):
-        computed(instance_of(PRESETS["llama-3-8b"], found, "fp16", 1), profile(found, "fp16"), Lengths(*lengths), SMALL)
+        make_serving(
+            instance_of(PRESETS["llama-3-8b"], found, "fp16", 1), profile(found, "fp16"), Lengths(*lengths), SMALL
+        )
 
 
 def test_a_router_that_sees_the_load_serves_sooner_than_chance() -> None:

@@ -14,14 +14,14 @@ from millrace.cli.html_output import write_page
 from millrace.errors import CheckpointError, ConfigError
 from millrace.runtime.scheduling.step_cost_model import read_profile
 from millrace.size import plan
-from millrace.size.fit.overhead_file import OwnStack, read_stack, write_stack
+from millrace.size.fit.overhead_file import FittedStack, read_stack, write_stack
 from millrace.size.fit.user_runs import read_result
 from millrace.size.money.prices import read_prices
 from millrace.size.performance.fitted_devices import STACKS
 from millrace.size.performance.measured_points import read_points, write_points
 from millrace.size.performance.models import find_model
-from millrace.size.performance.operating_point import Point, Source, Waits
-from millrace.size.question.question import Question, read_answers
+from millrace.size.performance.operating_point import FigureSource, OperatingPoint, Waits
+from millrace.size.question.question import SizingQuestion, read_answers
 from millrace.tune.recorded_requests import read_recording
 
 HEAD = b"model,gpu,precision,tp,isl,osl,concurrency,ttft_ms,itl_ms,e2e_ms,req_s\n"
@@ -89,7 +89,7 @@ def test_answers_that_are_none(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "question.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as found:
-        Question.of(read_answers(file))
+        SizingQuestion.from_answers(read_answers(file))
     assert said in str(found.value) and str(found.value).replace("\n", "").isprintable()
 
 
@@ -121,10 +121,10 @@ def small_disk(most_bytes: int) -> Iterator[None]:
 
 
 def test_a_disk_that_fills_meanwhile_leaves_what_was_there(tmp_path: Path) -> None:
-    stack = OwnStack("H100 SXM", "fp8", next(iter(STACKS.values()))[0], 0.05)
+    stack = FittedStack("H100 SXM", "fp8", next(iter(STACKS.values()))[0], 0.05)
     waits = Waits(0.1, 0.01, 1.0)
-    points = [Point(model="a" * 100, device="H100", precision="fp8", tp=1, input_tokens=1, output_tokens=9,
-                    concurrency=1, rate=1.0, mean=waits, p95=None, source=Source.MEASURED)]  # fmt: skip
+    points = [OperatingPoint(model="a" * 100, device="H100", precision="fp8", tp=1, input_tokens=1, output_tokens=9,
+                    concurrency=1, rate=1.0, mean=waits, p95=None, source=FigureSource.MEASURED)]  # fmt: skip
     page = "<!doctype html>\n<!-- millrace report -->\n" + "x" * 4096
     written: list[tuple[Path, Callable[[Path], Any]]] = [
         (tmp_path / "stack.json", lambda file: write_stack(file, stack)),
@@ -145,7 +145,7 @@ def test_a_disk_that_fills_meanwhile_leaves_what_was_there(tmp_path: Path) -> No
 
 
 def test_a_device_is_written_into_and_stays_one() -> None:
-    write_stack(Path("/dev/null"), OwnStack("H100 SXM", "fp8", next(iter(STACKS.values()))[0], 0.05))
+    write_stack(Path("/dev/null"), FittedStack("H100 SXM", "fp8", next(iter(STACKS.values()))[0], 0.05))
     assert Path("/dev/null").is_char_device()
 
 

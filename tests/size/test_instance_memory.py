@@ -8,12 +8,12 @@ from millrace.machine.devices import find_device
 from millrace.size.answer.sizing import instance_of
 from millrace.size.performance.instance_memory import memory
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.operating_point import Point, Source, Waits
+from millrace.size.performance.operating_point import FigureSource, OperatingPoint, Waits
 
 EIGHT = instance_of(PRESETS["llama-3-8b"], find_device("H100"), "fp8", 1)
-POINT = Point(
+POINT = OperatingPoint(
     model="m", device="H100 SXM", precision="fp8", tp=1, input_tokens=2000, output_tokens=200, concurrency=25,
-    rate=8.8375, mean=Waits(0.489, 0.0117, 2.825), p95=None, source=Source.MEASURED,
+    rate=8.8375, mean=Waits(0.489, 0.0117, 2.825), p95=None, source=FigureSource.MEASURED,
 )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.size.load.load_forecast import demand, hourly_peaks, parse_calls, users
-from millrace.size.question.settings import LoadSettings
+from millrace.size.load.load_forecast import forecast_demand, hourly_peaks, parse_calls, supported_users
+from millrace.size.question.settings import DemandSettings
 from tests.support.shared import NOT_BESIDE, SHARED
 
 DAY = 86_400
@@ -17,7 +17,7 @@ AZURE = SHARED / "data" / "traces" / "AzureLLMInferenceTrace_conv.csv"
 
 def test_the_course_exercise() -> None:
     """30 M calls a year of 10 minutes with 3 requests a minute, and a peak of 7 times that: 28.5 and 200 a second."""
-    found = demand(LoadSettings(calls="30M/year", requests_each=30, burst=7, percentile=0))
+    found = forecast_demand(DemandSettings(calls="30M/year", requests_each=30, burst=7, percentile=0))
     assert found.average == pytest.approx(28.5, abs=0.05) and found.peak == pytest.approx(200, abs=0.5)
     assert found.a_day == pytest.approx(30e6 * 30 / 365)
 
@@ -33,27 +33,27 @@ def test_the_course_exercise() -> None:
     ({"average": 64 / 3, "hours": 8}, 77), ({"average": 64 / 3, "daily": ",".join(["0"] * 16 + ["5"] * 8)}, 77),
 ])  # fmt: skip
 def test_peaks(asked: dict[str, Any], peak: float) -> None:
-    assert demand(LoadSettings(**asked)).peak == pytest.approx(peak, abs=0.05)
+    assert forecast_demand(DemandSettings(**asked)).peak == pytest.approx(peak, abs=0.05)
 
 
 def test_users_of_a_rate_are_the_way_back() -> None:
     """70.7 requests/s through 8 hours, 3 of each: 679 k users, who need that rate on average in these hours."""
-    n = users(70.7, 8, 3)
+    n = supported_users(70.7, 8, 3)
     assert n == pytest.approx(679e3, rel=1e-3)
-    assert demand(LoadSettings(users=n, hours=8, percentile=0)).peak == pytest.approx(70.7)
+    assert forecast_demand(DemandSettings(users=n, hours=8, percentile=0)).peak == pytest.approx(70.7)
 
 
 def test_hours_of_a_day() -> None:
-    asked = LoadSettings(average=10, daily=",".join(["1"] * 12 + ["3"] * 12))
-    found = demand(asked)
+    asked = DemandSettings(average=10, daily=",".join(["1"] * 12 + ["3"] * 12))
+    found = forecast_demand(asked)
     assert found.hours == pytest.approx([5.0] * 12 + [15.0] * 12) and sum(found.hours) / 24 == pytest.approx(10)
     assert hourly_peaks(asked, found) == (9.0,) * 12 + (22.0,) * 12, "ppf(0.95, 5) and ppf(0.95, 15) of SciPy"
-    alone = LoadSettings(rate=5)
-    assert hourly_peaks(alone, demand(alone)) == (5.0,) * 24
-    part = demand(LoadSettings(average=10, hours=7.5, percentile=0))
+    alone = DemandSettings(rate=5)
+    assert hourly_peaks(alone, forecast_demand(alone)) == (5.0,) * 24
+    part = forecast_demand(DemandSettings(average=10, hours=7.5, percentile=0))
     assert part.hours[14:17] == (part.peak, part.peak / 2, 0) and part.peak == pytest.approx(32)
     for hours, busy in ((8, range(8, 16)), (16, range(8, 24)), (20.5, range(3, 24)), (24, range(24))):
-        found = demand(LoadSettings(average=10, hours=hours, percentile=0))
+        found = forecast_demand(DemandSettings(average=10, hours=hours, percentile=0))
         assert [i for i in range(24) if found.hours[i] > 0] == list(busy), "by day, and nobody asks at midnight"
 
 
@@ -68,11 +68,11 @@ def test_a_trace_has_its_own_peak(tmp_path: Path) -> None:
     """100 seconds with one request each, but six of them with ten: 95 % of seconds have at most ten, 90 % one."""
     times = [float(s) for s in range(101)] + [s + 0.01 * i for s in range(6) for i in range(1, 10)]
     path = trace(tmp_path, sorted(times))
-    assert demand(LoadSettings(trace=path)).peak == 10
+    assert forecast_demand(DemandSettings(trace=path)).peak == 10
     with pytest.raises(ConfigError, match=r"a peak of 1 requests/s, and 1\.55 on average"):
-        demand(LoadSettings(trace=path, percentile=90))
-    assert demand(LoadSettings(trace=path, percentile=90, window_s=50)).peak == (50 + 54) / 50
-    doubled = demand(LoadSettings(trace=path, average=2 * len(times) / 100))
+        forecast_demand(DemandSettings(trace=path, percentile=90))
+    assert forecast_demand(DemandSettings(trace=path, percentile=90, window_s=50)).peak == (50 + 54) / 50
+    doubled = forecast_demand(DemandSettings(trace=path, average=2 * len(times) / 100))
     assert doubled.peak == pytest.approx(20), "a peak is as far above the mean as there"
     assert "Poisson" in doubled.how[-2]
 
@@ -102,7 +102,7 @@ def test_calls(text: str, n: float, period: str) -> None:
 ])  # fmt: skip
 def test_contradictions_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as found:
-        demand(LoadSettings(**asked))
+        forecast_demand(DemandSettings(**asked))
     assert said in str(found.value)
 
 
@@ -110,25 +110,25 @@ def test_broken_traces_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1}\n{"timestamp": "x"}\n')
     with pytest.raises(ConfigError, match=r"t\.jsonl, line 2"):
-        demand(LoadSettings(trace=str(path)))
+        forecast_demand(DemandSettings(trace=str(path)))
     at_once = trace(tmp_path, [1.0, 1.0])
     with pytest.raises(ConfigError, match="all requests of the trace came at once"):
-        demand(LoadSettings(trace=at_once))
+        forecast_demand(DemandSettings(trace=at_once))
     with pytest.raises(ConfigError, match="in windows of 60 s"):
-        demand(LoadSettings(trace=trace(tmp_path, [0.0, 30.0]), window_s=60))
+        forecast_demand(DemandSettings(trace=trace(tmp_path, [0.0, 30.0]), window_s=60))
     with pytest.raises(ConfigError, match="its own windows"):
-        raise_burst = LoadSettings(trace=trace(tmp_path, [0.0, 30.0]), burst=2)
-        demand(raise_burst)
+        raise_burst = DemandSettings(trace=trace(tmp_path, [0.0, 30.0]), burst=2)
+        forecast_demand(raise_burst)
 
 
 @pytest.mark.skipif(not AZURE.is_file(), reason=NOT_BESIDE)
 def test_an_hour_of_real_conversations() -> None:
     """Azure's of 2023, as counted elsewhere: 5.53 requests/s on average, p95 of a second 11, of Poisson arrivals 10."""
-    found = demand(LoadSettings(trace=str(AZURE)))
+    found = forecast_demand(DemandSettings(trace=str(AZURE)))
     assert found.average == pytest.approx(5.53, abs=0.005) and found.peak == 11
     assert "Poisson arrivals would have 10 " in found.how[-1] and found.trace is not None and len(found.trace) == 19_366
 
 
 def test_what_was_said_stands_in_its_own_digits() -> None:
-    assert demand(LoadSettings(rate=29_170_125.0)).how == ("peak: 29,170,125 requests/s, as said",)
-    assert demand(LoadSettings(average=0.25)).how[0] == "average: 0.25 requests/s, as said"
+    assert forecast_demand(DemandSettings(rate=29_170_125.0)).how == ("peak: 29,170,125 requests/s, as said",)
+    assert forecast_demand(DemandSettings(average=0.25)).how[0] == "average: 0.25 requests/s, as said"

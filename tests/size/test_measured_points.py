@@ -7,7 +7,7 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.size.performance.measured_points import read_points, write_points
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.operating_point import Limits, Point, best, latency_optimal, throughput_optimal
+from millrace.size.performance.operating_point import Limits, OperatingPoint, best, latency_optimal, throughput_optimal
 from tests.size.tables import SIZING, needs_tables
 
 HEAD = "model,gpu,precision,tp,isl,osl,concurrency,ttft_ms,itl_ms,e2e_ms,req_s"
@@ -30,7 +30,7 @@ def test_the_published_decision_table() -> None:
         if "8b" in p.model and "H100" in p.device and (p.input_tokens, p.output_tokens) == (2000, 200)
     ]  # fmt: skip
 
-    def told(p: Point) -> tuple[str, int, float, float, int]:
+    def told(p: OperatingPoint) -> tuple[str, int, float, float, int]:
         where = p.configuration.split(" on ")[0]
         return (
             where,
@@ -44,7 +44,7 @@ def test_the_published_decision_table() -> None:
     assert told(latency_optimal(ours)) == ("fp8 TP2", 1, 3.73, 30, 1073)
     assert told(best(ours, Limits(ttft_s=0.3))) == ("fp8 TP1", 10, 41.56, 221, 1924)
     assert told(best(ours, Limits(ttft_s=0.5))) == ("fp8 TP1", 25, 70.75, 489, 2825)
-    assert told(best(ours, Limits(ttft_s=0.5, of="p95"))) == ("fp8 TP2", 25, 45.92, 367, 2176)
+    assert told(best(ours, Limits(ttft_s=0.5, statistic="p95"))) == ("fp8 TP2", 25, 45.92, 367, 2176)
     assert told(best(ours, Limits(ttft_s=1.0))) == ("fp8 TP1", 150, 106.52, 975, 11080)
     assert told(throughput_optimal(ours)) == ("fp8 TP1", 250, 110.62, 1163, 17794)
     assert told(best(fp16, Limits(ttft_s=0.5))) == ("fp16 TP2", 25, 40.95, 500, 2441)
@@ -56,7 +56,7 @@ def test_limits_that_nothing_keeps_name_the_closest(tmp_path: Path) -> None:
         best(points, Limits(ttft_s=0.05, itl_s=0.005))
     assert "fp8 TP1 on H100 with 10 in flight: TTFT 100 ms, ITL 10.0 ms" in said.value.expected
     with pytest.raises(ConfigError, match="no p95 is known"):
-        best(points, Limits(ttft_s=0.5, of="p95"))
+        best(points, Limits(ttft_s=0.5, statistic="p95"))
 
 
 @pytest.mark.parametrize("lines, said", [
@@ -137,7 +137,7 @@ def test_a_table_without_end_is_not_read_to_it() -> None:
         read_points(Path("/dev/zero"))
 
 
-@pytest.mark.parametrize("wrong", [{"ttft_s": 0}, {"itl_s": -1}, {"e2e_s": float("nan")}, {"of": "median"}])
+@pytest.mark.parametrize("wrong", [{"ttft_s": 0}, {"itl_s": -1}, {"e2e_s": float("nan")}, {"statistic": "median"}])
 def test_limits_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Limits(**wrong)  # type: ignore[arg-type]

@@ -11,16 +11,16 @@ from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
 from millrace.runtime.scheduling.step_cost_model import SchedulerSettings, StepCost, StepProfile, write_profile
 from millrace.size import plan
-from millrace.size.answer.answer import Answer
+from millrace.size.answer.answer import SizingAnswer
 from millrace.size.answer.sizing import Fleet
 from millrace.size.answer.sizing import plan as bought
 from millrace.size.load.token_lengths import Lengths
-from millrace.size.performance.operating_point import Limits, Source
+from millrace.size.performance.operating_point import FigureSource, Limits
 from millrace.size.report.answer_json import answer_to_dict
 from millrace.size.report.page import size_page
 from millrace.size.simulation import capacity
 from millrace.size.simulation.capacity import Replica
-from millrace.size.simulation.measured_steps import MeasuredStepTimes, Profiled
+from millrace.size.simulation.measured_steps import MeasuredStepTimes, ProfiledServer
 from millrace.size.simulation.virtual_clock import Arrival
 from tests.size.test_steps import LAW
 
@@ -30,7 +30,7 @@ PROFILE = StepProfile(
 )  # fmt: skip
 
 
-def planned(tmp_path: Path, profile: StepProfile = PROFILE, **answers: Any) -> Answer:
+def planned(tmp_path: Path, profile: StepProfile = PROFILE, **answers: Any) -> SizingAnswer:
     file = tmp_path / "p.json"
     write_profile(file, profile)
     asked = {"hardware": ["this"], "isl": 128, "osl": 32, "rate": 6, "ttft_ms": 500}
@@ -51,8 +51,8 @@ def test_a_plan_is_what_verify_predicts(tmp_path: Path) -> None:
     point, n = found.point, 100
     at_s = np.cumsum(np.random.default_rng(0).exponential(1 / point.rate, n))
     arrivals = [Arrival(float(t), 128, 32) for t in at_s]
-    seen = MeasuredStepTimes.of(PROFILE).simulation(128).run(arrivals).requests[n // 4 :]
-    assert point.source == Source.SIMULATED and point.p95 is not None
+    seen = MeasuredStepTimes.from_profile(PROFILE).simulation(128).run(arrivals).requests[n // 4 :]
+    assert point.source == FigureSource.SIMULATED and point.p95 is not None
     assert point.mean.ttft_s == np.mean([one.ttft_s for one in seen])
     assert point.p95.itl_s == np.quantile([one.itl_s for one in seen], 0.95)
     assert found.error == PROFILE.error and found.systems == np.ceil(found.fractional)
@@ -77,17 +77,17 @@ def test_one_at_a_time_is_the_queue_of_pollaczek_and_khinchine() -> None:
         "m", "e", machine_name(), "2026-11-23", 100, 0.1, 0.0, (1.0,),
         StepCost(((1, 1e-3), (100, 20e-3)), 0.0, 0.0, 0.0, host=5e-3), replace(SCHEDULE, max_sequences=1),
     )  # fmt: skip
-    one = Replica(Profiled(alone).serving(Lengths(100, 1)))
+    one = Replica(ProfiledServer(alone).serving(Lengths(100, 1)))
     assert 1 / one.full.rate == pytest.approx(25e-3)
     for rho in (0.4, 0.7):
-        found = one.most(Limits(ttft_s=20e-3 + 25e-3 * rho / 2 / (1 - rho)))
+        found = one.best_within(Limits(ttft_s=20e-3 + 25e-3 * rho / 2 / (1 - rho)))
         assert found is not None and found.rate * 25e-3 == pytest.approx(rho, rel=0.12)
 
 
 @pytest.mark.usefixtures("few")
 def test_more_load_never_needs_less_and_looser_limits_never_more() -> None:
-    one, basis = Replica(Profiled(PROFILE).serving(Lengths(128, 32))), Profiled(PROFILE)
-    found = [point for s in (0.2, 0.4, 5.0) if (point := one.most(Limits(ttft_s=s))) is not None]
+    one, basis = Replica(ProfiledServer(PROFILE).serving(Lengths(128, 32))), ProfiledServer(PROFILE)
+    found = [point for s in (0.2, 0.4, 5.0) if (point := one.best_within(Limits(ttft_s=s))) is not None]
     rates = [point.rate for point in found]
     assert len(rates) == 3 and rates == sorted(rates) and rates[0] < rates[-1]
     by_load = [bought(rate, found, Limits(), Fleet(), basis).systems for rate in (1, 5, 6, 60)]
@@ -98,7 +98,7 @@ def test_more_load_never_needs_less_and_looser_limits_never_more() -> None:
 def test_pages_bind_where_they_are_few(tmp_path: Path) -> None:
     """Nine pages hold three requests of 160 tokens; 512 hold all 16."""
     tight = replace(PROFILE, schedule=replace(SCHEDULE, pages=9))
-    assert Profiled(tight).serving(Lengths(128, 32)).room == 3
+    assert ProfiledServer(tight).serving(Lengths(128, 32)).room == 3
     offline: dict[str, Any] = {"ttft_ms": None, "mode": "offline", "arrivals": "closed"}
     assert planned(tmp_path, tight, **offline).plan.binding == "memory of the KV cache"
     assert planned(tmp_path, **offline).plan.binding != "memory of the KV cache"
@@ -108,12 +108,12 @@ def test_pages_bind_where_they_are_few(tmp_path: Path) -> None:
 def test_calls_in_a_row_and_systems_that_are_there(tmp_path: Path) -> None:
     found = planned(tmp_path, pipeline="guard:60/4>rag:128/32", ttft_ms=5000)
     row = found.plan.point
-    assert row.source == Source.SIMULATED and row.p95 is not None and row.sampled is not None
+    assert row.source == FigureSource.SIMULATED and row.p95 is not None and row.sampled is not None
     assert row.sampled.p99.ttft_s >= row.p95.ttft_s > row.mean.ttft_s and found.other is not None
     assert row.rate < planned(tmp_path, ttft_ms=5000).plan.point.rate
     assert row.mean.ttft_s > planned(tmp_path).plan.latency_optimal.mean.ttft_s
     there = planned(tmp_path, rate=None, systems="3")
-    assert there.follows.rate == pytest.approx(3 * there.plan.point.rate)
+    assert there.consequences.rate == pytest.approx(3 * there.plan.point.rate)
 
 
 @pytest.mark.parametrize("profile, answers, said", [

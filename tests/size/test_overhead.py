@@ -8,7 +8,7 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.size.answer.sizing import instance_of
-from millrace.size.fit.overhead import Run, fit_stack, judged, leave_one_out, replay
+from millrace.size.fit.overhead import MeasuredRun, fit_stack, leave_one_out, replay, summarize_errors
 from millrace.size.load.token_lengths import Lengths
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.models import PRESETS
@@ -19,12 +19,12 @@ H100 = find_device("H100")
 TRUTH = replace(ENGINE, name="as it was made", prefill=1.3, decode=1.2, cache=2.5, host_s=2e-5, step_tokens=4096)
 
 
-def made() -> list[Run]:
+def made() -> list[MeasuredRun]:
     found = []
     for name, tp in (("llama-3-8b", 1), ("llama-3-70b", 4)):
         for lengths in (Lengths(3000, 1), Lengths(6000, 300), Lengths(60, 60)):
             for n in (1, 64):
-                run = Run(instance_of(PRESETS[name], H100, "fp8", tp), lengths, n, 1.0)
+                run = MeasuredRun(instance_of(PRESETS[name], H100, "fp8", tp), lengths, n, 1.0)
                 found.append(replace(run, rate=replay(run, TRUTH).point.rate))
     return found
 
@@ -39,7 +39,7 @@ def test_a_run_is_worth_what_its_steps_are() -> None:
     """A request alone: its prompt, and a step for each token after the first, summed up by hand."""
     instance, stack = instance_of(PRESETS["llama-3-8b"], H100, "fp16", 1), replace(TRUTH, front_s=0.01)
     constants = profile(H100, "fp16").constants
-    found = replay(Run(instance, Lengths(500, 4), 1, 1.0), stack)
+    found = replay(MeasuredRun(instance, Lengths(500, 4), 1, 1.0), stack)
     steps = [constants.decode_s(instance, 1, 501 + i) for i in range(3)]
     cached = [constants.cached_s(instance, 1, 501 + i) for i in range(3)]
     ttft_s = 0.01 + 1.3 * constants.prefill_s(instance, [500])
@@ -54,7 +54,7 @@ def test_the_serving_table_is_met_by_simulation() -> None:
     """Every fifteenth of NIM's runs that were in their steady state, TTFT with the scheduler that the stack names."""
     found = [replay(run, profile(run.instance.device, run.instance.precision).stack) for run in served_runs()[::15]]
     assert len(found) > 20
-    held = judged("all", found)
+    held = summarize_errors("all", found)
     assert held.rate.median <= 0.14 and held.ttft.median <= 0.20 and held.itl.median <= 0.14, held
     eights = [one for one in found if one.run.instance.precision == "fp8" and one.run.concurrency >= 100]
     assert abs(np.mean([one.rate_error for one in eights])) < 0.14, "full instances in 8 bits were 60 % too fast"
@@ -64,7 +64,7 @@ def test_the_serving_table_is_met_by_simulation() -> None:
 def test_a_gpu_that_was_left_out_is_served_as_the_other_would() -> None:
     """A100 by what was fitted to H100."""
     runs = [run for run in served_runs() if run.instance.device.name == "A100 SXM 80GB"][::12]
-    held = judged("A100", [replay(run, profile(H100, "fp16").stack) for run in runs])
+    held = summarize_errors("A100", [replay(run, profile(H100, "fp16").stack) for run in runs])
     assert held.rate.median <= 0.14 and held.ttft.median <= 0.20, held
 
 

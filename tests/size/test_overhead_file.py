@@ -10,22 +10,24 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.size import plan
-from millrace.size.fit.overhead_file import OwnStack, read_stack, write_stack
+from millrace.size.fit.overhead_file import FittedStack, read_stack, write_stack
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.measured_points import read_points, write_points
-from millrace.size.performance.operating_point import Point, Source, Waits
+from millrace.size.performance.operating_point import FigureSource, OperatingPoint, Waits
 from millrace.size.performance.serving_overhead import ENGINE
 from millrace.size.simulation import capacity
 
 COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "mode": "offline", "simulate": False,
                           "precision": "fp8", "rate": 100}  # fmt: skip
-OWN = OwnStack("H100 SXM", "fp8", replace(ENGINE, name="ours", prefill=1.5, host_s=2e-5), 0.031)
+OWN = FittedStack("H100 SXM", "fp8", replace(ENGINE, name="ours", prefill=1.5, host_s=2e-5), 0.031)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_stack(tmp_path / "s.json", OWN)
     assert read_stack(tmp_path / "s.json") == OWN
-    assert OWN.of("H100 SXM", "fp8") is OWN.stack and OWN.of("H100 SXM", "fp16") is None is OWN.of("L4", "fp8")
+    assert OWN.stack_for("H100 SXM", "fp8") is OWN.stack and OWN.stack_for("H100 SXM", "fp16") is None is OWN.stack_for(
+        "L4", "fp8"
+    )
 
 
 def test_it_decides_what_is_computed(tmp_path: Path) -> None:
@@ -35,7 +37,7 @@ def test_it_decides_what_is_computed(tmp_path: Path) -> None:
     for times in (1.0, 2.0):
         slower = replace(usual, prefill=usual.prefill * times, decode=usual.decode * times, cache=usual.cache * times,
                          host_s=usual.host_s * times)  # fmt: skip
-        write_stack(tmp_path / "s.json", OwnStack("H100 SXM", "fp8", slower, 0.01))
+        write_stack(tmp_path / "s.json", FittedStack("H100 SXM", "fp8", slower, 0.01))
         own.append(plan(**COMMON, stack=str(tmp_path / "s.json")).plan)
     assert own[0].point == plan(**COMMON).plan.point
     assert own[1].point.rate < 0.55 * own[0].point.rate and "(1.0% off on average)" in own[1].provenance
@@ -97,9 +99,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_points_are_written_as_they_are_read(tmp_path: Path) -> None:
-    one = Point(
+    one = OperatingPoint(
         model="m", device="H100", precision="fp8", tp=2, input_tokens=2000, output_tokens=200, concurrency=25.0,
-        rate=8.85, mean=Waits(0.4895, 0.011736, 2.825), p95=Waits(0.64, 0.013, 3.0), source=Source.MEASURED,
+        rate=8.85, mean=Waits(0.4895, 0.011736, 2.825), p95=Waits(0.64, 0.013, 3.0), source=FigureSource.MEASURED,
     )  # fmt: skip
     write_points(tmp_path / "runs.csv", [one, replace(one, p95=None)])
     assert read_points(tmp_path / "runs.csv") == ([one, replace(one, p95=None)], 0)

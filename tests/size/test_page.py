@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from millrace.size import plan
-from millrace.size.answer.answer import Answer
-from millrace.size.load.load_forecast import demand
-from millrace.size.question.settings import LoadSettings
+from millrace.size.answer.answer import SizingAnswer
+from millrace.size.load.load_forecast import forecast_demand
+from millrace.size.question.settings import DemandSettings
 from millrace.size.report.answer_json import headline
 from millrace.size.report.answer_tables import tables
 from millrace.size.report.page import arrivals_plot, hours_plot, size_page, ttft_plot, why_plot
@@ -29,17 +29,17 @@ def bars(svg: str) -> list[tuple[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def day() -> Answer:
+def day() -> SizingAnswer:
     return plan(**COMMON, average=100, hours=8, burst=2, spare=1)
 
 
-def test_a_page_has_every_part_and_needs_nothing(day: Answer) -> None:
+def test_a_page_has_every_part_and_needs_nothing(day: SizingAnswer) -> None:
     page = size_page(day)
     text = unescape(re.sub(r"<[^>]*>", " ", page))
     for said in (
         "Throughput against latency", "Time to the first token against load", "Arrivals", "Why ", "Costs",
         "Hours of a day", "What would change it", "latency-optimal", "throughput-optimal", day.plan.provenance,
-        headline(day), "95 % stay within", *(step.why for step in day.why),
+        headline(day), "95 % stay within", *(step.why for step in day.waterfall),
     ):  # fmt: skip
         assert said in text, said
     for part in tables(day):
@@ -90,16 +90,16 @@ def test_what_is_named_is_escaped(tmp_path: Path) -> None:
 
 def test_arrivals_are_poisson() -> None:
     """Shares of windows in percent, in the bars' words: those of a Poisson process of mean 64, together all."""
-    asked = LoadSettings(average=32, burst=2)
-    svg = arrivals_plot(asked, demand(asked))
+    asked = DemandSettings(average=32, burst=2)
+    svg = arrivals_plot(asked, forecast_demand(asked))
     assert svg is not None and "95 % stay within 77" in svg
     shares = {int(n): float(share) for n, share in (says.removesuffix(" %").split(": ") for says, _ in bars(svg))}
     assert sum(shares.values()) == pytest.approx(100, abs=0.5)
     assert shares[64] == pytest.approx(100 * math.exp(-64) * 64**64 / math.factorial(64), rel=0.05)
     heights = dict(bars(svg))
     assert max(heights, key=lambda says: heights[says]).startswith(("63: ", "64: "))
-    alone = LoadSettings(rate=5)
-    assert arrivals_plot(alone, demand(alone)) is None
+    alone = DemandSettings(rate=5)
+    assert arrivals_plot(alone, forecast_demand(alone)) is None
 
 
 def test_arrivals_of_a_trace(tmp_path: Path) -> None:
@@ -107,21 +107,21 @@ def test_arrivals_of_a_trace(tmp_path: Path) -> None:
     times = [*range(101), *(0.1 + 0.01 * i for i in range(9))]
     path.write_text("".join(json.dumps({"timestamp": 1e3 * t, "input_length": 9, "output_length": 2}) + "\n"
                             for t in times))  # fmt: skip
-    asked = LoadSettings(trace=str(path), percentile=99.5)
-    svg = arrivals_plot(asked, demand(asked))
+    asked = DemandSettings(trace=str(path), percentile=99.5)
+    svg = arrivals_plot(asked, forecast_demand(asked))
     assert svg is not None and "99.5 % stay within 10" in svg
     assert [says for says, height in bars(svg) if height > 0] == ["1: 99 %", "10: 1 %"]
 
 
-def test_hours_and_steps_are_as_high_as_they_say(day: Answer) -> None:
+def test_hours_and_steps_are_as_high_as_they_say(day: SizingAnswer) -> None:
     assert day.money is not None
     heights = [height for _, height in bars(hours_plot(day.money.hourly))]
     assert heights == pytest.approx([n / max(day.money.hourly) * max(heights) for n in day.money.hourly], abs=0.02)
     added = [height for _, height in bars(why_plot(day))]
-    assert sum(added) / added[0] == pytest.approx(day.plan.systems / day.why[0].systems, rel=0.02)
+    assert sum(added) / added[0] == pytest.approx(day.plan.systems / day.waterfall[0].systems, rel=0.02)
 
 
-def test_the_limit_is_drawn_where_it_is(day: Answer) -> None:
+def test_the_limit_is_drawn_where_it_is(day: SizingAnswer) -> None:
     """On the axis of milliseconds, beside the points of the chosen configuration."""
     svg = ttft_plot(day.offers.points, day.plan.point, day.plan.limits)
     mean, limit = re.findall(r'class="stroke s[01]" points="([^"]*)"', svg)
@@ -137,7 +137,7 @@ def test_the_limit_is_drawn_where_it_is(day: Answer) -> None:
 def test_the_other_way_round_there_is_nothing_to_buy() -> None:
     """What some systems serve: no waterfall, and the band is of requests."""
     given = plan(**COMMON, systems="2 x H100")
-    rate, error = given.follows.rate, given.plan.error
+    rate, error = given.consequences.rate, given.plan.error
     assert headline(given) == (
         f"2 systems of 8 x H100 SXM serve {rate:.4g} requests/s ({rate * (1 - error):.4g} to {rate * (1 + error):.4g}) "
         "of llama-3-8b"

@@ -8,22 +8,22 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import DEVICES, GB, Device, find_device
-from millrace.size.answer.sizing import Fleet, Plan, instance_of
+from millrace.size.answer.sizing import Fleet, SizingPlan, instance_of
 from millrace.size.answer.sizing import plan as planned
-from millrace.size.fit.user_runs import Result, check_possible
-from millrace.size.load.load_forecast import demand
-from millrace.size.load.token_lengths import Lengths, length
-from millrace.size.performance.closed_form import kv_capacity, served
+from millrace.size.fit.user_runs import UserRun, check_possible
+from millrace.size.load.load_forecast import forecast_demand
+from millrace.size.load.token_lengths import Lengths, parse_length
+from millrace.size.performance.closed_form import estimate_point, kv_capacity
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.instance_memory import memory
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.operating_point import Limits, Point
-from millrace.size.performance.roofline_cost import WEIGHT_BYTES, Instance, decode_terms, prefill_terms
+from millrace.size.performance.operating_point import Limits, OperatingPoint
+from millrace.size.performance.roofline_cost import WEIGHT_BYTES, ModelInstance, decode_terms, prefill_terms
 from millrace.size.performance.serving_overhead import Stack
 from millrace.size.performance.step_time import least_time, step_time
-from millrace.size.question.settings import LoadSettings
+from millrace.size.question.settings import DemandSettings
 from millrace.size.simulation.capacity import Replica
-from millrace.size.simulation.serving_model import computed
+from millrace.size.simulation.serving_model import make_serving
 from tests.size.offered import analytic_points
 
 SEEDS = range(10)
@@ -33,7 +33,7 @@ SMALL = Stack(
 )
 
 
-def drawn_instance(rng: Random) -> Instance:
+def drawn_instance(rng: Random) -> ModelInstance:
     """Whose weights fit."""
     while True:
         device = rng.choice(GPUS)
@@ -47,7 +47,7 @@ def drawn_instance(rng: Random) -> Instance:
             continue
 
 
-def drawn_points(rng: Random) -> list[Point]:
+def drawn_points(rng: Random) -> list[OperatingPoint]:
     while True:
         shape, device = rng.choice([*PRESETS]), rng.choice(GPUS)
         lengths = float(rng.randint(1, 1500)), float(rng.randint(1, 400))
@@ -57,7 +57,7 @@ def drawn_points(rng: Random) -> list[Point]:
             continue
 
 
-def drawn_limits(rng: Random, points: list[Point]) -> Limits:
+def drawn_limits(rng: Random, points: list[OperatingPoint]) -> Limits:
     """That something keeps."""
     waits = rng.choice(points).mean
 
@@ -67,7 +67,7 @@ def drawn_limits(rng: Random, points: list[Point]) -> Limits:
     return Limits(above(waits.ttft_s), above(waits.itl_s), above(waits.e2e_s))
 
 
-def at_load(points: list[Point], made: Plan, systems: int) -> Point:
+def at_load(points: list[OperatingPoint], made: SizingPlan, systems: int) -> OperatingPoint:
     """What users feel where so many systems share the load: the least point of that configuration that bears it."""
     each = made.rate / (systems * made.point.system / made.point.devices)
     alike = [p for p in points if p.configuration == made.point.configuration and p.rate >= each * (1 - 1e-9)]
@@ -103,7 +103,7 @@ def test_less_load_waits_less_where_it_is_simulated(seed: int) -> None:
     device = find_device(rng.choice(("A100", "H100", "L40S")))
     instance = instance_of(PRESETS["llama-3-8b"], device, "fp16", 1)
     lengths = Lengths(rng.randint(50, 1500), rng.randint(2, 20))
-    one = Replica(computed(instance, profile(device, "fp16"), lengths, SMALL))
+    one = Replica(make_serving(instance, profile(device, "fp16"), lengths, SMALL))
     waits = [one.at(one.full.rate * share, seed) for share in (0.9, 0.6, 0.3, 0.05)]
     for more, less in pairwise(waits):
         assert more is not None and less is not None and more.p95 is not None and less.p95 is not None
@@ -120,7 +120,7 @@ def test_a_longer_context_never_takes_less(seed: int) -> None:
     lengths = sorted(rng.sample(range(2, most), 4)) if most > 8 else [2, 3]
     held, rates, times = [], [], []
     for n_in in lengths:
-        point = served(one, known, (n_in, 1.0), 8)
+        point = estimate_point(one, known, (n_in, 1.0), 8)
         made = memory(one, point)
         assert made.total >= made.kept_back + made.weights * (1 - 1e-9) and made.held >= 0 and made.free >= -1e-3
         held.append(made.held)
@@ -149,16 +149,16 @@ def test_no_step_is_quicker_than_the_least(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_more_users_make_no_lower_peak(seed: int) -> None:
     rng = Random(seed)
-    asked = LoadSettings(
+    asked = DemandSettings(
         users=10 ** rng.uniform(1, 8), hours=rng.choice((None, 8.0)), burst=rng.choice((1.0, 7.0)),
         window_s=rng.choice((1.0, 30.0)), split=rng.choice((1, 8)), percentile=rng.choice((50.0, 95.0, 99.9)),
     )  # fmt: skip
     assert asked.users is not None
-    peaks = [demand(replace(asked, users=asked.users * times)).peak for times in (1, 1.1, 3, 30)]
+    peaks = [forecast_demand(replace(asked, users=asked.users * times)).peak for times in (1, 1.1, 3, 30)]
     assert peaks == sorted(peaks)
-    stricter = [demand(replace(asked, percentile=percent)).peak for percent in (50.0, 95.0, 99.9)]
+    stricter = [forecast_demand(replace(asked, percentile=percent)).peak for percent in (50.0, 95.0, 99.9)]
     assert stricter == sorted(stricter)
-    found = demand(asked)
+    found = forecast_demand(asked)
     assert found.busy is not None and found.average is not None
     assert found.average <= found.busy * (1 + 1e-9) <= found.peak * (1 + 1e-6)
     assert sum(found.hours) / 24 == pytest.approx(found.average)
@@ -186,20 +186,20 @@ def test_figures_of_sparse_peaks_or_of_a_server_are_refused(seed: int) -> None:
     most = 0.99 / prefill_terms(one, [n_in + n_out]).arithmetic_s
     itl_s = 1.01 * decode_terms(one, 1, n_in)[0]
     e2e_s = 1.0 + itl_s * (n_out - 1)
-    check_possible(Result(n_in, n_out, most, 1.0, e2e_s, "a run"), one)
+    check_possible(UserRun(n_in, n_out, most, 1.0, e2e_s, "a run"), one)
     for rate, faster, said in ((2 * most, 1.0, "MFU"), (8 * most, 1.0, "MFU"), (most, 0.5, "MBU")):
         with pytest.raises(ConfigError, match=said):
-            check_possible(Result(n_in, n_out, rate, 1.0, 1.0 + faster * itl_s * (n_out - 1), "a run"), one)
+            check_possible(UserRun(n_in, n_out, rate, 1.0, 1.0 + faster * itl_s * (n_out - 1), "a run"), one)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_words_are_never_taken_for_tokens(seed: int) -> None:
     rng = Random(seed)
     n, share = rng.randint(10, 10**6), rng.uniform(0.1, 0.95)
-    words, tokens = length(f"{n} words", "input", share)[0], length(f"{n:,} tokens", "input", share)[0]
-    assert words == pytest.approx(n / share) and tokens == n and length(f"{n} characters", "input", 0.75)[0] < n
+    words, tokens = parse_length(f"{n} words", "input", share)[0], parse_length(f"{n:,} tokens", "input", share)[0]
+    assert words == pytest.approx(n / share) and tokens == n and parse_length(f"{n} characters", "input", 0.75)[0] < n
     with pytest.raises(ConfigError, match="of what"):
-        length(str(n), "input", share)
+        parse_length(str(n), "input", share)
 
 
 def test_weights_of_half_the_bits_take_half() -> None:

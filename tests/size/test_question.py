@@ -8,7 +8,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.size.performance.operating_point import Limits
-from millrace.size.question.question import NAMES, Question, limits_of, read_answers
+from millrace.size.question.question import NAMES, SizingQuestion, parse_limits, read_answers
 from millrace.size.question.settings import LimitSettings
 
 
@@ -23,13 +23,13 @@ def test_a_file_of_answers(tmp_path: Path) -> None:
         "model: llama-3-8b\ninput: 3500 words\nosl: 500\nttft-ms: 500\nrate: 1e2\nhardware: [H100, L40S]\n"
         "utilisation: 1\nwindow_s: 2\nprecision: fp8\n"
     )
-    question = Question.of(read_answers(path))
-    assert question.given == {
+    question = SizingQuestion.from_answers(read_answers(path))
+    assert question.non_defaults == {
         "model": "llama-3-8b", "input": "3500 words", "osl": 500, "ttft_ms": 500.0, "rate": 100.0, "window_s": 2.0,
         "hardware": ("H100", "L40S"), "precision": ("fp8",),
     }  # fmt: skip
     path.write_text('{"daily": [1, 2.5, 3], "mode": "offline"}')
-    assert Question.of(read_answers(path)).load.daily == "1,2.5,3"
+    assert SizingQuestion.from_answers(read_answers(path)).load.daily == "1,2.5,3"
 
 
 @pytest.mark.parametrize("text, said", [
@@ -47,7 +47,7 @@ def test_what_is_no_answer_is_refused(tmp_path: Path, text: str, said: str) -> N
     path = tmp_path / "question.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as found:
-        Question.of(read_answers(path))
+        SizingQuestion.from_answers(read_answers(path))
     assert said in str(found.value)
 
 
@@ -61,12 +61,12 @@ def test_files_that_are_not_there_or_endless(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked, limits", [
     ({"ttft_ms": 500}, Limits(ttft_s=0.5)), ({"ttft_ms": 500, "reading": "read"}, Limits(0.5, 0.2)),
-    ({"reading": "skim", "of": "p95"}, Limits(itl_s=0.09, of="p95")), ({"mode": "offline"}, Limits()),
+    ({"reading": "skim", "of": "p95"}, Limits(itl_s=0.09, statistic="p95")), ({"mode": "offline"}, Limits()),
     ({"mode": "sequential", "e2e_ms": 3000}, Limits(e2e_s=3.0)),
     ({"itl_ms": 50, "e2e_ms": 9e3}, Limits(None, 0.05, 9.0)),
 ])  # fmt: skip
 def test_limits(asked: dict[str, Any], limits: Limits) -> None:
-    assert limits_of(LimitSettings(**asked)) == limits
+    assert parse_limits(LimitSettings(**asked)) == limits
 
 
 @pytest.mark.parametrize("asked, said", [
@@ -76,5 +76,5 @@ def test_limits(asked: dict[str, Any], limits: Limits) -> None:
 ])  # fmt: skip
 def test_limits_that_contradict_the_mode(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as found:
-        limits_of(LimitSettings(**asked))
+        parse_limits(LimitSettings(**asked))
     assert said in str(found.value)

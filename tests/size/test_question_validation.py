@@ -6,8 +6,8 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.size import plan
-from millrace.size.answer.answer import answered
-from millrace.size.question.question import Question
+from millrace.size.answer.answer import answer_question
+from millrace.size.question.question import SizingQuestion
 
 # A model and a limit that nothing keeps: what is said of these would come later.
 ASKED = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "rate": 4.0, "ttft_ms": 1.0}
@@ -34,7 +34,7 @@ def test_what_contradicts_is_refused_first(more: dict[str, Any], said: str) -> N
         raise AssertionError("this machine is measured only where it is asked for")
 
     with pytest.raises(ConfigError, match=said):
-        answered(Question.of({**ASKED, **more}), here=here)
+        answer_question(SizingQuestion.from_answers({**ASKED, **more}), local_roofline=here)
 
 
 @pytest.mark.parametrize("more", [
@@ -79,7 +79,7 @@ def test_names_of_the_hub_are_told_theirs(name: str) -> None:
 ])  # fmt: skip
 def test_all_that_lacks_is_said_at_once(asked: dict[str, Any], missing: list[str]) -> None:
     with pytest.raises(ConfigError) as said:
-        answered(Question.of(asked))
+        answer_question(SizingQuestion.from_answers(asked))
     parts = said.value.what.removeprefix("not said: ").split("; ")
     assert len(parts) == len(missing) and all(map(str.startswith, parts, missing)), parts
 
@@ -87,4 +87,4 @@ def test_all_that_lacks_is_said_at_once(asked: dict[str, Any], missing: list[str
 def test_one_that_lacks_is_said_by_what_reads_it() -> None:
     asked = {name: value for name, value in ASKED.items() if name != "rate"}
     with pytest.raises(ConfigError, match=r"how many requests come is not said"):
-        answered(Question.of(asked))
+        answer_question(SizingQuestion.from_answers(asked))

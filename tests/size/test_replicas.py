@@ -62,9 +62,9 @@ def test_replicas_do_not_know_of_each_other() -> None:
 def test_all_is_answered_and_littles_law_holds(route: Router) -> None:
     found = simulate([replica() for _ in range(3)], drawn(300, 90, families=6), route)
     whole = merge_routed(found)
-    assert len(whole.requests) == 300 == len(whole.of("e2e_s"))
+    assert len(whole.requests) == 300 == len(whole.values("e2e_s"))
     for one in (*found, whole):
-        assert one.in_system_s == pytest.approx(one.of("e2e_s").sum(), rel=1e-9)
+        assert one.in_system_s == pytest.approx(one.values("e2e_s").sum(), rel=1e-9)
     assert [one.arrival.at_s for one in whole.requests] == sorted(one.arrival.at_s for one in whole.requests)
 
 
@@ -74,7 +74,7 @@ def test_what_a_router_knows_shortens_waits() -> None:
 
     def of(route: Router, cached: bool) -> tuple[float, int]:
         found = merge_routed(simulate([replica(cached) for _ in range(4)], coming, route))
-        return float(found.of("ttft_s", after_s=2.0).mean()), found.prefix_hits
+        return float(found.values("ttft_s", after_s=2.0).mean()), found.prefix_hits
 
     assert of(least_loaded, False)[0] < 0.8 * of(random_router(), False)[0]
     aware, least = of(prefix_aware, True), of(least_loaded, True)

@@ -8,14 +8,14 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
-from millrace.size.fit.device import Step, check_possible, fit, residuals
+from millrace.size.fit.device import MeasuredBatch, check_possible, fit, residuals
 from millrace.size.performance.fitted_devices import PROFILES, profile
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.roofline_cost import Constants, Instance, decode_terms, prefill_terms
+from millrace.size.performance.roofline_cost import Constants, ModelInstance, decode_terms, prefill_terms
 from tests.size.tables import engine_steps, needs_tables
 
 H100 = find_device("H100")
-EIGHT = Instance(PRESETS["llama-3-8b"], H100, "fp16")
+EIGHT = ModelInstance(PRESETS["llama-3-8b"], H100, "fp16")
 IDEAL = Constants((1, 0, 0, 0, 0), (1, 1, 0, 0, 0, 0, 0))
 
 
@@ -58,16 +58,16 @@ def test_a_window_bounds_attention_and_experts_are_read_as_they_are_met() -> Non
     assert mixtral.touched_parameters(1000) == pytest.approx(mixtral.parameters)
 
 
-def made(constants: Constants, noise: float) -> list[Step]:
+def made(constants: Constants, noise: float) -> list[MeasuredBatch]:
     rng = np.random.default_rng(5)
     found = []
     for name, tp in (("llama-2-7b", 1), ("llama-2-70b", 4), ("llama-2-70b", 8)):
-        instance = Instance(PRESETS[name], H100, "fp16", tp)
+        instance = ModelInstance(PRESETS[name], H100, "fp16", tp)
         for n in (1, 2, 4, 8, 16, 32, 64, 128):
             for prompt, context in ((128, 192), (2048, 2112), (2048, 3000)):
                 a, b = 1 + noise * rng.standard_normal(2)
                 prefill, decode = constants.prefill_s(instance, [prompt] * n), constants.decode_s(instance, n, context)
-                found.append(Step(instance, n, prompt, context, prefill * a, decode * b))
+                found.append(MeasuredBatch(instance, n, prompt, context, prefill * a, decode * b))
     return found
 
 

@@ -8,13 +8,13 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.size import plan
 from millrace.size.answer import answer
-from millrace.size.answer.answer import Answer
+from millrace.size.answer.answer import SizingAnswer
 from millrace.size.load.token_lengths import Lengths
-from millrace.size.performance.operating_point import Limits, Point, Source
+from millrace.size.performance.operating_point import FigureSource, Limits, OperatingPoint
 from millrace.size.performance.operating_points import offers
 from millrace.size.question.settings import HardwareSettings
 from millrace.size.simulation import capacity
-from millrace.size.simulation.search_budget import Search, SearchTimeoutError
+from millrace.size.simulation.search_budget import SearchBudget, SearchTimeoutError
 from millrace.size.simulation.simulated_capacity import Replicas, simulated
 from tests.size.offered import work_of
 
@@ -23,16 +23,16 @@ HARDWARE = HardwareSettings(hardware=("H100",), precision=("fp8", "fp16"), tp=1)
 COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 500, "osl": 20, "rate": 100, "hardware": ["H100"]}
 
 
-def counted(limit: float) -> Search:
+def counted(limit: float) -> SearchBudget:
     clock = count()
-    return Search(limit, clock=lambda: float(next(clock)))
+    return SearchBudget(limit, clock=lambda: float(next(clock)))
 
 
-def sought(search: Search, closed: bool) -> Point | None:
+def sought(search: SearchBudget, closed: bool) -> OperatingPoint | None:
     """The best simulated point."""
     work = work_of(Lengths(500, 20))
     points = simulated(offers("llama-3-8b", HARDWARE, work), HARDWARE, work, LIMITS, Replicas(search), closed).points
-    found = [p for p in points if p.source == Source.SIMULATED and not LIMITS.broken(p)]
+    found = [p for p in points if p.source == FigureSource.SIMULATED and not LIMITS.broken(p)]
     return max(found, key=lambda p: p.rate, default=None)
 
 
@@ -42,7 +42,7 @@ def test_more_time_never_finds_less(monkeypatch: pytest.MonkeyPatch, closed: boo
     monkeypatch.setattr(capacity, "_TURNS", 1)
     ticks: list[str] = []
     clock = count()
-    whole = Search(tell=lambda what, *_: ticks.append(what), clock=lambda: float(next(clock)))
+    whole = SearchBudget(tell=lambda what, *_: ticks.append(what), clock=lambda: float(next(clock)))
     best = sought(whole, closed)
     assert (
         best is not None and not whole.left and not whole.over and "Simulating fp8 TP1 on H100 SXM (seconds)" in ticks
@@ -61,7 +61,7 @@ def test_more_time_never_finds_less(monkeypatch: pytest.MonkeyPatch, closed: boo
 def test_a_search_shares_its_time() -> None:
     """Parts of what is left, one in the other, never beyond the whole; what one leaves is there for the next."""
     now_s = 0.0
-    search = Search(80.0, clock=lambda: now_s)
+    search = SearchBudget(80.0, clock=lambda: now_s)
 
     def lasts(until_s: float) -> None:
         nonlocal now_s
@@ -89,9 +89,9 @@ def test_devices_and_configurations_share_the_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(capacity, "_LEAST", 200)
     monkeypatch.setattr(capacity, "_TURNS", 1)
 
-    def limited(limit: float) -> Answer:
+    def limited(limit: float) -> SizingAnswer:
         search = counted(limit)
-        monkeypatch.setattr(answer, "Search", lambda *_: search)
+        monkeypatch.setattr(answer, "SearchBudget", lambda *_: search)
         return plan(**{**COMMON, "hardware": ["H100", "H200", "GH200"]}, ttft_ms=80, precision=["fp8"], tp=1)
 
     whole = limited(1e9)
@@ -99,7 +99,7 @@ def test_devices_and_configurations_share_the_time(monkeypatch: pytest.MonkeyPat
     cut = limited(10_000)  # of 13,600: enough for two of the three
     assert cut.not_simulated and not cut.changes
     for one in cut.alternatives:
-        assert one.plan is not None and one.plan.point.source == Source.SIMULATED, one.device
+        assert one.plan is not None and one.plan.point.source == FigureSource.SIMULATED, one.device
         assert one.plan.binding == "time (--search-s): more was not tried"
         (best,) = (other.plan for other in whole.alternatives if other.device == one.device)
         assert best is not None and one.plan.point.rate <= best.point.rate
@@ -111,7 +111,7 @@ def test_a_simulation_is_given_up_at_once() -> None:
         search.tick()
     with pytest.raises(SearchTimeoutError):
         search.tick()
-    search.again(2)
+    search.restart(2)
     search.tick()
     assert not search.over, "there is time for something else"
 

@@ -16,10 +16,10 @@ from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.performance.closed_form import closed_form
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.roofline_cost import Instance
+from millrace.size.performance.roofline_cost import ModelInstance
 from millrace.size.performance.serving_overhead import Stack
 from millrace.size.performance.step_time import step_time
-from millrace.size.simulation.simulator import Simulated, Simulation
+from millrace.size.simulation.simulator import Simulation, SimulationResult
 from millrace.size.simulation.virtual_clock import Arrival, at_once
 from tests.support.drawn import SEEDS, examples
 
@@ -38,12 +38,12 @@ def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: 
     return 1e-3 + 20e-6 * sum(prompts) + n * (1e-4 + 1e-7 * context)
 
 
-def check(found: Simulated) -> None:
+def check(found: SimulationResult) -> None:
     """Of every run: all is answered in order of time, and Little's law holds."""
     for one in found.requests:
         assert one.arrival.at_s < one.first_s <= one.last_s <= found.seconds
         assert (one.first_s == one.last_s) == (one.arrival.n_output == 1)
-    assert found.in_system_s == pytest.approx(found.of("e2e_s").sum(), rel=1e-9)
+    assert found.in_system_s == pytest.approx(found.values("e2e_s").sum(), rel=1e-9)
 
 
 def test_no_more_is_served_than_the_host_makes_ready() -> None:
@@ -73,7 +73,7 @@ def test_waits_are_those_of_pollaczek_and_khinchine() -> None:
     simulation = Simulation(limits(max_sequences=1, max_step_tokens=1024), seconds, TokenBudget.unhurried(1024), False)
     found = simulation.run([Arrival(t, 1000, 1) for t in at_s[:4000]])
     check(found)
-    waits = found.of("ttft_s") - service_s
+    waits = found.values("ttft_s") - service_s
     exact = np.zeros(4000)  # Lindley's recursion on these very arrivals: no sampling error
     for i in range(1, 4000):
         exact[i] = max(0.0, exact[i - 1] + service_s - (at_s[i] - at_s[i - 1]))
@@ -103,7 +103,7 @@ def test_calls_in_a_row_wait_for_one_another() -> None:
     """Alone: as long as the three are one by one, and the first token that a user sees is the last call's."""
     calls = ((700, 10), (1, 1), (300, 40))
 
-    def run(arrival: Arrival, quick: bool = True) -> Simulated:
+    def run(arrival: Arrival, quick: bool = True) -> SimulationResult:
         budget = TokenBudget.unhurried(512)
         host = Simulation(limits(), seconds, budget, quick=quick, front_s=5e-3, between=lambda n: 1e-3 * n)
         return host.run([arrival])
@@ -142,7 +142,7 @@ def test_equal_beginnings_are_computed_once() -> None:
 def test_a_short_pool_preempts_and_all_is_answered() -> None:
     found = Simulation(limits(n_pages=40), seconds, TokenBudget.unhurried(512)).run([Arrival(0, 100, 200)] * 12)
     check(found)
-    assert found.preemptions > 0 and len(found.of("e2e_s")) == 12
+    assert found.preemptions > 0 and len(found.values("e2e_s")) == 12
 
 
 @settings(max_examples=examples(40, by_night=2))
@@ -182,7 +182,7 @@ def test_steps_taken_at_once_are_those_of_the_loop_that_serves(seed: int) -> Non
 def test_a_real_cost_model_gives_a_gpu_its_published_speed() -> None:
     """Llama-3-8B in fp8 on one H100, 2,000 tokens in, 200 out, 25 always in flight: 8.84 requests/s served by NIM."""
     device = find_device("H100")
-    instance = Instance(PRESETS["llama-3-8b"], device, "fp8", 1, 1.0)
+    instance = ModelInstance(PRESETS["llama-3-8b"], device, "fp8", 1, 1.0)
     time_of = step_time(instance, profile(device, "fp8").constants, profile(device, "fp8").stack)
     roomy = limits(n_pages=25_000, max_step_tokens=8192)
     found = Simulation(roomy, time_of, TokenBudget.unhurried(8192)).run([Arrival(0, 2000, 200)] * 75, closed=25)
@@ -211,7 +211,7 @@ def test_a_gpu_is_simulated_200_times_as_fast_as_it_would_serve() -> None:
     On a slow host at least ten times as fast as that.
     """
     device = find_device("H100")
-    instance = Instance(PRESETS["llama-3-8b"], device, "fp8", 1, 1.0)
+    instance = ModelInstance(PRESETS["llama-3-8b"], device, "fp8", 1, 1.0)
     time_of = step_time(instance, profile(device, "fp8").constants, SERVED)
     rng, times = np.random.default_rng(7), {}
     arrivals = [Arrival(float(t), 200, 200) for t in np.cumsum(rng.exponential(1 / 40, 4000))]

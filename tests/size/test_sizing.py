@@ -11,30 +11,30 @@ from millrace.machine.devices import find_device
 from millrace.size.answer.sizing import Computed, Fleet, instance_of, plan
 from millrace.size.load.peak_load import peak, per_second
 from millrace.size.load.token_lengths import Lengths
-from millrace.size.performance.closed_form import kv_capacity, served, shares
+from millrace.size.performance.closed_form import estimate_point, kv_capacity, shares
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.measured_points import read_points
 from millrace.size.performance.models import PRESETS
-from millrace.size.performance.operating_point import Limits, Point, Sampled, Source, Waits, best
-from millrace.size.performance.roofline_cost import Instance
+from millrace.size.performance.operating_point import FigureSource, Limits, OperatingPoint, Sampled, Waits, best
+from millrace.size.performance.roofline_cost import ModelInstance
 from millrace.size.performance.serving_overhead import ENGINE
 from millrace.size.simulation import capacity
 from millrace.size.simulation.capacity import Replica
-from millrace.size.simulation.serving_model import computed
+from millrace.size.simulation.serving_model import make_serving
 from tests.size.offered import analytic_points, simulated_points, static_batch
 from tests.size.tables import SIZING, needs_tables
 
 H100 = find_device("H100")
 LENGTHS = (2000.0, 200.0)
-EIGHT = Instance(PRESETS["llama-3-8b"], H100, "fp8")
+EIGHT = ModelInstance(PRESETS["llama-3-8b"], H100, "fp8")
 BASIS = Computed(EIGHT)
 
 
-def point(rate: float, concurrency: float, ttft_s: float, tp: int = 1, p95: bool = True) -> Point:
+def point(rate: float, concurrency: float, ttft_s: float, tp: int = 1, p95: bool = True) -> OperatingPoint:
     waits = Waits(ttft_s, 0.01, concurrency / rate)
-    return Point(
+    return OperatingPoint(
         model="m", device="H100 SXM", precision="fp8", tp=tp, input_tokens=100, output_tokens=10,
-        concurrency=concurrency, rate=rate, mean=waits, p95=waits if p95 else None, source=Source.MEASURED,
+        concurrency=concurrency, rate=rate, mean=waits, p95=waits if p95 else None, source=FigureSource.MEASURED,
     )  # fmt: skip
 
 
@@ -111,18 +111,18 @@ def test_more_load_never_needs_fewer_and_looser_limits_never_more(of: str) -> No
     points, _ = read_points(SIZING / "nim_dli_concurrency.csv")
     ours = [p for p in points if "8b" in p.model and "H100" in p.device]
     by_load = [
-        plan(rate, ours, Limits(ttft_s=0.5, of=of), Fleet(0.8, 1)).systems for rate in (0.1, 1, 50, 51, 300, 1e5)
+        plan(rate, ours, Limits(ttft_s=0.5, statistic=of), Fleet(0.8, 1)).systems for rate in (0.1, 1, 50, 51, 300, 1e5)
     ]
     assert by_load == sorted(by_load)
-    by_limit = [plan(500, ours, Limits(ttft_s=s, of=of), Fleet()).fractional for s in (0.1, 0.2, 0.5, 1, 5, 100)]
+    by_limit = [plan(500, ours, Limits(ttft_s=s, statistic=of), Fleet()).fractional for s in (0.1, 0.2, 0.5, 1, 5, 100)]
     assert by_limit == sorted(by_limit, reverse=True)
 
 
 def test_analytic_plans_say_how_surely_and_why() -> None:
     model = PRESETS["llama-3-8b"]
     points = analytic_points(model.name, ["H100"], ["fp16", "fp8"], LENGTHS)
-    found = plan(2000, points, Limits(ttft_s=0.5), Fleet(), Computed(Instance(model, H100, "fp8")))
-    assert found.point.source == Source.ANALYTIC and "TensorRT-LLM" in found.provenance
+    found = plan(2000, points, Limits(ttft_s=0.5), Fleet(), Computed(ModelInstance(model, H100, "fp8")))
+    assert found.point.source == FigureSource.ANALYTIC and "TensorRT-LLM" in found.provenance
     assert found.error > 0.05 and found.low < found.high
     assert sum(found.shares.values()) == pytest.approx(1)
     assert found.latency_optimal.mean.e2e_s < found.point.mean.e2e_s
@@ -151,10 +151,12 @@ SHORT = Lengths(300, 20)
 def test_the_best_is_found_among_all() -> None:
     """What branch and bound leaves out serves no more: beside a search of every device, precision and TP."""
     model, devices = PRESETS["llama-3-8b"], [H100, find_device("L40S")]
-    limits = Limits(ttft_s=0.02, itl_s=0.01, of="p95")
+    limits = Limits(ttft_s=0.02, itl_s=0.01, statistic="p95")
     found = best(simulated_points(model.name, ["H100", "L40S"], ["fp16"], SHORT, limits, SMALL), limits)
     every = [
-        Replica(computed(instance_of(model, device, "fp16", tp), profile(device, "fp16"), SHORT, SMALL)).most(limits)
+        Replica(
+            make_serving(instance_of(model, device, "fp16", tp), profile(device, "fp16"), SHORT, SMALL)
+        ).best_within(limits)
         for device in devices
         for tp in (1, 2, 4, 8)
     ]
@@ -165,13 +167,13 @@ def test_the_best_is_found_among_all() -> None:
 def test_simulated_plans_buy_no_more_for_looser_limits_and_say_how_they_were_found() -> None:
     fractions = []
     for ttft_s, itl_s in ((0.012, 0.008), (0.012, 0.02), (0.03, 0.02), (1, 1)):
-        limits = Limits(ttft_s=ttft_s, itl_s=itl_s, of="p95")
+        limits = Limits(ttft_s=ttft_s, itl_s=itl_s, statistic="p95")
         points = simulated_points("llama-3-8b", ["H100"], ["fp16", "fp8"], SHORT, limits, SMALL)
         found = plan(
             900, points + analytic_points("llama-3-8b", ["H100"], ["fp8"], SHORT), limits, Fleet(), Computed(EIGHT)
         )
         fractions.append(found.fractional)
-        assert found.point.source == Source.SIMULATED and "Poisson arrivals" in found.provenance
+        assert found.point.source == FigureSource.SIMULATED and "Poisson arrivals" in found.provenance
         assert not limits.broken(found.point) and found.low <= found.systems <= found.high
     assert fractions == sorted(fractions, reverse=True)
     assert found.binding != "the limit on ITL" and plan(900, points, limits, Fleet(), BASIS).point == found.point
@@ -211,7 +213,7 @@ def test_a_search_that_was_cut_may_have_left_far_more() -> None:
     limits = Limits(ttft_s=2.0)
     most = best(points, limits)
     sampled = Sampled(most.mean, most.mean, most.mean, 100, 10, 0, "Poisson arrivals", cut=True)
-    cut = replace(most, rate=most.rate / 10, source=Source.SIMULATED, p95=most.mean, sampled=sampled)
+    cut = replace(most, rate=most.rate / 10, source=FigureSource.SIMULATED, p95=most.mean, sampled=sampled)
     found = plan(30 * most.rate_of_system, [*points, cut], limits, Fleet())
     assert found.systems == 300 and found.low <= 30 < 294 <= found.high and "time" in found.binding
     whole = replace(cut, sampled=replace(sampled, cut=False))
@@ -222,7 +224,7 @@ def test_the_closed_form_keeps_littles_law_and_its_shares_are_its_time() -> None
     instance, known = instance_of(PRESETS["llama-3-8b"], H100, "fp16", 1), profile(H100, "fp16")
     rates = []
     for n in (1, 4, 32, 100, 512):
-        found = served(instance, known, LENGTHS, n)
+        found = estimate_point(instance, known, LENGTHS, n)
         rates.append(found.rate)
         assert found.rate * found.mean.e2e_s == pytest.approx(n)
         assert found.mean.ttft_s + 199 * found.mean.itl_s == pytest.approx(found.mean.e2e_s)
@@ -241,14 +243,14 @@ def test_the_cache_of_an_8b_on_one_h100() -> None:
     (lambda: plan(1e9, [point(1e-6, 1, 0.1)], Limits(), Fleet()), "at most 10,000,000[^|]*so many a day"),
     (lambda: plan(1, [], Limits(), Fleet()), "no operating point"),
     (lambda: plan(1, [point(1, 1, 0.9)], Limits(ttft_s=0.5), Fleet()), "limit on TTFT"),
-    (lambda: plan(1, [point(1, 1, 0.1, p95=False)], Limits(ttft_s=0.5, of="p95"), Fleet()), "no p95"),
+    (lambda: plan(1, [point(1, 1, 0.1, p95=False)], Limits(ttft_s=0.5, statistic="p95"), Fleet()), "no p95"),
     (lambda: Fleet(utilisation=1.2), "a utilisation of 1.2"), (lambda: Fleet(spare=-1), "-1 spare"),
     (lambda: analytic_points("llama-3-70b", ["T4"], ["fp16"], LENGTHS), "takes 14[0-9] GB"),
     (lambda: analytic_points("llama-3-8b", ["A100"], ["fp8"], LENGTHS), "not multiply fp8"),
     (lambda: simulated_points("llama-3-8b", ["H100"], ["fp8"], SHORT, Limits(ttft_s=1e-4)),
      r"limit on TTFT \(mean\)[^|]*the closest is"),
     (lambda: simulated_points("llama-3-8b", ["H100"], ["fp8"], SHORT, Limits(itl_s=1e-4)), "limit on ITL"),
-    (lambda: served(instance_of(PRESETS["llama-3-8b"], H100, "fp16", 1), profile(H100, "fp16"), (8000, 200), 1),
+    (lambda: estimate_point(instance_of(PRESETS["llama-3-8b"], H100, "fp16", 1), profile(H100, "fp16"), (8000, 200), 1),
      "requests of 8,200 tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_planned_is_refused(wrong: object, said: str) -> None:

@@ -10,15 +10,15 @@ from millrace.machine.devices import GB, find_device
 from millrace.size import plan
 from millrace.size.answer.sizing import PPS, instance_of
 from millrace.size.load.token_lengths import Lengths
-from millrace.size.performance.closed_form import kv_capacity, served, shares
+from millrace.size.performance.closed_form import estimate_point, kv_capacity, shares
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.models import PRESETS
 from millrace.size.performance.operating_point import Limits
-from millrace.size.performance.roofline_cost import Constants, Instance
+from millrace.size.performance.roofline_cost import Constants, ModelInstance
 from millrace.size.performance.serving_overhead import ENGINE, Stack
 from millrace.size.performance.step_time import hop_rate, least_time, step_time
 from millrace.size.simulation.capacity import Replica
-from millrace.size.simulation.serving_model import computed
+from millrace.size.simulation.serving_model import make_serving
 
 H100, L40S = find_device("H100"), find_device("L40S")
 SEVENTY = PRESETS["llama-3-70b"]
@@ -66,9 +66,12 @@ def test_a_step_is_a_pipeline(step: tuple[tuple[float, ...], tuple[float, ...], 
 
 
 def _part(
-    one: Instance, constants: Constants, stack: Stack, step: tuple[tuple[float, ...], tuple[float, ...], int, float],
+    one: ModelInstance,
+    constants: Constants,
+    stack: Stack,
+    step: tuple[tuple[float, ...], tuple[float, ...], int, float],
     parts: int,
-) -> float:  # fmt: skip
+) -> float:
     prompts, starts, n, context = step
     cached_s = constants.cached_s(one, n / parts, context) if n else 0.0
     rest_s = constants.decode_s(one, n / parts, 0.0) if n else 0.0
@@ -124,17 +127,19 @@ def test_a_hop_is_over_the_slowest_link(name: str, tp: int, pp: int, gb: float) 
 def test_stages_spare_pcie_what_shared_layers_cost() -> None:
     """On cards that share no fast link, prompts of 70B go through stages quicker than through shared layers."""
     known = profile(L40S, "fp8")
-    rates = {(tp, pp): served(instance_of(SEVENTY, L40S, "fp8", tp, pp), known, (3500, 100), 128).rate
+    rates = {(tp, pp): estimate_point(instance_of(SEVENTY, L40S, "fp8", tp, pp), known, (3500, 100), 128).rate
              for tp, pp in ((4, 1), (2, 2), (1, 4))}  # fmt: skip
     assert min(rates[1, 4], rates[2, 2]) > 1.15 * rates[4, 1]
     one = instance_of(SEVENTY, L40S, "fp8", 1, 4)
-    told = shares(one, known, served(one, known, (3500, 100), 128))
+    told = shares(one, known, estimate_point(one, known, (3500, 100), 128))
     assert sum(told.values()) == pytest.approx(1) and 0 < told["bubbles and links of stages"] < 0.7
 
 
 def test_nothing_is_simulated_faster_than_bounded() -> None:
     """Branch and bound leaves out what could not be best: so no schedule may exceed the bound."""
-    one = Replica(computed(instance_of(SEVENTY, L40S, "fp8", 1, 4), profile(L40S, "fp8"), Lengths(1500, 20), ENGINE))
+    one = Replica(
+        make_serving(instance_of(SEVENTY, L40S, "fp8", 1, 4), profile(L40S, "fp8"), Lengths(1500, 20), ENGINE)
+    )
     assert one.closed(64).rate < one.bound(Limits())
 
 
@@ -146,18 +151,18 @@ def test_an_instance_over_two_systems() -> None:
     assert "2 stages by their bubbles and links, not measured" in found.plan.provenance and found.plan.error >= 0.25
     assert found.memory is not None and found.memory.total == 16 * 80 * GB and found.memory.held > 0
     assert all(change.systems is None or (change.systems - 1) % 2 == 0 for change in found.changes) and found.changes
-    assert {step.why: step.systems for step in found.why}["whole systems"] == 4
-    steps = [step.systems for step in found.why]
+    assert {step.why: step.systems for step in found.waterfall}["whole systems"] == 4
+    steps = [step.systems for step in found.waterfall]
     assert steps == sorted(steps) and steps[-1] == 5
 
 
 def test_systems_that_are_there_serve_whole_instances() -> None:
     asked = {"model": "llama-3.1-405b", "isl": 2000, "osl": 200, "mode": "offline", "precision": ["fp16"], "pp": 2,
              "simulate": False}  # fmt: skip
-    two, three = (plan(**asked, systems=n).follows.rate for n in ("2", "3"))
-    assert two == pytest.approx(three) and plan(**asked, systems="4").follows.rate == pytest.approx(2 * two)
+    two, three = (plan(**asked, systems=n).consequences.rate for n in ("2", "3"))
+    assert two == pytest.approx(three) and plan(**asked, systems="4").consequences.rate == pytest.approx(2 * two)
     beside = plan(**asked, systems="3", rate=2 * two)
-    assert beside.plan.systems == 2 and beside.there[0].rate == pytest.approx(two)
+    assert beside.plan.systems == 2 and beside.existing[0].rate == pytest.approx(two)
     with pytest.raises(ConfigError, match=r"an instance \(fp16 TP8 PP2 on H100 SXM\) takes 2 systems"):
         plan(**asked, systems="1")
 

@@ -128,9 +128,9 @@ def test_own_prices_replace_ours(tmp_path: Path) -> None:
 
 def test_old_prices_are_told(tmp_path: Path) -> None:
     prices = own(tmp_path)
-    said = prices.old(prices.rents(H100, None), datetime.date(2026, 11, 23))
+    said = prices.stale_notes(prices.rents(H100, None), datetime.date(2026, 11, 23))
     assert len(said) == 1 and "yours is of 2025-01-01" in said[0]
-    assert len(prices.old(prices.rents(H100, None), datetime.date(2027, 11, 2))) == 3
+    assert len(prices.stale_notes(prices.rents(H100, None), datetime.date(2027, 11, 2))) == 3
 
 
 def test_another_currency_has_none_of_our_prices(tmp_path: Path) -> None:

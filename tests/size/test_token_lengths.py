@@ -5,19 +5,19 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.size.load.token_lengths import Call, length, work
+from millrace.size.load.token_lengths import ModelCall, parse_length, request_work
 from millrace.size.performance.models import PRESETS
 from millrace.size.question.settings import RequestSettings
 
 
 def made(**asked: Any) -> tuple[float, float]:
-    return work(RequestSettings(**asked)).answer.lengths
+    return request_work(RequestSettings(**asked)).answer.lengths
 
 
 def test_seed_a_needs_one_token_a_word_and_says_what_words_make() -> None:
     """The published case takes 3,500 words for 3,500 tokens; at 0.75 words a token they are 4,667 and 667."""
     assert made(isl=3500, osl=500) == (3500, 500)
-    in_words = work(RequestSettings(input="3,500 words", output="500 words"))
+    in_words = request_work(RequestSettings(input="3,500 words", output="500 words"))
     assert in_words.answer.lengths == pytest.approx((4667, 667), abs=0.5)
     assert "3,500 words are 4,667 tokens, at 0.75 words a token" in in_words.how[0]
     assert made(input="3500 words", output="500 words", words_a_token=1) == (3500, 500)
@@ -28,7 +28,7 @@ def test_seed_a_needs_one_token_a_word_and_says_what_words_make() -> None:
     ("1.5 words", 2),
 ])  # fmt: skip
 def test_units(text: str, n: float) -> None:
-    assert length(text, "input", 0.75)[0] == pytest.approx(n)
+    assert parse_length(text, "input", 0.75)[0] == pytest.approx(n)
 
 
 @pytest.mark.parametrize("text, said", [
@@ -37,7 +37,7 @@ def test_units(text: str, n: float) -> None:
 ])  # fmt: skip
 def test_a_length_without_a_unit_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as found:
-        length(text, "input", 0.75)
+        parse_length(text, "input", 0.75)
     assert said in str(found.value)
 
 
@@ -45,40 +45,40 @@ def test_a_prompt_of_parts() -> None:
     asked = RequestSettings(
         system="300 tokens", documents="5 x 400 words", history="300 words", question="30 words", osl=500
     )
-    assert work(asked).answer.lengths == pytest.approx((300 + 2000 / 0.75 + 400 + 40, 500))
-    assert work(asked).how[-2] == "input: 3,407 tokens together"
+    assert request_work(asked).answer.lengths == pytest.approx((300 + 2000 / 0.75 + 400 + 40, 500))
+    assert request_work(asked).how[-2] == "input: 3,407 tokens together"
 
 
 def test_presets() -> None:
     assert made(preset="rag") == (3500, 500) and made(preset="rag", osl=100) == (3500, 100)
-    assert work(RequestSettings(), (12.5, 3.5)).answer.lengths == (12.5, 3.5), "means of a trace"
+    assert request_work(RequestSettings(), (12.5, 3.5)).answer.lengths == (12.5, 3.5), "means of a trace"
 
 
 def test_a_pipeline() -> None:
     """Calls before the last have usual lengths where known, and their own where said."""
-    found = work(RequestSettings(isl=3500, osl=500, pipeline="guard>rag>answer", question="30 words"))
+    found = request_work(RequestSettings(isl=3500, osl=500, pipeline="guard>rag>answer", question="30 words"))
     assert [call.lengths for call in found.calls] == [(40, 10), (40, 50), (3500, 500)]
     assert "assumed: it reads the question" in found.how[-1] and found.n_input == 3580 and found.n_output == 560
-    said = work(RequestSettings(isl=3500, osl=500, pipeline="check:200/5 > guard > tell:100/20"))
+    said = request_work(RequestSettings(isl=3500, osl=500, pipeline="check:200/5 > guard > tell:100/20"))
     assert said.calls == (
-        Call("check", 200, 5, "as said"), Call("guard", 3500, 10, "assumed: it reads the whole prompt"),
-        Call("tell", 100, 20),
+        ModelCall("check", 200, 5, "as said"), ModelCall("guard", 3500, 10, "assumed: it reads the whole prompt"),
+        ModelCall("tell", 100, 20),
     )  # fmt: skip
     for known in ({"preset": "rag"}, {"isl": 3500, "osl": 500}):  # the question is no whole prompt then
-        short = work(RequestSettings(**known, pipeline="guard>answer", question="30 words"))
+        short = request_work(RequestSettings(**known, pipeline="guard>answer", question="30 words"))
         assert [call.lengths for call in short.calls] == [(40, 10), (3500, 500)]
         assert "question: 30 words are 40 tokens, at 0.75 words a token" in short.how
-    of_trace = work(RequestSettings(pipeline="guard>answer", question="30 words"), (900.0, 80.0))
+    of_trace = request_work(RequestSettings(pipeline="guard>answer", question="30 words"), (900.0, 80.0))
     assert [call.lengths for call in of_trace.calls] == [(40, 10), (900, 80)]
-    alone = work(RequestSettings(pipeline="guard>answer", question="30 words", osl=80))
+    alone = request_work(RequestSettings(pipeline="guard>answer", question="30 words", osl=80))
     assert [call.lengths for call in alone.calls] == [(40, 10), (40, 80)]
 
 
 def test_the_context_is_held() -> None:
     model = PRESETS["llama-2-7b"]
-    work(RequestSettings(isl=model.max_context - 96, osl=96)).check(model)
+    request_work(RequestSettings(isl=model.max_context - 96, osl=96)).check(model)
     with pytest.raises(ConfigError, match=r"request: 4,001 tokens in and 96 out are 4,097\n.*4,096"):
-        work(RequestSettings(isl=model.max_context - 95, osl=96)).check(model)
+        request_work(RequestSettings(isl=model.max_context - 95, osl=96)).check(model)
 
 
 @pytest.mark.parametrize("asked, said", [
@@ -93,5 +93,5 @@ def test_the_context_is_held() -> None:
 ])  # fmt: skip
 def test_contradictions_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as found:
-        work(RequestSettings(**asked))
+        request_work(RequestSettings(**asked))
     assert said in str(found.value)

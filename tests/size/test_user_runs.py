@@ -11,8 +11,8 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.size.answer.sizing import instance_of
-from millrace.size.fit.overhead import Run, replay
-from millrace.size.fit.user_runs import Result, check_point, read_result, read_results, refit
+from millrace.size.fit.overhead import MeasuredRun, replay
+from millrace.size.fit.user_runs import UserRun, check_point, read_result, read_results, refit
 from millrace.size.load.token_lengths import Lengths
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.measured_points import read_points
@@ -64,7 +64,7 @@ def test_units_are_read(tmp_path: Path) -> None:
     assert (found.ttft_s, found.e2e_s) == pytest.approx((0.489, 2.825))
 
 
-def of_runs(slower: float) -> list[Result]:
+def of_runs(slower: float) -> list[UserRun]:
     """Runs of a stack that takes so many times as long for its steps."""
     stack = replace(
         STACK, prefill=STACK.prefill * slower, decode=STACK.decode * slower, cache=STACK.cache * slower,
@@ -72,8 +72,8 @@ def of_runs(slower: float) -> list[Result]:
     )  # fmt: skip
     found = []
     for n, n_in, n_out in ((1, 400, 30), (8, 400, 30), (32, 400, 30), (32, 1500, 20), (16, 50, 60)):
-        point = replay(Run(EIGHT, Lengths(n_in, n_out), n, 1.0), stack).point
-        found.append(Result(n_in, n_out, point.rate, point.mean.ttft_s, point.mean.e2e_s, f"run {n}"))
+        point = replay(MeasuredRun(EIGHT, Lengths(n_in, n_out), n, 1.0), stack).point
+        found.append(UserRun(n_in, n_out, point.rate, point.mean.ttft_s, point.mean.e2e_s, f"run {n}"))
     return found
 
 
@@ -96,12 +96,12 @@ def test_published_runs_that_no_such_hardware_can_do(
     e2e_s = 100 / tokens_s
     instance = instance_of(PRESETS[name], H100, precision, tp)
     with pytest.raises(ConfigError, match=r"page 7: [0-9.]+ times all bandwidth \(MBU\)"):
-        refit([Result(n_in, 100, 1 / e2e_s, e2e_s / 100, e2e_s, "page 7")], instance)
+        refit([UserRun(n_in, 100, 1 / e2e_s, e2e_s / 100, e2e_s, "page 7")], instance)
 
 
 def test_more_prompts_than_arithmetic_allows() -> None:
     with pytest.raises(ConfigError, match=r"times all arithmetic \(MFU\)"):
-        refit([Result(8000, 10, 40.0, 0.2, 1.0, "a")], EIGHT)
+        refit([UserRun(8000, 10, 40.0, 0.2, 1.0, "a")], EIGHT)
 
 
 @needs_tables
@@ -148,7 +148,7 @@ def test_files_that_are_no_json(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("wrong, said", [
     (lambda: read_result(Path("nowhere.json")), "cannot be read"), (lambda: refit([], EIGHT), "no results"),
     (lambda: read_results([Path("a")] * 1001), "1001 results"),
-    (lambda: refit([Result(10, 5, 100.0, 1.0, 100.0, "a")], EIGHT), "10000 requests in flight"),
+    (lambda: refit([UserRun(10, 5, 100.0, 1.0, 100.0, "a")], EIGHT), "10000 requests in flight"),
 ])  # fmt: skip
 def test_what_cannot_be_refitted_is_refused(wrong: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

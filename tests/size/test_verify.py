@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.bench.client.request_record import Answer
+from millrace.bench.client.request_record import BenchRecord
 from millrace.bench.load.inputs import Turn
-from millrace.bench.run.run import Record
+from millrace.bench.run.run import TurnRecord
 from millrace.errors import ConfigError
 from millrace.runtime.scheduling.step_cost_model import SchedulerSettings
-from millrace.size.fit.verify import Part, Probe, Times, arrivals_of, figures
+from millrace.size.fit.verify import LoadPart, Probe, Times, arrivals_of, figures
 from millrace.size.question.settings import VerifySettings
 from millrace.size.simulation.measured_steps import MeasuredStepTimes
 from millrace.size.simulation.virtual_clock import Arrival
@@ -22,14 +22,16 @@ FRONT_S = 2e-3
 OWN = MeasuredStepTimes(LAW, (1.0,), 0.0, SCHEDULE)
 
 
-def record(sent_s: float, first_s: float, last_s: float, n_input: int, n_output: int) -> Record:
-    answer = Answer(intended_s=sent_s, sent_s=sent_s, n_prompt=n_input, n_told=n_output)
+def record(sent_s: float, first_s: float, last_s: float, n_input: int, n_output: int) -> TurnRecord:
+    answer = BenchRecord(intended_s=sent_s, sent_s=sent_s, n_prompt=n_input, n_told=n_output)
     between = np.linspace(first_s, last_s, n_output).tolist()
     answer.chunk_s, answer.chunk_tokens, answer.end_s = between, list(range(1, n_output + 1)), last_s
-    return Record(Turn("", n_output), answer, 0, 0)
+    return TurnRecord(Turn("", n_output), answer, 0, 0)
 
 
-def records(arrivals: Sequence[Arrival], times: Times, closed: int | None = None, at_s: float = 50.0) -> list[Record]:
+def records(
+    arrivals: Sequence[Arrival], times: Times, closed: int | None = None, at_s: float = 50.0
+) -> list[TurnRecord]:
     """What clients of a server see that keeps these times exactly. at_s: when the first asks"""
     seen = times.own.simulation(100).run(arrivals, closed).requests
     return [
@@ -43,12 +45,12 @@ def test_a_server_that_keeps_a_law_is_predicted() -> None:
     law = Times(replace(OWN, front_s=FRONT_S), 1.0)
     alone = records([Arrival(0, 100 + i, 20) for i in range(6)], law, closed=1)
     steps = rows(1500, 7)
-    found = Times.of(steps, steps, Probe(alone, steps), SCHEDULE)
+    found = Times.fit(steps, steps, Probe(alone, steps), SCHEDULE)
     assert found.own.front_s == pytest.approx(FRONT_S, abs=2e-4) and found.pace == pytest.approx(1, abs=0.01)
     at_s = np.cumsum(np.random.default_rng(0).exponential(0.5, 60))
     arrivals = [Arrival(float(t), 90 + i % 40, 40) for i, t in enumerate(at_s - at_s[0])]
     asked = records(arrivals, law)
-    told = figures(0.6, [Part(asked, 1.0, found.runs(arrivals))])
+    told = figures(0.6, [LoadPart(asked, 1.0, found.runs(arrivals))])
     assert {(f.name, f.of) for f in told if f.judged} == {
         ("ttft", "mean"), ("ttft", "p95"), ("itl", "mean"), ("itl", "p95"), ("throughput", "mean")
     }  # fmt: skip
@@ -59,7 +61,7 @@ def test_a_server_that_keeps_a_law_is_predicted() -> None:
 def test_a_slower_machine_is_predicted_by_the_pace_of_its_probes() -> None:
     steps, slow = rows(1200, 8), rows(300, 9, law=LAW.scaled(1.4))
     alone = Probe(records([Arrival(0, 100, 20)] * 3, Times(OWN, 1.0), closed=1), steps)
-    found = Times.of(steps, slow, alone, SCHEDULE)
+    found = Times.fit(steps, slow, alone, SCHEDULE)
     assert found.pace == pytest.approx(1.4, rel=0.03)
     (one,) = found.runs([Arrival(0, 100, 1)], 1)[0].requests
     assert one.ttft_s == pytest.approx(1.4 * LAW.seconds([100], [0], 0, 0), rel=0.15)
@@ -68,8 +70,8 @@ def test_a_slower_machine_is_predicted_by_the_pace_of_its_probes() -> None:
 def test_figures_are_of_all_rounds_together() -> None:
     times = Times(OWN, 1.0)
     one, two = [Arrival(0, 100, 11)], [Arrival(0, 50, 11), Arrival(4.0, 60, 11)]
-    parts = [Part([record(3.0, 3.5, 4.5, 100, 11)], 1.0, times.runs(one, 2)),
-             Part([record(9.0, 9.1, 9.2, 50, 11), record(13.0, 13.3, 14.0, 60, 11)], 1.0,
+    parts = [LoadPart([record(3.0, 3.5, 4.5, 100, 11)], 1.0, times.runs(one, 2)),
+             LoadPart([record(9.0, 9.1, 9.2, 50, 11), record(13.0, 13.3, 14.0, 60, 11)], 1.0,
                   times.runs(two, 2))]  # fmt: skip
     by = {(f.name, f.of): f for f in figures(0.9, parts)}
     assert by["ttft", "mean"].measured == pytest.approx((0.5 + 0.1 + 0.3) / 3)

@@ -83,10 +83,10 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for name, said in (("empty", "holds no request"), ("absent", "cannot be read"), ("", "cannot be read")):
         with pytest.raises(ConfigError, match=said):
             read_recording(tmp_path / name)
-    monkeypatch.setattr(trace_formats, "MOST_LINE", 100)
+    monkeypatch.setattr(trace_formats, "MAX_LINE", 100)
     (tmp_path / "long").write_text(json.dumps(GOOD) + "\n" + " " * 101)
     with pytest.raises(ConfigError, match="line 2: more than 100 bytes"):
         read_recording(tmp_path / "long")
-    monkeypatch.setattr(trace_formats, "MOST_FILE", 50)
+    monkeypatch.setattr(trace_formats, "MAX_FILE", 50)
     with pytest.raises(ConfigError, match="at most 50"):
         read_recording(tmp_path / "long")

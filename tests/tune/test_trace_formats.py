@@ -41,7 +41,7 @@ def test_one_time_is_one_time(tmp_path: Path, zone: str, since_noon_s: float, be
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_mistake(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_formats, "MOST_LINE", 200_000 if "1" * 9 in text else 400)
+    monkeypatch.setattr(trace_formats, "MAX_LINE", 200_000 if "1" * 9 in text else 400)
     path, said = tmp_path / "azure.csv", set()
     path.write_text(text, encoding="latin-1")
     for read in READERS:
@@ -54,7 +54,7 @@ def test_one_mistake_is_one_mistake(tmp_path: Path, text: str, monkeypatch: pyte
 def test_a_file_that_is_too_large_is_read_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1}\n')
-    monkeypatch.setattr(trace_formats, "MOST_FILE", 20)
+    monkeypatch.setattr(trace_formats, "MAX_FILE", 20)
     for read in READERS:
         with pytest.raises(ConfigError, match="has 56 bytes"):
             read(path)

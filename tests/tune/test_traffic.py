@@ -10,7 +10,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.tune.day_night import day_and_night, distance
-from millrace.tune.kv_occupancy import computed, held, pages, sequences
+from millrace.tune.kv_occupancy import computed, page_spans, pages, sequences
 from millrace.tune.traffic import FEWEST, TrafficSummary, check_enough, percentile, propose
 from tests.tune.traffic_files import line, recording
 
@@ -89,9 +89,9 @@ def test_what_is_there_agrees_with_counting(tmp_path: Path, seed: int) -> None:
     assert there == [sum(r["choices"] for r in running(lines, t)) for t in times]
     assert pages(found).tolist() == [pages_by_hand(r) for r in lines]
     for kept in (False, True):
-        assert held(found, kept=kept).at(found.at_s).tolist() == [held_by_hand(lines, t, kept) for t in times]
+        assert page_spans(found, retained=kept).at(found.at_s).tolist() == [held_by_hand(lines, t, kept) for t in times]
     alone = [sum(pages_by_hand(r) for r in running(lines, t)) for t in times]
-    shared, kept_pages = (held(found, kept=kept).at(found.at_s).tolist() for kept in (False, True))
+    shared, kept_pages = (page_spans(found, retained=kept).at(found.at_s).tolist() for kept in (False, True))
     assert sum(shared) < sum(alone) or seed == 0, "some beginning is there twice"
     assert sum(kept_pages) > sum(shared), "some come again later"
     seen: set[int] = set()

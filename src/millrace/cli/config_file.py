@@ -21,7 +21,7 @@ from millrace.cli.options import GroupedOption
 from millrace.errors import ConfigError
 from millrace.settings import check_value, read_given, reject_duplicate_keys
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _EXPECTED = "YAML with one flag a line, like `port: 9000`"
 _LISTED = 10  # mistakes of a file that an error lists
 _NUMBERS = {"integer": "a whole number", "float": "a number"}
@@ -66,13 +66,13 @@ def _use_file(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 def read_config_file(file: Path, command: click.Command) -> dict[str, Any]:
     """Return the values of a command's parameters by their Python names. raises ConfigError with all mistakes"""
-    known = {_key(opt): (p, opt) for p in command.params for opt in (*p.opts, *p.secondary_opts) if len(opt) > 2}
-    flags = [f"--{name}" for name, (p, _) in known.items() if isinstance(p, click.Option) and not p.is_eager]
+    params = {_key(opt): (p, opt) for p in command.params for opt in (*p.opts, *p.secondary_opts) if len(opt) > 2}
+    flags = [f"--{name}" for name, (p, _) in params.items() if isinstance(p, click.Option) and not p.is_eager]
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     mistakes: list[_Mistake] = []
     for entry in _read(file):
-        param, opt = known.get(_key(entry.name), (None, ""))
+        param, opt = params.get(_key(entry.name), (None, ""))
         if param is None or param.is_eager or param.name is None:
             value = entry.value if isinstance(entry.value, str | int | float) else None
             expected, fix = hint(f"--{_key(entry.name)}", None if value is None else str(value), flags)
@@ -124,16 +124,16 @@ def _read(file: Path) -> Iterator[_Entry]:
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
-        data = read_given(file, _MOST_BYTES)
-        if len(data) > _MOST_BYTES:
-            raise ConfigError(f"{file} has more than {_MOST_BYTES} bytes", _EXPECTED, "name another file")
+        data = read_given(file, _MAX_BYTES)
+        if len(data) > _MAX_BYTES:
+            raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes", _EXPECTED, "name another file")
         loader = Loader(data.decode())
         node = loader.get_single_node()
         if node is None:
             return
         if not isinstance(node, yaml.MappingNode):
-            found = type(loader.construct_object(node, deep=True)).__name__
-            raise ConfigError(f"{file} holds a {found}", _EXPECTED, "correct the file")
+            kind = type(loader.construct_object(node, deep=True)).__name__
+            raise ConfigError(f"{file} holds a {kind}", _EXPECTED, "correct the file")
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             key = loader.construct_object(key_node, deep=True)
@@ -166,9 +166,9 @@ def _checked(entry: _Entry, param: click.Parameter, opt: str) -> tuple[list[_Mis
         return [_Mistake(entry.line, shown, expected, "correct the value")], None
     texts = tuple(str(item) for item in items)
     try:
-        found = [param.type.convert(text, param, None) for text in texts]
+        converted = [param.type.convert(text, param, None) for text in texts]
         if isinstance(param, GroupedOption) and param.field is not None and not param.multiple:
-            check_value(param.field, found[0])
+            check_value(param.field, converted[0])
     except click.BadParameter as error:
         expected = _NUMBERS.get(param.type.name, error.message.rstrip("."))
         return [_Mistake(entry.line, shown, expected, "correct the value")], None

@@ -35,7 +35,7 @@ def decoded(data: bytes) -> str:
         ) from None
 
 
-def said(text: str, *, err: bool = False) -> None:
+def print_line(text: str, *, err: bool = False) -> None:
     """A line that is not the result: where nobody reads on (`| head -1`), it is lost, and the work goes on."""
     try:
         click.echo(text, err=err)
@@ -46,7 +46,7 @@ def said(text: str, *, err: bool = False) -> None:
 
 def note(text: str) -> None:
     """A line for the person at the terminal; stdout stays clean for results."""
-    said(text, err=True)
+    print_line(text, err=True)
 
 
 def heading(text: str, *, err: bool = False) -> None:
@@ -111,9 +111,9 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=None, visible=False, of="")
 
-        def report(what: str, done: int, total: int) -> None:
+        def report(label: str, done: int, total: int) -> None:
             bars.update(
-                task, description=what, completed=done, total=total or None, visible=True, of=_so_far(done, total)
+                task, description=label, completed=done, total=total or None, visible=True, of=_so_far(done, total)
             )
 
         yield report
@@ -131,14 +131,14 @@ class Lines:
         self._clock, self._said_s = clock, 0.0
         self._what, self._done, self._total = "", 0, -1
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, label: str, done: int, total: int) -> None:
         counts_on = total == self._total and done >= self._done
-        if not counts_on and what != self._what:
-            self._what, self._said_s = what, self._clock()
-            note(f"{sanitize(what)} ...")
+        if not counts_on and label != self._what:
+            self._what, self._said_s = label, self._clock()
+            note(f"{sanitize(label)} ...")
         elif self._clock() - self._said_s >= self.EVERY_S:
             self._said_s = self._clock()
-            note(f"  {sanitize(what)}: {_so_far(done, total)}")
+            note(f"  {sanitize(label)}: {_so_far(done, total)}")
         self._done, self._total = done, total
 
 

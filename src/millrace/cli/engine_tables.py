@@ -63,24 +63,24 @@ class Tables:
     def fused(self, call: CallEntry) -> str:
         """What this call does beside its kernel's own work; "" where nothing."""
         params, operands, formula = call.params, call.operands, call.expression
-        found = []
+        parts = []
         if params.get("gated"):
-            found.append(f"gate and up merged, {formula or 'activation and product'} in the epilogue")
+            parts.append(f"gate and up merged, {formula or 'activation and product'} in the epilogue")
         elif call.kernel == "matmul" and len(call.origin) > 1:
-            found.append(f"{len(call.origin)} products merged")
+            parts.append(f"{len(call.origin)} products merged")
         if "bias" in operands:
-            found.append("bias")
+            parts.append("bias")
         if call.kernel == "matmul" and formula and not params.get("gated"):
-            found.append(f"{formula} in the epilogue")
+            parts.append(f"{formula} in the epilogue")
         if "residual" in operands:
-            found.append("residual added")
+            parts.append("residual added")
         if call.kernel == "rms_norm" and params.get("format"):
-            found.append(f"norm writes {call.note} for the next product")
+            parts.append(f"norm writes {call.note} for the next product")
         if _writes_kv(call):
-            kept = params.get("cache") in self._kept_caches
-            found += ["q and k rotated"] if "table" in operands else []
-            found.append("KV pages written" if kept else "keys and values written for this step")
-        return ", ".join(found)
+            persists = params.get("cache") in self._kept_caches
+            parts += ["q and k rotated"] if "table" in operands else []
+            parts.append("KV pages written" if persists else "keys and values written for this step")
+        return ", ".join(parts)
 
     @cached_property
     def _kept_caches(self) -> list[int]:
@@ -114,7 +114,7 @@ class Tables:
         """Bytes by purpose; of texts also KV for one sequence of full context, and for the whole batch of them."""
         m = self.engine.manifest
         kv, states = self.engine.sequence_bytes(), self.engine.states_bytes
-        kept = {
+        kv_memory = {
             "kv_bytes_per_token": self.engine.page_bytes // PAGE_TOKENS,
             "kv_bytes_per_sequence": kv,
             "kv_bytes_batch": kv * m.max_sequences,
@@ -123,7 +123,7 @@ class Tables:
             "weights_bytes": m.cpu.weights_bytes,
             "activation_bytes": m.cpu.activation_bytes,
             "activation_lower_bound": m.cpu.activation_lower_bound,
-            **(kept if self.of_texts else {}),
+            **(kv_memory if self.of_texts else {}),
             **({"states_bytes": states} if states else {}),
             "peak_bytes": m.cpu.weights_bytes + m.cpu.activation_bytes + states + kv * m.max_sequences,
         }
@@ -143,7 +143,7 @@ class Tables:
     def precision(self) -> str:
         """ "w4a8 g128, lm_head w8a8", as prices name it."""
         named = [re.match(r"w[48](g\d+)", name) for name in self.bytes_by_format()]
-        groups = sorted({found[1] for found in named if found}, key=lambda group: int(group[1:]))
+        groups = sorted({match[1] for match in named if match}, key=lambda group: int(group[1:]))
         return _precision(self.engine.manifest, " and ".join(groups))
 
     def summary(self) -> dict[str, Any]:
@@ -197,19 +197,19 @@ def priced(tables: Tables) -> list[tuple[str, str, str, str, str]]:
 
 def tuned(tables: Tables) -> str:
     """For what machine the kernels were timed, and what came of it."""
-    found, table = tables.tuning(), tables.tactics
+    tuning, table = tables.tuning(), tables.tactics
     if table is None or not table.compared():
-        return found["note"] or "nothing was tuned"
+        return tuning["note"] or "nothing was tuned"
     here = fingerprint(usable_isas()[0])
     elsewhere = "" if table.machine == here else f"; here is {machine(here)}: millrace tune {tables.engine.folder}"
     threads = f"{table.threads} thread" + ("" if table.threads == 1 else "s")
-    others = sorted(t.threads for t in tables.all_tactics[1:] if t.machine == table.machine and t.compared())
-    also = f", also for {' and '.join(map(str, others))}" if others else ""
+    other_threads = sorted(t.threads for t in tables.all_tactics[1:] if t.machine == table.machine and t.compared())
+    also = f", also for {' and '.join(map(str, other_threads))}" if other_threads else ""
     if not elsewhere and table_for(tables.all_tactics, here, usable_cores()) is None:
         elsewhere = " (a run with another number of threads goes by the rules)"
     return (
-        f"for {threads} on {machine(table.machine)}{also}{elsewhere}; {found['timed']} settings timed, "
-        f"{found['changed']} of {len(table.compared())} choices are not the rule"
+        f"for {threads} on {machine(table.machine)}{also}{elsewhere}; {tuning['timed']} settings timed, "
+        f"{tuning['changed']} of {len(table.compared())} choices are not the rule"
         + (f"; {table.note}" if table.note else "")
     )
 

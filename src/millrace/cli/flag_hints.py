@@ -10,7 +10,7 @@ from enum import StrEnum
 Groups = Mapping[str, str]
 
 
-class Kind(StrEnum):
+class FlagKind(StrEnum):
     """What is said of a flag; {} is the meaning of its group."""
 
     SAME = "did you mean {}?"  # what follows a comma in the meaning is said of it
@@ -51,8 +51,8 @@ _TEMPLATE = "the chat template shows how calls and reasoning are written"
 _CHECKPOINT = "the checkpoint says it"
 _FILES = "the files of a checkpoint show their format"
 # Of commands that run a model.
-ENGINE: Mapping[Kind, Groups] = {
-    Kind.LEAVE: {
+ENGINE: Mapping[FlagKind, Groups] = {
+    FlagKind.LEAVE: {
         _ONE: "--tensor-parallel-size=1 -tp=1 --tp=1 --tp-size=1 --pipeline-parallel-size=1 -pp=1 --pp=1 --pp-size=1"
         " --data-parallel-size=1 -dp=1 --dp=1 --dp-size=1 --ep=1 --ep-size=1 --nnodes=1 --node-rank=0 --cluster-size=1"
         " --split-mode=none -sm=none --main-gpu=0 -mg=0 --gpus-per-node=1",
@@ -66,7 +66,7 @@ ENGINE: Mapping[Kind, Groups] = {
         "KV pages stay in memory": "--swap-space=0 --kv-offloading-size=0",
         "there is one backend": "--backend=pytorch --backend=tensorrt --backend=auto --backend=_autodeploy",
     },
-    Kind.NEEDLESS: {
+    FlagKind.NEEDLESS: {
         _CHECKPOINT: "--task --runner --convert --is-embedding --embedding --embeddings --reranking --rerank --pooling"
         " --model-type --override-pooler-config --pooler-config",
         "files are recognised, and no code of a checkpoint decides": "--load-format --config-format --model-impl"
@@ -94,7 +94,7 @@ ENGINE: Mapping[Kind, Groups] = {
         "write MODEL as org/name@revision": "--revision --code-revision --tokenizer-revision",
         "there is one backend, and --device says where it runs": "--backend --device-type --platform",
     },
-    Kind.MISSING: {
+    FlagKind.MISSING: {
         _ONE: "--tensor-parallel-size -tp --tp --tp-size --pipeline-parallel-size -pp --pp --pp-size --ep --ep-size"
         " -ep --data-parallel-size -dp --dp --dp-size --enable-expert-parallel --moe-expert-parallel-size --nnodes"
         " --node-rank --gpus-per-node --cluster-size --moe-cluster-parallel-size --distributed-executor-backend"
@@ -144,8 +144,8 @@ _LOGGED = "prompts are never logged; --log-level warning leaves out a line for e
 _GPU, _FOLDER = "there is no GPU that tensor models run on", "backends are packages: docs/extending/tensor-backend.md"
 _PARAMETERS, _COMPLETED = "parameters { } in a model's config.pbtxt say it", "configurations are always completed"
 # Of `millrace serve`.
-SERVER: Mapping[Kind, Groups] = {
-    Kind.SAME: {
+SERVER: Mapping[FlagKind, Groups] = {
+    FlagKind.SAME: {
         "--served-model-name": "--alias -a --model-name --model-alias", "--cors-origin": "--allowed-origins",
         "--api-key-file": "--api-key",
         "--trace-config": "--otlp-traces-endpoint --trace-file --trace-level --trace-rate --trace-count"
@@ -163,7 +163,7 @@ SERVER: Mapping[Kind, Groups] = {
         "--reuse-port": "--reuse-http-port --reuse-grpc-port", "--grpc-port": "--allow-grpc",
         "--cache-config": "--response-cache-byte-size", "--allow-client-shm": "--allow-shared-memory",
     },
-    Kind.FIELD: {
+    FlagKind.FIELD: {
         "seed": "--seed -s --random-seed", "temperature": "--temperature --temp", "top_p": "--top-p",
         "top_k": "--top-k", "min_p": "--min-p",
         "max_tokens": "--max-tokens --n-predict -n --predict --num-predict",
@@ -175,13 +175,13 @@ SERVER: Mapping[Kind, Groups] = {
         "response_format": "--format --json-schema -j --json-schema-file -jf --grammar --grammar-file",
         "messages": "--system --system-prompt -sys --prompt -p",
     },
-    Kind.LEAVE: {
+    FlagKind.LEAVE: {
         "it is always assistant": "--response-role=assistant",
         "the default": "--chat-template-content-format=auto",
         "responses are made in this process": "--num-postprocess-workers=0 --api-server-count=1 -asc=1",
         "prompts are not logged": "--max-log-len=0",
     },
-    Kind.NEEDLESS: {
+    FlagKind.NEEDLESS: {
         _TEMPLATE: "--enable-auto-tool-choice --tool-call-parser --tool-parser --reasoning-parser --reasoning-format"
         " --chat-template-content-format --enable-reasoning --tool-choice-parser",
         _LOGGED: "--disable-log-requests --disable-log-stats --no-enable-log-requests --max-log-len --log-requests"
@@ -212,7 +212,7 @@ SERVER: Mapping[Kind, Groups] = {
         "messages are not pooled": "--grpc-infer-allocation-pool-size --grpc-max-response-pool-size",
         "models load side by side": "--model-load-thread-count --model-load-retry-count",
     },
-    Kind.MISSING: {
+    FlagKind.MISSING: {
         "answers have the role assistant": "--response-role",
         "client certificates are not checked; a reverse proxy can do it": "--ssl-ca-certs --ssl-cert-reqs"
         " --grpc-root-cert --grpc-use-ssl-mutual --ssl-keyfile-password",
@@ -220,8 +220,8 @@ SERVER: Mapping[Kind, Groups] = {
     },
 }  # fmt: skip
 # Of `millrace chat` and `millrace generate`.
-LOCAL: Mapping[Kind, Groups] = {
-    Kind.NEEDLESS: {
+LOCAL: Mapping[FlagKind, Groups] = {
+    FlagKind.NEEDLESS: {
         "the time for prompt and answer is shown below each answer": "--verbose -v --perf --show-timings",
         "the model stays loaded until the command ends": "--keepalive --keep-alive",
         "the terminal breaks lines": "--nowordwrap --no-wordwrap --multiline-input -mli",
@@ -233,7 +233,7 @@ LOCAL: Mapping[Kind, Groups] = {
         "downloads use TLS": "--insecure",
         "the whole template of the checkpoint is used": "--chatml --jinja",
     },
-    Kind.MISSING: {
+    FlagKind.MISSING: {
         "use `millrace serve`, and the field response_format of a request": "--format --json-schema -j --grammar"
         " --grammar-file --json-schema-file -jf",
         "use `millrace serve`, and the field chat_template_kwargs of a request":
@@ -251,8 +251,8 @@ _STABLE = "each figure has its interval of 95 %, and a level ends by --duration-
 _RESULTS = "--output, the folder of results"
 _SECONDS = "--duration-s, it takes seconds and not milliseconds"
 # Of `millrace bench`, `bench sweep` and `bench compare`.
-LOAD: Mapping[Kind, Groups] = {
-    Kind.SAME: {
+LOAD: Mapping[FlagKind, Groups] = {
+    FlagKind.SAME: {
         "--endpoint generate": "--service-kind=triton --backend=triton --backend=tensorrt_llm --backend=tensorrtllm",
         "--engine": "--service-kind=tensorrtllm_engine --service-kind=triton_c_api",
         "--endpoint": "--backend --endpoint-type --task", "URL": "--base-url --host --port --server-url -u",
@@ -273,14 +273,14 @@ LOAD: Mapping[Kind, Groups] = {
         "--concurrency": "--concurrency-range --session-concurrency", "--request-rate": "--request-rate-range",
         "--request-count": "--measurement-request-count",
     },
-    Kind.LEAVE: {
+    FlagKind.LEAVE: {
         "URL is a server of OpenAI's protocol": "--service-kind=openai --service-kind=dynamo_grpc --backend=openai"
         " --backend=vllm --backend=openai-chat",
         "prompts are drawn, of --isl tokens": "--dataset-name=random",
         "requests are counted": "--measurement-mode=count_windows",
         "seconds are counted": "--measurement-mode=time_windows",
     },
-    Kind.NEEDLESS: {
+    FlagKind.NEEDLESS: {
         "URL and --endpoint say whom it asks, and how": "--service-kind --custom-endpoint --endpoint-path",
         "the server's own counts of tokens are used": "--tokenizer --tokenizer-revision --tokenizer-mode"
         " --tokenizer-trust-remote-code --skip-tokenizer-init --trust-remote-code --use-server-token-counts",
@@ -296,7 +296,7 @@ LOAD: Mapping[Kind, Groups] = {
         " --collect-metrics --metrics-url",
         "the page of results names what was run": "--metadata --label --result-title",
     },
-    Kind.MISSING: {
+    FlagKind.MISSING: {
         "GPU counters are not read; a server's /metrics are": "--gpu-telemetry --profile --server-profile",
         "inputs are text alone": "--image-width-mean --image-height-mean --image-format --audio-length-mean --images",
         "each request has one text": "--batch-size-text --prompt-batch-size --batch-size -b --random-batch-size",
@@ -304,8 +304,8 @@ LOAD: Mapping[Kind, Groups] = {
     },
 }  # fmt: skip
 # Of `millrace bench infer`.
-TENSORS: Mapping[Kind, Groups] = {
-    Kind.SAME: {
+TENSORS: Mapping[FlagKind, Groups] = {
+    FlagKind.SAME: {
         _SECONDS: "--measurement-interval -p", "--request-count": "--measurement-request-count",
         _RESULTS: "-f --profile-export-file --verbose-csv --export-file --artifact-dir --artifact-directory",
         "--input-data": "--data-directory -d", "--input-data zero": "--zero-input -z",
@@ -314,12 +314,12 @@ TENSORS: Mapping[Kind, Groups] = {
         "--random-seed": "--seed", "--string-length": "--string-size", "--model": "--model-name",
         "--png": "--generate-plots",
     },
-    Kind.LEAVE: {
+    FlagKind.LEAVE: {
         "tensors go in the request": "--shared-memory=none",
         "seconds are counted": "--measurement-mode=time_windows",
         "URL is a server of KServe's protocol": "--service-kind=triton",
     },
-    Kind.NEEDLESS: {
+    FlagKind.NEEDLESS: {
         "--concurrency and --request-rate say how many requests are under way": "--async -a --sync --max-threads",
         _PERCENTILES: "--percentile",
         _STABLE: "--stability-percentage -s --max-trials -r --measurement-mode",
@@ -328,7 +328,7 @@ TENSORS: Mapping[Kind, Groups] = {
         "progress is shown, and --json is for programs": "--verbose -v -vv",
         "answers have the format of requests, --tensor-format": "--output-tensor-format",
     },
-    Kind.MISSING: {
+    FlagKind.MISSING: {
         "tensors go in the request": "--shared-memory --output-shared-memory-size",
         "streams of decoupled models; `millrace bench URL --endpoint generate` measures these": "--streaming",
         "levels are named: START:END:STEP, and the results show where latency rises":
@@ -344,8 +344,8 @@ TENSORS: Mapping[Kind, Groups] = {
     },
 }  # fmt: skip
 # Of `millrace build`.
-BUILD: Mapping[Kind, Groups] = {
-    Kind.NEEDLESS: {
+BUILD: Mapping[FlagKind, Groups] = {
+    FlagKind.NEEDLESS: {
         "one process builds, on all cores": "--workers --max-workers",
         "--tune says how long it times": "--profiling-verbosity --builder-opt --builder-optimization-level"
         " --timing-cache --input-timing-cache --output-timing-cache",
@@ -354,7 +354,7 @@ BUILD: Mapping[Kind, Groups] = {
         "a request's own field asks for log probabilities": "--gather-all-token-logits --gather-generation-logits"
         " --gather-context-logits --logits-dtype",
     },
-    Kind.SAME: {
+    FlagKind.SAME: {
         "MODEL": "--checkpoint --outfile", "--calibration": "--calib-dataset --imatrix", "--precision": "--outtype",
     },
 }  # fmt: skip

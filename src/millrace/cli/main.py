@@ -90,13 +90,13 @@ class Commands(click.Group):
             meant = _OTHER_COMMANDS.get(name.lower())
             expected = f"did you mean {meant}?" if meant else nearest(name, COMMANDS)
             raise ConfigError(f'there is no command "{name}"', expected, "`millrace --help` lists them")
-        found, command, rest = super().resolve_command(ctx, args)
+        resolved, command, rest = super().resolve_command(ctx, args)
         if command is not None:
             parts = command.commands if isinstance(command, click.Group) else getattr(command, "parts", {})
             part = parts.get(rest[0]) if rest else None
-            path = found if part is None else f"{found} {rest[0]}"
+            path = resolved if part is None else f"{resolved} {rest[0]}"
             check_short(part or command, click.Context(part or command, ctx, path), rest[1:] if part else rest)
-        return found, command, rest
+        return resolved, command, rest
 
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -123,18 +123,18 @@ def cli(ctx: click.Context) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; gives the exit code. Prints every MillraceError."""
-    given = list(arguments)
-    if given[:1] == ["help"]:  # `millrace help serve` is what people type first
-        given = [*given[1:], "--help"]
+    words = list(arguments)
+    if words[:1] == ["help"]:  # `millrace help serve` is what people type first
+        words = [*words[1:], "--help"]
     color = False if is_plain_terminal() else None  # None: where the output is a terminal
     try:
-        _check_text(given)
-        code = cli.main(translate_flag(given), prog_name="millrace", standalone_mode=False, color=color)
+        _check_text(words)
+        code = cli.main(translate_flag(words), prog_name="millrace", standalone_mode=False, color=color)
         return code if isinstance(code, int) else 0
     except MillraceError as error:
         return _mistake(error, color)
     except click.UsageError as error:
-        return _mistake(_as_error(error, given), color)
+        return _mistake(_as_error(error, words), color)
     except click.ClickException as error:
         return _mistake(ConfigError(error.format_message(), "a readable file", "check the path"), color)
     except OSError as error:  # a full disk, a folder that may not be written: nobody below could say it better
@@ -176,8 +176,8 @@ def _as_error(error: click.UsageError, arguments: Sequence[str]) -> ConfigError:
     path = error.ctx.command_path if error.ctx else "millrace"
     mend = f"`{path} --help` shows what it takes"
     if isinstance(error, click.NoSuchOption) and error.ctx:
-        known = [o for p in error.ctx.command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")]
-        expected, otherwise = hint(error.option_name, value_of(error.option_name, arguments), known)
-        return ConfigError(f"there is no option {error.option_name}", expected, otherwise or mend)
+        option_names = [o for p in error.ctx.command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")]
+        expected, fix = hint(error.option_name, value_of(error.option_name, arguments), option_names)
+        return ConfigError(f"there is no option {error.option_name}", expected, fix or mend)
     usage = error.ctx.get_usage().removeprefix("Usage: ") if error.ctx else "millrace COMMAND"
     return ConfigError(error.format_message().rstrip("."), usage, mend)

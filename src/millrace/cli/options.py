@@ -59,34 +59,40 @@ def settings_options(*classes: type[Settings]) -> Callable[[F], F]:
     return decorate
 
 
-def made(cls: type[S], given: Mapping[str, Any]) -> S:
+def make_settings(cls: type[S], values: Mapping[str, Any]) -> S:
     """The settings object from what click parsed. raises ConfigError for a value out of range"""
-    return cls(**{f.name: given[f.name] for f in fields(cls)})
+    return cls(**{f.name: values[f.name] for f in fields(cls)})
 
 
 def _option(cls: type[Settings], f: "Field[Any]", group: str | None) -> Callable[[F], F]:
-    said, kind = declared(f), plain_type(cls, f.name)
+    declaration, kind = declared(f), plain_type(cls, f.name)
     assert f.default is not MISSING, f"{cls.__name__}.{f.name} has no default"
     option = type("GroupedOption", (GroupedOption,), {"group": group, "field": f})
-    text = said.help[0].upper() + said.help[1:] if said.help.split()[0].isalpha() else said.help
+    text = (
+        declaration.help[0].upper() + declaration.help[1:]
+        if declaration.help.split()[0].isalpha()
+        else declaration.help
+    )
     if kind is bool:
         flags = flag_of(f.name) + (f"/{flag_of(f'no_{f.name}')}" if f.default else "")  # what is on can be turned off
         return click.option(flags, f.name, cls=option, is_flag=True, default=f.default, help=text)
-    metavar = said.metavar or ("SIZE" if said.size else "|".join(said.choices) if said.choices else _METAVARS[kind])
+    metavar = declaration.metavar or (
+        "SIZE" if declaration.size else "|".join(declaration.choices) if declaration.choices else _METAVARS[kind]
+    )
     return click.option(
         flag_of(f.name),
         f.name,
         cls=option,
-        type=str if said.size or kind is tuple else kind,
+        type=str if declaration.size or kind is tuple else kind,
         default=f.default,
         multiple=kind is tuple,
         metavar=metavar,
-        show_default=not said.size and f.default is not None and f.default != (),
-        help=text + _added(f.default, said, kind),
+        show_default=not declaration.size and f.default is not None and f.default != (),
+        help=text + _added(f.default, declaration, kind),
     )
 
 
-def _added(default: object, said: Setting, kind: type) -> str:
+def _added(default: object, declaration: Setting, kind: type) -> str:
     """What the help of an option ends with, where click cannot tell it."""
-    size = f"; default: {default >> 20}M" if said.size and isinstance(default, int) else ""
+    size = f"; default: {default >> 20}M" if declaration.size and isinstance(default, int) else ""
     return size + ("; may be given more than once" if kind is tuple else "")

@@ -1,4 +1,4 @@
-"""How tokens are chosen, as flags; ranges are checked where requests are checked (`SamplingParams`)."""
+"""Sampling parameters as flags; `SamplingParams` checks their ranges."""
 
 import re
 from collections.abc import Iterator
@@ -15,31 +15,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags(Settings):
-    """None: the model's generation_config.json decides, then the default."""
+    """Sampling flags. None: the model's generation_config.json, then the default"""
 
     max_tokens: int | None = setting(
-        None, "tokens to generate at most; default: the model's, or the rest of the context"
+        None, "maximum tokens to generate; default: the model's, or the rest of the context"
     )
     temperature: float | None = setting(
-        None, "0 always takes the likeliest token; default: the model's, or 1 (a GGUF file: 0.8)"
+        None, "sampling temperature; 0: always the most likely token; default: the model's, or 1 (a GGUF file: 0.8)"
     )
     top_p: float | None = setting(
         None,
-        "draw from the likeliest tokens that together have this probability; default: the model's, or 1 (a GGUF file: "
+        "sample from the most likely tokens with this cumulative probability; default: the model's, or 1 (a GGUF file: "
         "0.95)",
     )
     top_k: int | None = setting(
-        None, "draw from so many of the likeliest tokens; 0: from all; default: the model's, or 0 (a GGUF file: 40)"
+        None, "sample from this many most likely tokens; 0: all; default: the model's, or 0 (a GGUF file: 40)"
     )
     min_p: float | None = setting(
         None,
-        "leave out tokens less likely than this share of the likeliest one; default: the model's, or 0 (a GGUF file: "
-        "0.05)",
+        "drop tokens below this share of the highest probability; default: the model's, or 0 (a GGUF file: 0.05)",
     )
-    seed: int | None = setting(None, "the same seed gives the same answer; default: drawn, and told")
+    seed: int | None = setting(None, "random seed; the same seed gives the same answer; default: random, and printed")
 
     def params(self, n: int = 1) -> "SamplingParams":
-        """raises RequestError naming the option that is out of range"""
+        """Convert to SamplingParams. raises RequestError that names the option"""
         from millrace.runtime.request.sampling_params import SamplingParams  # which --help does not need
 
         with as_options():
@@ -48,7 +47,7 @@ class SamplingFlags(Settings):
 
 @contextmanager
 def as_options() -> Iterator[None]:
-    """Errors name parameters as requests do (max_tokens); on the command line they are options (--max-tokens)."""
+    """Rewrite parameter names in request errors (max_tokens) as options (--max-tokens)."""
     options = {f.name: flag_of(f.name) for f in fields(SamplingFlags)}
     names = re.compile(rf"(?<![\w-])({'|'.join(options)})\b")
     try:

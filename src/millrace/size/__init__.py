@@ -1,4 +1,4 @@
-"""From a business question to the systems to buy.
+"""Sizing: from a business question to the systems to buy.
 
 from millrace.size import plan
 plan(model="llama-3-8b", isl=2000, osl=200, rate=70, ttft_ms=500, hardware=["H100"]).plan.systems
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`plan`, imported when it is asked for: `--help` needs the settings alone."""
+    """Import `plan` on first use: `--help` needs only the settings."""
     if name == "plan":
         from millrace.size.answer.answer import plan
 

@@ -1,1 +1,1 @@
-"""What an engine is made of, chosen by what it costs in answers: the whole model's precision so far."""
+"""Chooses build settings from measurements: precision by accuracy loss, and sizes by recorded traffic."""

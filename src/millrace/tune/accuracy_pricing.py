@@ -1,4 +1,4 @@
-"""What every door hands to a build. The rooms that measure are imported only where something is measured."""
+"""Creates the accuracy pricer of a build; evaluation modules are imported only if something is measured."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def pricing(build: BuildSettings) -> "Pricer":
-    """raises ConfigError for a calibration file that cannot be used"""
+    """Create the pricer of a build. raises ConfigError for an unusable calibration file"""
     from millrace.evaluate.calibration import Calibration
     from millrace.tune.precision import PrecisionPricer
 

@@ -1,4 +1,4 @@
-"""Day and night: the hours of the clock that a recording's requests differ most between."""
+"""Splits a recording into day and night: the two ranges of hours between which requests differ most."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from millrace.tune.traffic import FEWEST, Mask, Proposal, TrafficSummary, propos
 
 HOUR_S, HOURS = 3600.0, 24
 SHORTEST, LONGEST = 4, 20  # hours of either part
-APART = 1.5  # times as much of anything: less is not worth an engine of its own
+APART = 1.5  # ratio of any size from which separate engines are worthwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """The hours of the clock from `first` until before `end`, across midnight where that is the smaller.
+class DayPart:
+    """The hours from `first` up to `end` (exclusive), across midnight if `end` is smaller.
 
-    mask: (N,) of the requests that came then
+    mask: (N,) requests that arrived then
     """
 
     name: str
@@ -29,15 +29,15 @@ class Part:
         return (self.end - self.first - 1) % HOURS + 1
 
 
-def day_and_night(recording: Recording) -> tuple[Part, Part] | None:
-    """The busier part first; None where less than a day was recorded, or one part holds too few requests."""
+def day_and_night(recording: Recording) -> tuple[DayPart, DayPart] | None:
+    """Return both parts, the busier one first; None if the recording is shorter than a day, or a part is too small."""
     if recording.span_s < HOURS * HOUR_S:
         return None
     hour = np.asarray(recording.at_s // HOUR_S % HOURS, np.int64)
-    told = _told(recording, hour)
+    profiles = _hour_profiles(recording, hour)
     first, n_hours = max(
         ((first, n) for n in range(SHORTEST, LONGEST + 1) for first in range(HOURS)),
-        key=lambda arc: _difference(told, *arc),
+        key=lambda arc: _difference(profiles, *arc),
     )
     end = (first + n_hours) % HOURS
     within = (hour - first) % HOURS < n_hours
@@ -46,11 +46,11 @@ def day_and_night(recording: Recording) -> tuple[Part, Part] | None:
     one, other = (first, end, within), (end, first, ~within)
     if within.sum() / n_hours < (~within).sum() / (HOURS - n_hours):
         one, other = other, one
-    return Part("day", *one), Part("night", *other)
+    return DayPart("day", *one), DayPart("night", *other)
 
 
-def _told(recording: Recording, hour: Ints) -> Floats:
-    """(24, 3) of each hour the logarithms of requests, and of their mean prompt and answer."""
+def _hour_profiles(recording: Recording, hour: Ints) -> Floats:
+    """Return (24, 3) logarithms of requests, mean prompt and mean answer of each hour."""
     n = np.bincount(hour, minlength=HOURS)
     columns = [np.log1p(n)]
     for lengths in (recording.n_input, recording.n_output):
@@ -59,19 +59,19 @@ def _told(recording: Recording, hour: Ints) -> Floats:
     return np.asarray(np.stack(columns, axis=1), np.float64)
 
 
-def _difference(told: Floats, first: int, n: int) -> float:
-    """Between the means of both parts, as far as hours are from being one cloud."""
+def _difference(profiles: Floats, first: int, n: int) -> float:
+    """Return the between-group variance of a split of the hours."""
     within = (np.arange(HOURS) - first) % HOURS < n
-    apart = told[within].mean(axis=0) - told[~within].mean(axis=0)
+    apart = profiles[within].mean(axis=0) - profiles[~within].mean(axis=0)
     return float(n * (HOURS - n) * np.sum(apart**2))
 
 
-def distance(recording: Recording, asked: TrafficSummary) -> list[tuple[Part, Proposal]]:
-    """Day and night with what each needs, where that differs; else nothing."""
+def distance(recording: Recording, summary: TrafficSummary) -> list[tuple[DayPart, Proposal]]:
+    """Return day and night with their proposals; [] if these do not differ enough."""
     parts = day_and_night(recording)
     if parts is None:
         return []
-    day, night = ((part, propose(recording, asked, part.mask)) for part in parts)
+    day, night = ((part, propose(recording, summary, part.mask)) for part in parts)
     sizes = ("context", "batch", "pages_kept")
     pairs = [(getattr(day[1], size) or 1, getattr(night[1], size) or 1) for size in sizes]
     return [day, night] if any(max(pair) >= APART * min(pair) for pair in pairs) else []

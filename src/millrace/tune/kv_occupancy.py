@@ -1,6 +1,6 @@
-"""How much was there at a time: sequences, and the KV pages that they held, while recorded requests ran.
+"""Occupancy over time: sequences and KV pages of recorded requests.
 
-A request is taken to run from when it came for as long as it ran: as it would where nobody has to wait.
+A request is assumed to start when it arrives and to run for as long as recorded, as it would without queueing.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from millrace.tune.trace_formats import BLOCK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spans:
-    """(N,) each: something of a weight, there from `starts` until just before `ends`."""
+class OccupancySpans:
+    """Weighted time spans, (N,) each, from `starts` up to `ends` (exclusive)."""
 
     starts: Floats
     ends: Floats
     weights: Ints
 
     def at(self, times: Floats) -> Ints:
-        """The weight that is there at each time, with what begins just then."""
+        """Return the total weight at each time, including spans that start then."""
         begun, ended = np.argsort(self.starts, kind="stable"), np.argsort(self.ends, kind="stable")
         come = np.concatenate([[0], np.cumsum(self.weights[begun])])
         gone = np.concatenate([[0], np.cumsum(self.weights[ended])])
@@ -30,7 +30,7 @@ class Spans:
         return np.asarray(come[n_come] - gone[n_gone], np.int64)
 
     def levels(self) -> tuple[Floats, Floats, Ints]:
-        """When the weight changes, for how long it then stays, and what it is. (M,) each"""
+        """Return when the weight changes, how long it then stays, and its value. (M,) each"""
         times = np.unique(np.concatenate([self.starts, self.ends]))
         return times[:-1], np.diff(times), self.at(times[:-1])
 
@@ -39,37 +39,39 @@ class Spans:
         return self.starts, self.ends, self.weights
 
 
-def sequences(recording: Recording) -> Spans:
-    """One for each choice. The recording says how long requests stayed."""
+def sequences(recording: Recording) -> OccupancySpans:
+    """Return the spans of sequences, one per choice. The recording must have durations."""
     starts, ends = _stays(recording)
-    return Spans(starts, ends, recording.choices)
+    return OccupancySpans(starts, ends, recording.choices)
 
 
 def _stays(recording: Recording) -> tuple[Floats, Floats]:
-    """What came and went in one moment was there in it."""
+    """Return starts and ends of requests; empty spans get the smallest positive length."""
     assert recording.stay_s is not None
     starts = recording.at_s
     return starts, np.maximum(starts + recording.stay_s, np.nextafter(starts, np.inf))
 
 
 def pages(recording: Recording) -> Ints:
-    """(N,) of each request at its end; the choices share the full pages of their prompt."""
+    """Return the (N,) pages of each request at its end; its choices share the full pages of the prompt."""
     r = recording
     each = -(-(r.n_input + r.answers) // PAGE_TOKENS)
     return np.asarray(r.choices * each - (r.choices - 1) * (r.n_input // PAGE_TOKENS), np.int64)
 
 
 def block_pages(recording: Recording) -> Ints:
-    """(B,) full pages of each block: the last one of a prompt may be shorter."""
+    """Return the (B,) full pages of each block; the last block of a prompt may be shorter."""
     r = recording
     first = np.searchsorted(r.block_of, r.block_of, side="left")
     left = r.n_input[r.block_of] - (np.arange(len(r.block_of)) - first) * BLOCK
     return np.asarray(np.clip(left, 0, BLOCK) // PAGE_TOKENS, np.int64)
 
 
-def held(recording: Recording, *, kept: bool) -> Spans:
-    """KV pages. What several requests begin with is there once, while one of them runs;
-    kept: also between them, from the first that has it to the last, so that nothing is computed twice."""
+def page_spans(recording: Recording, *, retained: bool) -> OccupancySpans:
+    """Return the spans of KV pages. Shared prefixes count once, while one of their requests runs.
+
+    retained: shared prefixes also stay between their first and last request, so that nothing is recomputed
+    """
     r, of_block = recording, block_pages(recording)
     starts, ends = _stays(r)
     _, names, uses = np.unique(r.block_id, return_inverse=True, return_counts=True)
@@ -79,17 +81,17 @@ def held(recording: Recording, *, kept: bool) -> Spans:
     order = np.lexsort((starts[owner], name))
     name, begun, ended, size = name[order], starts[owner][order], ends[owner][order], of_block[shared][order]
     if not len(name):
-        return Spans(starts, ends, own)
+        return OccupancySpans(starts, ends, own)
     new = np.append(True, name[1:] != name[:-1])
-    if not kept:
+    if not retained:
         new[1:] |= begun[1:] > _last_ends(name, ended)[:-1]
     at = np.flatnonzero(new)
-    together = Spans(begun[at], np.maximum.reduceat(ended, at), np.maximum.reduceat(size, at))
-    return Spans(*(np.concatenate(pair) for pair in zip((starts, ends, own), together.parts, strict=True)))
+    together = OccupancySpans(begun[at], np.maximum.reduceat(ended, at), np.maximum.reduceat(size, at))
+    return OccupancySpans(*(np.concatenate(pair) for pair in zip((starts, ends, own), together.parts, strict=True)))
 
 
 def _last_ends(name: Ints, ended: Floats) -> Floats:
-    """(B,) the latest end so far of each name; equal names are neighbours."""
+    """Return the (B,) running maximum of ends for each name; equal names are adjacent."""
     low = ended.min()
     step = ended.max() - low + 1
     rank = np.cumsum(np.append(False, name[1:] != name[:-1])) * step
@@ -97,10 +99,10 @@ def _last_ends(name: Ints, ended: Floats) -> Floats:
 
 
 def computed(recording: Recording) -> Ints:
-    """(N,) tokens of each prompt behind the blocks that had come before, where these are kept."""
+    """Return the (N,) prompt tokens to compute if all blocks that arrived earlier are cached."""
     r = recording
     _, index = np.unique(r.block_id, return_index=True)
     new = np.zeros(len(r.block_id), bool)
     new[index] = True  # the first in the order of arrival
-    known = np.bincount(r.block_of[~new], block_pages(r)[~new], minlength=len(r)).astype(np.int64) * PAGE_TOKENS
-    return np.asarray(np.maximum(r.n_input - known, np.minimum(r.n_input, 1)), np.int64)
+    cached_tokens = np.bincount(r.block_of[~new], block_pages(r)[~new], minlength=len(r)).astype(np.int64) * PAGE_TOKENS
+    return np.asarray(np.maximum(r.n_input - cached_tokens, np.minimum(r.n_input, 1)), np.int64)

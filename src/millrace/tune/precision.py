@@ -1,7 +1,7 @@
-"""The precision of a whole model: what each costs in answers, and the cheapest that keeps within a bound.
+"""Precision of a whole model: the accuracy loss of candidates, and the cheapest one within a bound.
 
-Candidates go in a fixed order by the bytes and the products of a step, never by the clock, so that the choice is the
-same on every machine. Each reads the calibration text piece by piece in the very kernels that its engine would run.
+Candidates are tried in a fixed order by bytes and matmul cost, never by timing, so the choice is the same on every
+machine. Each evaluates the calibration text layer group by layer group with the kernels that its engine would run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +27,17 @@ from millrace.graph.rewrite import LOGITS
 from millrace.kernels.precision import Precision, with_groups
 from millrace.model.families import HEAD
 
-# By the bytes of a weight; of equal ones those whose products take 8-bit activations come first, as they are faster.
-# Not W4A16: where four bits are rounded to here, that is the loss (docs/precision.md).
+# By bytes of a weight; ties: 8-bit activations first, because they are faster.
+# Without W4A16: the rounding to four bits dominates the loss (docs/precision.md).
 ORDER = (Precision.W4A8, Precision.W8A8, Precision.W8A16, Precision.BF16, Precision.FP32)
-_WIDER = {Precision.W4A8: Precision.W4A16, Precision.W8A8: Precision.W8A16}  # the same weights, more exactly multiplied
+_WIDER = {Precision.W4A8: Precision.W4A16, Precision.W8A8: Precision.W8A16}  # same weights, 16-bit activations
 _ROWS = 64  # of logits in a step
 _REFERENCE = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPricer:
-    """compile/accuracy_pricing.py says what it does."""
+    """The pricer described in compile/accuracy_pricing.py."""
 
     calibration: Calibration
 
@@ -46,7 +46,8 @@ class PrecisionPricer:
         return self.calibration.digest
 
     def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
-        """All of `ORDER` up to the checkpoint's own type. Of stored codes these as they are, then wider ones."""
+        """Return `ORDER` up to the checkpoint's own type; for quantised checkpoints the stored codes, then wider
+        ones."""
         if own.default.quantised and not own.stored_groups:
             return tuple(_plain(p, own) for p in ORDER)
         if own.default.coded:
@@ -73,7 +74,7 @@ class PrecisionPricer:
 
 
 class _CandidateSearch:
-    """One candidate after the other, all beside one reading of the reference."""
+    """Evaluates candidates one after another against a single evaluation of the reference."""
 
     def __init__(self, question: AccuracyQuery, text: Windows) -> None:
         self._question, self._text, self._done = question, text, 0
@@ -85,7 +86,8 @@ class _CandidateSearch:
         self.reference = self._read(exact, "fp32, the reference")
 
     def price(self, candidate: PrecisionMap, exact: Answers) -> AccuracyLoss:
-        """In a race, scales that do not hold the weights are a defeat. raises CheckpointError where it is no race"""
+        """Return the loss of a candidate. Unrepresentable scales count as an infinite loss if there is a bound on KL;
+        otherwise they raise CheckpointError"""
         options = replace(self._question.options, precision=candidate)
         chosen = resolve_options(self._question.source, options)
         name = label(candidate, chosen.kv_format, chosen.by_tiles, self._question.source.stored)
@@ -93,20 +95,20 @@ class _CandidateSearch:
         if self._is_reference(options):
             return AccuracyLoss(name, 0.0, 1.0, 1.0, sum(p.matrix_bytes for p in pieces))
         try:
-            found = self._read(pieces, name)
-            with answers(found, self.vocab_size) as rough, np.errstate(all="ignore"):  # then there is no price
-                return price(name, score(exact, rough, self._text), found.matrix_bytes)
-        except CheckpointError:  # the reference has read the same weights, so they are right as they are
+            reading = self._read(pieces, name)
+            with answers(reading, self.vocab_size) as rough, np.errstate(all="ignore"):  # non-finite: no loss
+                return price(name, score(exact, rough, self._text), reading.matrix_bytes)
+        except CheckpointError:  # the reference read the same weights, so the checkpoint itself is valid
             if self._question.max_kl is None:
                 raise
             return AccuracyLoss(name, None, None, 0.0, sum(p.matrix_bytes for p in pieces))
 
     def _is_reference(self, options: BuildOptions) -> bool:
-        one, other = (resolve_options(self._question.source, asked) for asked in (options, _REFERENCE))
+        one, other = (resolve_options(self._question.source, candidate) for candidate in (options, _REFERENCE))
         return (one.precision.meaning, one.kv_format) == (other.precision.meaning, other.kv_format)
 
     def _pieces(self, options: BuildOptions) -> tuple[Program, ...]:
-        """For one window a step: how a text is cut into steps changes no bit."""
+        """Plan programs with one window per step; the split into steps does not change results."""
         length = int(self._text.ids.shape[1])
         step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": SymbolBounds(1, _ROWS, _ROWS)})
         return tuple(plan_pieces(self._question.source, step))
@@ -117,22 +119,22 @@ class _CandidateSearch:
             self._question.progress(f"measuring {name}, piece by piece", self._done, self._total)
 
         self._question.progress(f"measuring {name}, piece by piece", self._done, self._total)
-        found = read(pieces, self._text, self.vocab_size, advance)
-        self._done += 1  # the last one, whose turn is beside the others' last ones
-        return found
+        reading = read(pieces, self._text, self.vocab_size, advance)
+        self._done += 1
+        return reading
 
 
-def price(name: str, found: DivergenceScore, weights_bytes: int) -> AccuracyLoss:
-    """As it is kept: to the digits that mean something."""
+def price(name: str, result: DivergenceScore, weights_bytes: int) -> AccuracyLoss:
+    """Return the loss as it is stored, rounded to significant digits."""
     return AccuracyLoss(
-        name, rounded(found.mean_kl), rounded(found.ratio), rounded(found.agreement) or 0.0, weights_bytes
+        name, rounded(result.mean_kl), rounded(result.ratio), rounded(result.agreement) or 0.0, weights_bytes
     )  # fmt: skip
 
 
 def label(
     precision: PrecisionMap, kv: KvFormat, by_tiles: bool, stored: Mapping[str, StoredMatrix] = MappingProxyType({})
 ) -> str:
-    """ "w4a8 g32, lm_head w8a8, int8 keys and values"; stored: how the checkpoint holds its matrices."""
+    """Format a precision: "w4a8 g32, lm_head w8a8, int8 keys and values". stored: the checkpoint's matrix formats"""
     named = {pattern: p for pattern, p in precision.described(HEAD).items() if pattern != "default"}
     head = [f"{HEAD} {named.pop(HEAD)}"] if HEAD in named else []
     patterns = [f"{pattern} {p}" for pattern, p in named.items()]
@@ -140,15 +142,15 @@ def label(
         patterns = [f"{len(patterns)} layers otherwise"]
     groups = ("as stored" if _keeps(precision, stored) else f"g{precision.group}") if precision.meaning.group else ""
     classes = with_groups([f"{precision.default}", *head, *patterns], groups)
-    kept = [f"{KV_FORMATS[kv].name} keys and values"] if KV_FORMATS[kv].numbers else []
+    kv_text = [f"{KV_FORMATS[kv].name} keys and values"] if KV_FORMATS[kv].numbers else []
     sums = ["bf16 summed by tiles"] if by_tiles else []
-    return ", ".join([*classes, *kept, *sums])
+    return ", ".join([*classes, *kv_text, *sums])
 
 
 def _keeps(precision: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> bool:
-    """Whether all codes that products run on are the checkpoint's own: none is rounded again."""
+    """Whether all quantised matrices are used as stored in the checkpoint, without requantisation."""
     classes = ((precision.of(name, is_head=name == HEAD), matrix.codes) for name, matrix in stored.items())
-    return precision.stored_groups and all(precision.stored_format(held, one) for one, held in classes if one.coded)
+    return precision.stored_groups and all(precision.stored_format(codes, one) for one, codes in classes if one.coded)
 
 
 def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:
@@ -156,7 +158,7 @@ def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:
 
 
 def _none_within(tried: Sequence[AccuracyLoss], bound: float) -> ConfigError:
-    """With the best of them."""
+    """Create the error if no candidate meets the bound; it names the best one."""
     finite = [p for p in tried if p.kl is not None]
     if not finite:
         return ConfigError(

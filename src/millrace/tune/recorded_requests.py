@@ -1,10 +1,10 @@
-"""Recorded requests as arrays: what `millrace serve --record` writes, and traces like it.
+"""Recorded requests as arrays, from `millrace serve --record` and similar traces.
 
 - lines of JSON: {"timestamp": ms, "input_length": n, "output_length": n}, each with "hash_ids" (an id for each 512
   tokens of the prompt; equal ids begin alike), "duration", "waited" (ms), "choices" and "max_tokens" where it has them
 - Azure's trace: CSV of TIMESTAMP,ContextTokens,GeneratedTokens
 
-Every mistake names file and line.
+Errors name file and line.
 """
 
 from array import array
@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, sanitize
-from millrace.tune.trace_formats import BLOCK, MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
+from millrace.tune.trace_formats import BLOCK, MAX_TOKENS, Lines, begins, numbered, opened, rows, wrong
 
-DATED_MS = 1e12  # from here on a time counts from 1970 (2001 and later), else from somewhere
+DATED_MS = 1e12  # larger timestamps are Unix times (2001 and later), smaller ones relative
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Duration = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
-class Line(msgspec.Struct):
-    """One request, in milliseconds and tokens; output_length: of all its choices."""
+class RecordedLine(msgspec.Struct):
+    """One recorded request in milliseconds and tokens; output_length: of all choices together"""
 
     timestamp: Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
     input_length: _Count
@@ -54,7 +54,7 @@ class Recording:
     n_input: Ints
     n_output: Ints
     choices: Ints
-    asked: Ints
+    max_tokens: Ints
     stay_s: Floats | None
     waited_s: Floats | None
     block_of: Ints
@@ -66,58 +66,58 @@ class Recording:
 
     @property
     def span_s(self) -> float:
-        """From the first arrival to the last."""
+        """Return the seconds from the first arrival to the last."""
         return float(self.at_s[-1] - self.at_s[0])
 
     @property
     def answers(self) -> Ints:
-        """(N,) tokens of the longest answer, at least: those of n choices are known together only."""
+        """Return the (N,) mean answer length per choice, rounded up; only the total of all choices is recorded."""
         return -(-self.n_output // self.choices)
 
     @property
     def needed(self) -> Ints:
-        """(N,) the context in which a request is served: prompt, and what its answer had or might have had."""
-        return self.n_input + np.maximum(self.answers, self.asked)
+        """Return the (N,) context that each request needs: prompt plus the actual or maximum answer."""
+        return self.n_input + np.maximum(self.answers, self.max_tokens)
 
 
 def read_recording(path: Path) -> Recording:
-    """raises ConfigError"""
+    """Read a recording. raises ConfigError"""
     with opened(path, "a recording") as file:
         return _arrays(_parsed(numbered(file, path), begins(file) == b"T", path), path)
 
 
-def _parsed(lines: Lines, is_azure: bool, path: Path) -> Iterator[Line]:
+def _parsed(lines: Lines, is_azure: bool, path: Path) -> Iterator[RecordedLine]:
     if is_azure:
-        yield from (Line(row.at_s * 1e3, row.n_input, row.n_output) for row in rows(lines, path))
+        yield from (RecordedLine(row.at_s * 1e3, row.n_input, row.n_output) for row in rows(lines, path))
         return
     timed: bool | None = None
-    decoder = msgspec.json.Decoder(Line)
+    decoder = msgspec.json.Decoder(RecordedLine)
     for number, line in lines:
         try:
-            found = decoder.decode(line)
+            record = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             expected = '{"timestamp": ms, "input_length": n, "output_length": n, ...}, as `serve --record` writes'
             wrong(path, number, sanitize(str(error)), expected)
-        if found.waited > (found.duration or 0):
-            wrong(path, number, f'"waited" is {found.waited:g}', '"waited" within "duration"')
-        if timed is not None and timed != (found.duration is not None):
+        if record.waited > (record.duration or 0):
+            wrong(path, number, f'"waited" is {record.waited:g}', '"waited" within "duration"')
+        if timed is not None and timed != (record.duration is not None):
             wrong(path, number, f'{"no" if timed else "a"} "duration"', "one in every line, or in none")
-        timed = found.duration is not None
-        yield found
+        timed = record.duration is not None
+        yield record
 
 
-def _arrays(lines: Iterator[Line], path: Path) -> Recording:
+def _arrays(lines: Iterator[RecordedLine], path: Path) -> Recording:
     times, stays, waits = array("d"), array("d"), array("d")
-    inputs, outputs, choices, asked = array("q"), array("q"), array("q"), array("q")
+    inputs, outputs, choices, max_tokens = array("q"), array("q"), array("q"), array("q")
     owners, ids, timed = array("q"), array("q"), False
     for n, line in enumerate(lines):
         timed = line.duration is not None
         times.append(line.timestamp)
         stays.append((line.duration or 0) - line.waited)
         waits.append(line.waited)
-        for kept, value in ((inputs, line.input_length), (outputs, line.output_length),
-                            (choices, line.choices), (asked, line.max_tokens)):  # fmt: skip
-            kept.append(value)
+        for column, value in ((inputs, line.input_length), (outputs, line.output_length),
+                            (choices, line.choices), (max_tokens, line.max_tokens)):  # fmt: skip
+            column.append(value)
         covered = line.hash_ids[: -(-line.input_length // BLOCK)]
         owners.extend([n] * len(covered))
         ids.extend(covered)
@@ -132,7 +132,7 @@ def _arrays(lines: Iterator[Line], path: Path) -> Recording:
     stay, wait = np.array(stays)[order] / 1e3, np.array(waits)[order] / 1e3
     return Recording(
         at_s=at_ms[order] / 1e3, n_input=np.array(inputs, np.int64)[order], n_output=np.array(outputs, np.int64)[order],
-        choices=np.array(choices, np.int64)[order], asked=np.array(asked, np.int64)[order],
+        choices=np.array(choices, np.int64)[order], max_tokens=np.array(max_tokens, np.int64)[order],
         stay_s=stay if timed else None, waited_s=wait if timed else None,
         block_of=owner[by_request], block_id=block[by_request], dated=bool(at_ms[order[0]] >= DATED_MS),
     )  # fmt: skip

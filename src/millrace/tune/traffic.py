@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from millrace.compile.tune.tuning_cases import USUAL_ROWS, TunedRows
 from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.errors import ConfigError
-from millrace.tune.kv_occupancy import computed, held, pages, sequences
+from millrace.tune.kv_occupancy import computed, page_spans, pages, sequences
 from millrace.tune.recorded_requests import Ints, Recording
 
 FEWEST = (
     59  # requests of which the longest is, 19 times of 20, as long as 95 % of all that will come (0.95 ** 59 < 0.05)
 )
 BUSY = 99.0  # percent of arrivals that find a free place, and their pages
-MOST_BATCH = 1024
+MAX_BATCH = 1024
 WAITING = 0.1  # of a request's time: from here on it waited
 SHOWN = (50, 90, 99, 100)
 Mask = NDArray[np.bool_]
@@ -87,38 +87,38 @@ def check_enough(recording: Recording, name: str) -> None:
         )  # fmt: skip
 
 
-def propose(recording: Recording, asked: TrafficSummary, among: Mask | None = None) -> Proposal:
+def propose(recording: Recording, summary: TrafficSummary, among: Mask | None = None) -> Proposal:
     """among: (N,) of which arrivals; the others are there as well while they run"""
     mask = np.ones(len(recording), bool) if among is None else among
     n, needed = int(mask.sum()), recording.needed[mask]
-    context = asked.max_context or _context(needed, asked)
-    batch, there = _batch(recording, asked, mask)
-    places = asked.max_batch or batch or asked.usual_batch
-    running, kept = _pages(recording, places, mask)
+    context = summary.max_context or _context(needed, summary)
+    batch, there = _batch(recording, summary, mask)
+    places = summary.max_batch or batch or summary.usual_batch
+    running, retained = _pages(recording, places, mask)
     prompts, fresh = recording.n_input[mask], computed(recording)[mask]
     return Proposal(
         n=n, lengths={"input": percentiles(prompts), "output": percentiles(recording.answers[mask]),
                       "needed": percentiles(needed)},
         context=context, longest=int(needed.max()), n_unfit=int(np.sum(needed > context)),
         sure=100 * float(0.05 ** (1 / n)), batch=batch, peak=int(there.max(initial=0)),
-        n_late=int(np.sum(there > places)), waited=_waited(recording, mask), pages_running=running, pages_kept=kept,
+        n_late=int(np.sum(there > places)), waited=_waited(recording, mask), pages_running=running, pages_kept=retained,
         again=1 - float(fresh.sum() / max(1, prompts.sum())),
-        rows=TunedRows(_decode_rows(recording, places, mask), _prompt_rows(fresh, min(asked.step_tokens, context))),
+        rows=TunedRows(_decode_rows(recording, places, mask), _prompt_rows(fresh, min(summary.step_tokens, context))),
     )  # fmt: skip
 
 
-def _context(needed: Ints, asked: TrafficSummary) -> int:
+def _context(needed: Ints, summary: TrafficSummary) -> int:
     """Whole pages, within what the model was made for."""
-    tokens = max(percentile(needed, asked.covers), 1)
-    return min(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS, asked.model_context)
+    tokens = max(percentile(needed, summary.covers), 1)
+    return min(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS, summary.model_context)
 
 
-def _batch(recording: Recording, asked: TrafficSummary, mask: Mask) -> tuple[int | None, Ints]:
+def _batch(recording: Recording, summary: TrafficSummary, mask: Mask) -> tuple[int | None, Ints]:
     """Sequences at a time, and how many there were at each arrival. (n,)"""
     if recording.stay_s is None:
         return None, np.zeros(0, np.int64)
     there = sequences(recording).at(recording.at_s[mask])
-    return min(percentile(there, BUSY), MOST_BATCH), there
+    return min(percentile(there, BUSY), MAX_BATCH), there
 
 
 def _waited(recording: Recording, mask: Mask) -> float:
@@ -138,9 +138,9 @@ def _pages(recording: Recording, places: int, mask: Mask) -> tuple[int, int]:
     if recording.stay_s is None:
         return in_a_row, in_a_row
     times = recording.at_s[mask]
-    held_then = held(recording, kept=False).at(times)
+    held_then = page_spans(recording, retained=False).at(times)
     running = np.minimum(held_then, in_a_row)
-    between = held(recording, kept=True).at(times) - held_then
+    between = page_spans(recording, retained=True).at(times) - held_then
     return percentile(running, BUSY), percentile(running + between, BUSY)
 
 
@@ -157,11 +157,11 @@ def _decode_rows(recording: Recording, places: int, mask: Mask) -> tuple[int, ..
     order = np.argsort(level, kind="stable")
     share = np.cumsum(lasting_s[order]) / lasting_s.sum()
     at = np.minimum(np.searchsorted(share, [0.5, 0.9, 0.99]), len(order) - 1)
-    found = level[order][at].tolist()
-    return tuple(sorted({min(n, places) for n in found}))
+    rows = level[order][at].tolist()
+    return tuple(sorted({min(n, places) for n in rows}))
 
 
-def _prompt_rows(fresh: Ints, most: int) -> tuple[int, ...]:
+def _prompt_rows(fresh: Ints, max_rows: int) -> tuple[int, ...]:
     """Of half and of 90 % of the prompts what is not known of them, in powers of two: chunks differ."""
     sizes = (max(16, 1 << (percentile(fresh, q) - 1).bit_length()) for q in (50, 90))
-    return tuple(sorted({min(size, most) for size in sizes}))
+    return tuple(sorted({min(size, max_rows) for size in sizes}))

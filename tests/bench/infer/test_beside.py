@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.infer.latency_curves import earlier, labels
+from millrace.bench.infer.latency_curves import labels, read_curves
 from millrace.bench.infer.results import report, write_results
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.errors import ConfigError
@@ -20,8 +20,8 @@ def test_instance_counts_are_lines_of_one_page(null: Null, tmp_path: Path) -> No
         inferred(null(NullTiming("20", "0", instances=n), True), concurrency=("1,4",), request_count=8) for n in (1, 2)
     )
     write_results(tmp_path / "one", one)
-    before = earlier(tmp_path / "one")
-    assert before == earlier(tmp_path / "one" / "summary.json")
+    before = read_curves(tmp_path / "one")
+    assert before == read_curves(tmp_path / "one" / "summary.json")
     write_results(tmp_path / "two", two, True, before)
     page = (tmp_path / "two" / "report.html").read_text()
     assert page.count("<circle") == 4 and page.count("<polyline") == 2
@@ -52,11 +52,11 @@ def test_what_is_no_result(tmp_path: Path, change: object, says: str) -> None:
     told = {"schema": 1, "model": {"instances": ""}, "points": [point]}
     file = tmp_path / "summary.json"
     file.write_text(json.dumps(told))
-    assert len(earlier(file)) == 1
+    assert len(read_curves(file)) == 1
     change(told)  # type: ignore[operator]
     file.write_text(json.dumps(told))
     with pytest.raises(ConfigError) as caught:
-        earlier(tmp_path)
+        read_curves(tmp_path)
     assert says in str(caught.value) and str(file) in str(caught.value)
 
 
@@ -65,5 +65,5 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "large").write_text(" " * ((1 << 24) + 1))
     for name, says in (("gone", "No such file"), ("text", "not JSON"), ("large", "more than 16 MiB")):
         with pytest.raises(ConfigError) as caught:
-            earlier(tmp_path / name)
+            read_curves(tmp_path / name)
         assert says in str(caught.value)

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.client.request_record import BenchRecord, Failure
 from millrace.bench.infer.measure import InferResults, infer, infer_plan, transport
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.infer.target import InferTarget
@@ -82,9 +82,9 @@ def inferred(url: str, protocol: str = HTTP, batch: str = "1", levels: str = "1"
     return asyncio.run(infer(infer_plan(url, what, load), 0))
 
 
-def sent(url: str, protocol: str) -> Answer:
-    async def asked() -> Answer:
-        answer = Answer()
+def sent(url: str, protocol: str) -> BenchRecord:
+    async def asked() -> BenchRecord:
+        answer = BenchRecord()
         async with transport(InferTarget(url, "m", protocol=protocol), 1) as over:
             await over.send(over.body([]), answer)
         return answer
@@ -190,7 +190,7 @@ def output(shape: Sequence[int], datatype: str = "FP32", size: int | None = None
     return told if size is None else {**told, "parameters": {"binary_data_size": size}}
 
 
-def over_http_answered(outputs: Sequence[dict[str, Any]], raw: bytes) -> Answer:
+def over_http_answered(outputs: Sequence[dict[str, Any]], raw: bytes) -> BenchRecord:
     head = json.dumps({"outputs": outputs}).encode()
     with over_http({"infer": head + raw}, len(head)) as url:
         return sent(url, HTTP)
@@ -231,7 +231,7 @@ def test_answers_over_http_that_contradict_themselves(outputs: list[dict[str, An
     assert over_http_answered(outputs, raw).failure == Failure.MALFORMED
 
 
-def over_grpc_answered(outputs: Sequence[dict[str, Any]], raw: Sequence[bytes] = ()) -> Answer:
+def over_grpc_answered(outputs: Sequence[dict[str, Any]], raw: Sequence[bytes] = ()) -> BenchRecord:
     reply = message("ModelInferResponse")(outputs=outputs, raw_output_contents=raw).SerializeToString()
     with over_grpc({"ModelInfer": reply}) as url:
         return sent(url, GRPC)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import uvloop
 
-from millrace.bench.client.client_load import Effort
-from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.client.client_load import ClientHealth
+from millrace.bench.client.request_record import BenchRecord, Failure
 from millrace.bench.infer.measure import InferResults, infer, infer_plan, transport
 from millrace.bench.infer.results import infer_page, perf_analyzer_csv, report, write_results
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
@@ -96,7 +96,7 @@ def test_every_datatype_goes_there_and_back(null: Null, protocol: str, binary: b
     server = null(QUICK, True)
     rng = np.random.default_rng(0)
 
-    async def asked() -> list[Answer]:
+    async def asked() -> list[BenchRecord]:
         answers = []
         for datatype, dtype in DTYPES.items():
             if not binary and (protocol == GRPC or datatype in ("FP16", "BF16")):
@@ -106,7 +106,7 @@ def test_every_datatype_goes_there_and_back(null: Null, protocol: str, binary: b
                 values = objects([b"x" * i for i in range(10)]).reshape(2, 5)
             target = InferTarget(url_of(server, protocol), f"null_{datatype}", "1", protocol, binary)
             async with transport(target, 1) as over:
-                answer = Answer()
+                answer = BenchRecord()
                 await over.send(over.body([Tensor("INPUT0", datatype, values)]), answer)
                 answers.append(answer)
         return answers
@@ -232,7 +232,7 @@ def test_what_the_page_says_of_a_server_that_tells_little(null: Null) -> None:
     )
     page = infer_page(bare)
     assert "&lt;b&gt;" in page and "instances: the server does not say" in page and "tells no statistics" in page
-    busy = replace(done, points=[replace(p, effort=Effort(0.9)) for p in done.points])
+    busy = replace(done, points=[replace(p, effort=ClientHealth(0.9)) for p in done.points])
     assert (
         busy.valid is False
         and done.valid is None

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from millrace.bench.infer.grpc_transport import OverGrpc
-from millrace.bench.infer.http_transport import OverHttp
-from millrace.bench.infer.inputs import batches, drawn, parse_shapes, read_items, synthetic
-from millrace.bench.infer.model import Model, Spec, told_model
+from millrace.bench.infer.grpc_transport import GrpcTransport
+from millrace.bench.infer.http_transport import HttpTransport
+from millrace.bench.infer.inputs import batches, parse_shapes, random_array, read_items, synthetic
+from millrace.bench.infer.model import BenchModel, TensorSpec, parse_model
 from millrace.bench.infer.settings import numbers
 from millrace.bench.infer.target import InferTarget
 from millrace.bench.names import GRPC
@@ -81,7 +81,7 @@ TWO = [
 
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
 def test_a_request_over_http_is_read_as_it_was_meant(binary: bool) -> None:
-    body, head = OverHttp(InferTarget("http://x", "m", binary=binary)).body(TWO)
+    body, head = HttpTransport(InferTarget("http://x", "m", binary=binary)).body(TWO)
     n_json = int(head.split(b":")[1]) if head else None
     assert (n_json is None) != binary and head.lower().startswith(
         b"inference-header-content-length: " if binary else b""
@@ -97,7 +97,7 @@ def test_a_request_over_grpc_has_the_protocols_numbers() -> None:
     """Field by field, by hand: what the library makes of the table is compared with the wire format itself."""
 
     async def made() -> bytes:
-        async with OverGrpc(InferTarget("x:1", "m", "3", GRPC), 1) as over:
+        async with GrpcTransport(InferTarget("x:1", "m", "3", GRPC), 1) as over:
             return over.body(TWO[:1])
 
     body = asyncio.run(made())
@@ -132,7 +132,7 @@ def metadata(*shape: int, datatype: str = "FP32") -> dict[str, object]:
 def test_a_models_batch_dimension(
     shape: tuple[int, ...], config: dict[str, object] | None, max_batch: int | None, item: tuple[int, ...]
 ) -> None:
-    model = told_model(metadata(*shape), config)
+    model = parse_model(metadata(*shape), config)
     assert (model.max_batch, model.inputs[0].shape, model.version) == (max_batch, item, "3")
 
 
@@ -141,8 +141,8 @@ def test_instances_are_added_up() -> None:
         {"kind": "KIND_GPU", "count": 2, "gpus": [0, 1]}, {"kind": "KIND_GPU", "count": 1, "gpus": [0]},
         {"kind": "KIND_CPU", "count": 3},
     ]  # fmt: skip
-    assert told_model(metadata(4), {"instance_group": groups}).instances == "5 on GPU, 3 on CPU"
-    assert told_model(metadata(4), {"instance_group": "none"}).instances == ""
+    assert parse_model(metadata(4), {"instance_group": groups}).instances == "5 on GPU, 3 on CPU"
+    assert parse_model(metadata(4), {"instance_group": "none"}).instances == ""
 
 
 @pytest.mark.parametrize(
@@ -152,21 +152,21 @@ def test_instances_are_added_up() -> None:
 )  # fmt: skip
 def test_metadata_that_is_none(told: dict[str, object]) -> None:
     with pytest.raises(MachineError, match="metadata cannot be read"):
-        told_model(told, None)
+        parse_model(told, None)
 
 
 def test_batches_that_a_model_does_not_take() -> None:
-    told_model(metadata(-1, 4), {"max_batch_size": 8}).check_batch(8)
-    told_model(metadata(-1, 4), None).check_batch(1000)
+    parse_model(metadata(-1, 4), {"max_batch_size": 8}).check_batch(8)
+    parse_model(metadata(-1, 4), None).check_batch(1000)
     with pytest.raises(ConfigError, match="takes no batches"):
-        told_model(metadata(4), None).check_batch(2)
+        parse_model(metadata(4), None).check_batch(2)
     with pytest.raises(ConfigError, match="at most 8"):
-        told_model(metadata(-1, 4), {"max_batch_size": 8}).check_batch(9)
+        parse_model(metadata(-1, 4), {"max_batch_size": 8}).check_batch(9)
 
 
 def test_shapes_that_are_given() -> None:
-    model = told_model(metadata(-1, -1, 3), {"max_batch_size": 8})
-    assert model.shaped({"x": (7, 3)}).inputs[0].shape == (7, 3)
+    model = parse_model(metadata(-1, -1, 3), {"max_batch_size": 8})
+    assert model.with_shapes({"x": (7, 3)}).inputs[0].shape == (7, 3)
     for wrong, says in (
         ({}, "--shape x:16,3"),
         ({"x": (7,)}, "-1,3"),
@@ -174,7 +174,7 @@ def test_shapes_that_are_given() -> None:
         ({"y": (7, 3)}, "an input: x"),
     ):
         with pytest.raises(ConfigError) as caught:
-            model.shaped(wrong)
+            model.with_shapes(wrong)
         assert says in str(caught.value)
     assert parse_shapes(["a:b:3,224", "c:1"]) == {"a:b": (3, 224), "c": (1,)}
     for text in ("x", "x:", ":3", "x:0", "x:3,", "x:-1", "x:a"):
@@ -184,7 +184,7 @@ def test_shapes_that_are_given() -> None:
 
 # What is asked
 
-MIXED = Model("m", "1", "", tuple(Spec(name, name, (50,)) for name in ("BYTES", *EDGES)), (), 8)
+MIXED = BenchModel("m", "1", "", tuple(TensorSpec(name, name, (50,)) for name in ("BYTES", *EDGES)), (), 8)
 
 
 def test_random_inputs_are_of_their_range_and_of_their_seed() -> None:
@@ -207,12 +207,12 @@ def test_zeros_are_one_request_of_zeros() -> None:
 
 
 def test_what_is_too_large_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.bench.infer.inputs.MOST_BYTES", 1000)
-    model = Model("m", "1", "", (Spec("x", "FP32", (100,)),), (), None)
+    monkeypatch.setattr("millrace.bench.infer.inputs.MAX_BYTES", 1000)
+    model = BenchModel("m", "1", "", (TensorSpec("x", "FP32", (100,)),), (), None)
     assert len(synthetic(model, 1, "random", 0, 0)) == 2, "as many as fit"
     with pytest.raises(ConfigError, match="1,200 bytes"):
         synthetic(model, 3, "random", 0, 0)
-    items = [{"x": drawn(model.inputs[0], "zero", 0, np.random.default_rng(0))}]
+    items = [{"x": random_array(model.inputs[0], "zero", 0, np.random.default_rng(0))}]
     assert len(batches(model, 2, items * 9)) == 1
     with pytest.raises(ConfigError, match="1,200 bytes"):
         batches(model, 3, items)
@@ -220,7 +220,7 @@ def test_what_is_too_large_for_a_request(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_file_as_perf_analyzer_has_it(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
-    model = Model("m", "1", "", (Spec("a", "INT32", (2,)), Spec("b", "BYTES", (-1,))), (), 8)
+    model = BenchModel("m", "1", "", (TensorSpec("a", "INT32", (2,)), TensorSpec("b", "BYTES", (-1,))), (), 8)
     entries: list[object] = [
         {"a": [1, 2], "b": {"content": ["x"], "shape": [1]}},
         [{"a": {"b64": "AwAAAAQAAAA="}, "b": {"content": ["y"], "shape": [1]}}],  # a sequence of one
@@ -235,11 +235,11 @@ def test_a_file_as_perf_analyzer_has_it(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a").write_bytes(struct.pack("<2i", 8, 9))
     (folder / "b").write_bytes(b"one\ntwo\n")
-    shaped = model.shaped({"b": (2,)})
+    shaped = model.with_shapes({"b": (2,)})
     ((a, b),) = batches(shaped, 1, read_items(folder, shaped))
     assert a.values.tolist() == [[8, 9]] and b.values.tolist() == [[b"one", b"two"]]
     with pytest.raises(ConfigError, match=r"folder/b: .*reshape"):
-        read_items(folder, model.shaped({"b": (3,)}))
+        read_items(folder, model.with_shapes({"b": (3,)}))
 
 
 @pytest.mark.parametrize(
@@ -260,12 +260,12 @@ def test_files_that_are_none(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "data.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_items(path, Model("m", "1", "", (Spec("a", "INT8", (2,)),), (), 8))
+        read_items(path, BenchModel("m", "1", "", (TensorSpec("a", "INT8", (2,)),), (), 8))
     assert says in str(caught.value) and "data.json" in str(caught.value)
 
 
 def test_items_of_a_batch_have_one_shape() -> None:
-    model = Model("m", "1", "", (Spec("x", "FP32", (-1,)),), (), None)
+    model = BenchModel("m", "1", "", (TensorSpec("x", "FP32", (-1,)),), (), None)
     items = [{"x": np.zeros(n, np.float32)} for n in (2, 3)]
     assert [t.values.shape for (t,) in batches(model, 1, items)] == [(1, 2), (1, 3)]
     with pytest.raises(ConfigError, match="different shapes"):
@@ -284,4 +284,4 @@ def test_levels_as_perf_analyzer_writes_them(texts: list[str], found: list[float
 def test_levels_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="-b is"):
         numbers("-b", [text], 100)
-    assert numbers("--request-rate", ["0.5:2:0.5"], 10, whole=False) == [0.5, 1, 1.5, 2]
+    assert numbers("--request-rate", ["0.5:2:0.5"], 10, integers=False) == [0.5, 1, 1.5, 2]

@@ -1,7 +1,7 @@
-"""Two servers, or two results, beside each other: how far apart they are, how surely, and what could have been seen.
+"""Comparison of two servers or results: differences with confidence intervals and the detectable effect size.
 
-Everything is on a logarithmic scale, where "B takes 5 % longer" and its interval mean the same for every metric. Rounds
-go A B, B A, A B, ... with the same questions, so that a machine that slows down slows both.
+Statistics use a logarithmic scale, on which "B takes 5 % longer" means the same for every metric. Rounds alternate
+A B, B A, A B, ... with the same requests, so that a machine that slows down affects both sides.
 """
 
 import json
@@ -16,29 +16,29 @@ import numpy as np
 from millrace.bench.analysis.intervals import Z99, Interval, student_t
 from millrace.bench.analysis.metrics import (
     NOT_COUNTED,
+    compute_metrics,
     good,
     itl_ms,
     latency_from_intended_ms,
     latency_ms,
-    measured,
     ttft_from_intended_ms,
     ttft_ms,
 )
-from millrace.bench.client.client_load import Effort
-from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.client.client_load import ClientHealth
+from millrace.bench.client.request_record import BenchRecord, Failure
 from millrace.bench.report.exports import REQUESTS, SUMMARY
-from millrace.bench.run.plan import Plan, measure
+from millrace.bench.run.plan import BenchPlan, measure
 from millrace.bench.run.run import Run
 from millrace.errors import ConfigError
-from millrace.tune.trace_formats import MOST_TOKENS
+from millrace.tune.trace_formats import MAX_TOKENS
 
-Measuring = Callable[[Plan, Callable[[Run], None]], Awaitable[Run]]
-_POWER_Z = 0.8416212335729143  # 80 % of the effects of that size would be seen
+Measuring = Callable[[BenchPlan, Callable[[Run], None]], Awaitable[Run]]
+_POWER_Z = 0.8416212335729143  # 80 % power
 FEWEST = 3
-MOST_LINES, MOST_LINE, MOST_SUMMARY = 10_000_000, 64 << 20, 64 << 20
-MOST_TIME = 1e12  # ms, or seconds since 1970
+MAX_LINES, MAX_LINE, MAX_SUMMARY = 10_000_000, 64 << 20, 64 << 20
+MAX_TIME = 1e12  # ms, or seconds since 1970
 # name, whether more is better, the value of one answer
-PER_REQUEST: tuple[tuple[str, bool, Callable[[Answer], float | None]], ...] = (
+PER_REQUEST: tuple[tuple[str, bool, Callable[[BenchRecord], float | None]], ...] = (
     ("time_to_first_token", False, ttft_ms), ("inter_token_latency", False, itl_ms),
     ("request_latency", False, latency_ms), ("time_to_first_token_from_intended", False, ttft_from_intended_ms),
     ("request_latency_from_intended", False, latency_from_intended_ms),
@@ -48,8 +48,11 @@ RATES = (("output_tokens_per_s", True), ("requests_per_s", True))
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """percent: of B over A; interval: its 95 %; surely: its 99 %, since several metrics are looked at, and one of them
-    would fall outside by chance too often; visible: percent that would have been seen four times out of five"""
+    """Difference of one metric. percent: B relative to A; interval: 95 % confidence
+
+    surely: 99 % confidence, because several metrics are tested together; visible: effect in percent that would be
+    detected four times out of five
+    """
 
     name: str
     more_is_better: bool
@@ -63,7 +66,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """better, worse, "no difference seen", or "too few to say"."""
+        """Return "better", "worse", "no difference seen" or "too few to say"."""
         if self.interval is None:
             return "too few to say"
         low, high = self.interval
@@ -72,7 +75,7 @@ class Difference:
         return "better" if (low > 0) == self.more_is_better else "worse"
 
     def is_worse_by(self, allowed_percent: float) -> bool:
-        """Surely, by more than that: all of `surely` lies beyond. A rate that is halved is worse by 100 %."""
+        """Whether all of `surely` lies beyond the allowed percent. A rate that is halved is worse by 100 %."""
         if self.surely is None:
             return False
         slower = (1 / (1 + self.surely[1] / 100) - 1) * 100 if self.more_is_better else self.surely[0]
@@ -80,7 +83,7 @@ class Difference:
 
 
 def of_pairs(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[float]) -> Difference:
-    """One value of each round; what both rounds of a pair have in common cancels."""
+    """Compare one value per round; what both rounds of a pair have in common cancels out."""
     logs = np.log(np.asarray(b) / np.asarray(a))
     n = logs.size
     error = float(logs.std(ddof=1)) / math.sqrt(n) if n >= FEWEST else None
@@ -88,7 +91,7 @@ def of_pairs(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[fl
 
 
 def of_samples(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Values of requests; the ratio of the means, its error by the delta method (Welch's degrees of freedom)."""
+    """Compare values of requests by the ratio of means, with the delta method (Welch's degrees of freedom)."""
     x, y = np.asarray(a), np.asarray(b)
     log, n = math.log(y.mean() / x.mean()), min(x.size, y.size)
     error, freedom = None, 1
@@ -118,7 +121,7 @@ def _difference(
 
 
 def quantiles(freedom: int) -> tuple[float, float]:
-    """Of Student's t, two-sided: 95 and 99 %."""
+    """Return the two-sided 95 and 99 % quantiles of Student's t."""
     if freedom in _SMALL_T:
         return _SMALL_T[freedom]
     return student_t(freedom), student_t(freedom, Z99)
@@ -134,12 +137,12 @@ def _percent(log: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """Rounds of one of the two."""
+    """The rounds of one side."""
 
     runs: list[Run]
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[BenchRecord]:
         return [answer for run in self.runs for answer in good(run.records)]
 
     @property
@@ -152,20 +155,22 @@ class ComparedRun:
         return len(self.answers) + self.n_failed
 
     @property
-    def efforts(self) -> list[Effort]:
-        """Of this client, in each round."""
-        return [Effort.of(run) for run in self.runs]
+    def efforts(self) -> list[ClientHealth]:
+        """Return the health of this client in each round."""
+        return [ClientHealth.from_run(run) for run in self.runs]
 
 
 async def interleaved(
-    a: Callable[[int], Plan],
-    b: Callable[[int], Plan],
+    a: Callable[[int], BenchPlan],
+    b: Callable[[int], BenchPlan],
     rounds: int,
     on_run: Callable[[Run], None] = lambda run: None,
     measuring: Measuring = measure,
 ) -> tuple[ComparedRun, ComparedRun]:
-    """a, b: the plan of round 0, 1, ..., of the same questions. In turns: A B, B A, ...; it ends early where a run
-    does. measuring: a server, unless said. raises MachineError"""
+    """Run rounds of both sides alternately: A B, B A, ...; ends early if a run does.
+
+    a, b: return the plan of round 0, 1, ..., with the same requests; measuring: runs a plan. raises MachineError
+    """
     sides = (ComparedRun([]), ComparedRun([]))
     for i in range(rounds):
         for which in (0, 1) if i % 2 == 0 else (1, 0):
@@ -177,19 +182,19 @@ async def interleaved(
 
 
 def compared_rounds(a: ComparedRun, b: ComparedRun) -> list[Difference]:
-    """Of each metric the means of rounds that both have."""
-    found = []
-    pairs = [(measured(x.records), measured(y.records)) for x, y in zip(a.runs, b.runs, strict=False)]
+    """Compare the means of rounds, for each metric that both sides have."""
+    differences = []
+    pairs = [(compute_metrics(x.records), compute_metrics(y.records)) for x, y in zip(a.runs, b.runs, strict=False)]
     for name, more_is_better in RATES:
         values = [(getattr(x, name).value, getattr(y, name).value) for x, y in pairs if x.n and y.n]
-        found += _of_pairs(name, more_is_better, values)
+        differences += _of_pairs(name, more_is_better, values)
     for name, more_is_better, _ in PER_REQUEST:
         values = [
             (x.of_requests[name].mean, y.of_requests[name].mean)
             for x, y in pairs if name in x.of_requests and name in y.of_requests
         ]  # fmt: skip
-        found += _of_pairs(name, more_is_better, values)
-    return found
+        differences += _of_pairs(name, more_is_better, values)
+    return differences
 
 
 def _of_pairs(name: str, more_is_better: bool, values: Sequence[tuple[float, float]]) -> list[Difference]:
@@ -199,9 +204,10 @@ def _of_pairs(name: str, more_is_better: bool, values: Sequence[tuple[float, flo
 
 @dataclass(frozen=True, slots=True)
 class SavedResult:
-    """A result that was read. n_failed: by the server; valid: whether its client kept up, None where nothing says so"""
+    """A result read from a file. n_failed: failures of the server; valid: whether the client kept up, None if
+    unknown"""
 
-    answers: Sequence[Answer]
+    answers: Sequence[BenchRecord]
     n_failed: int = 0
     valid: bool | None = None
 
@@ -211,53 +217,53 @@ class SavedResult:
         return len(self.answers) + self.n_failed
 
 
-def compared_answers(a: Sequence[Answer], b: Sequence[Answer]) -> list[Difference]:
-    """Of results that were written; rates have one value there, and are left out."""
-    found = []
+def compared_answers(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> list[Difference]:
+    """Compare saved results by request; rates have a single value there and are left out."""
+    differences = []
     for name, more_is_better, value in PER_REQUEST:
         one, other = ([v for v in map(value, answers) if v is not None and v > 0] for answers in (a, b))
         if one and other:
-            found.append(of_samples(name, more_is_better, one, other))
-    return found
+            differences.append(of_samples(name, more_is_better, one, other))
+    return differences
 
 
-def only_one_has(a: Sequence[Answer], b: Sequence[Answer]) -> dict[str, str]:
-    """ "A" or "B", by the names of metrics that the other lacks: such are not compared, which has to be said."""
-    found = {}
+def only_one_has(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> dict[str, str]:
+    """Return "A" or "B" for each metric that the other side lacks; such metrics are not compared."""
+    owners = {}
     for name, _, value in PER_REQUEST:
         has = [any(value(answer) is not None for answer in answers) for answers in (a, b)]
         if has[0] != has[1]:
-            found[name] = "A" if has[0] else "B"
-    return found
+            owners[name] = "A" if has[0] else "B"
+    return owners
 
 
 def more_failures(n_failed: tuple[int, int], n: tuple[int, int]) -> bool:
-    """Whether B has a failure more, at least, than A's share of failures would give among as many requests."""
+    """Whether B has at least one failure more than A's failure rate would give."""
     return (n_failed[1] - 1) * n[0] >= n_failed[0] * n[1] and n_failed[1] > 0
 
 
 def read_result(path: Path) -> SavedResult:
-    """`requests.jsonl`, or the folder that holds it; beside it `summary.json`, if there is one. raises ConfigError"""
+    """Read `requests.jsonl`, or a folder with it, and `summary.json` if there is one. raises ConfigError"""
     path = path / REQUESTS if path.is_dir() else path
-    found, n_failed = [], 0
+    answers, n_failed = [], 0
     for number, line in _lines(path):
         answer = _read(path, number, line)
         if answer.failure is None:
-            found.append(answer)
+            answers.append(answer)
         n_failed += answer.failure not in (None, *NOT_COUNTED)
-    if not found:
+    if not answers:
         raise ConfigError(f"{path} holds no whole answer", "one at least", "measure again")
-    return SavedResult(found, n_failed, _is_valid(path.with_name(SUMMARY)) if path.name == REQUESTS else None)
+    return SavedResult(answers, n_failed, _is_valid(path.with_name(SUMMARY)) if path.name == REQUESTS else None)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open(encoding="utf-8") as file:
             number = 0
-            while line := file.readline(MOST_LINE):
+            while line := file.readline(MAX_LINE):
                 number += 1
-                if number > MOST_LINES:
-                    raise ConfigError(f"{path} has more than {MOST_LINES} lines", "at most so many", "measure fewer")
+                if number > MAX_LINES:
+                    raise ConfigError(f"{path} has more than {MAX_LINES} lines", "at most so many", "measure fewer")
                 yield number, line
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror}"
@@ -267,60 +273,63 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _is_valid(path: Path) -> bool | None:
-    """What a summary says of its own client; None where it says nothing."""
+    """Return whether a summary says that its client kept up; None if it does not say."""
     if not path.exists():
         return None
     try:
         with path.open("rb") as file:
-            told = json.loads(file.read(MOST_SUMMARY))
-        valid = told["valid"]
+            summary = json.loads(file.read(MAX_SUMMARY))
+        valid = summary["valid"]
         if valid is not None and not isinstance(valid, bool):
             raise ValueError(f'"valid" is {valid!r:.40}')
         return valid
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = f"is no summary: {_why(error)}"
+        why = f"is no summary: {_error_text(error)}"
     raise ConfigError(f"{path} {why}", f"{SUMMARY} of millrace bench -o", "measure again, or remove it")
 
 
-def _read(path: Path, number: int, line: str) -> Answer:
+def _read(path: Path, number: int, line: str) -> BenchRecord:
     try:
-        told: Mapping[str, Any] = json.loads(line)
-        failure = None if told["failure"] is None else Failure(told["failure"])
-        sent_s = _time("sent", told["sent"])
-        intended_s = sent_s - _time("intended_ms", -told["intended_ms"]) / 1e3
-        stamps_ms = [_time("chunk_ms", ms) for ms in told["chunk_ms"]]
+        record: Mapping[str, Any] = json.loads(line)
+        failure = None if record["failure"] is None else Failure(record["failure"])
+        sent_s = _time("sent", record["sent"])
+        intended_s = sent_s - _time("intended_ms", -record["intended_ms"]) / 1e3
+        stamps_ms = [_time("chunk_ms", ms) for ms in record["chunk_ms"]]
         if stamps_ms != sorted(stamps_ms):
             raise ValueError('"chunk_ms" goes back')
-        tokens = [_count("chunk_tokens", n) for n in told["chunk_tokens"]]
+        tokens = [_count("chunk_tokens", n) for n in record["chunk_tokens"]]
         n_prompt, n_told = (
-            None if told[name] is None else _count(name, told[name]) for name in ("n_prompt", "n_output_told")
+            None if record[name] is None else _count(name, record[name]) for name in ("n_prompt", "n_output_told")
         )
-        end_s = sent_s + _time("end_ms", told["end_ms"]) / 1e3
+        end_s = sent_s + _time("end_ms", record["end_ms"]) / 1e3
         chunks = [sent_s + ms / 1e3 for ms in stamps_ms]
-        return Answer(str(told["id"]), intended_s, sent_s, chunks, tokens, end_s, n_prompt, n_told, failure=failure)
+        return BenchRecord(
+            str(record["id"]), intended_s, sent_s, chunks, tokens, end_s, n_prompt, n_told, failure=failure
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{path}, line {number}: {_why(error)}", "a line of requests.jsonl, as millrace bench -o writes it",
+            f"{path}, line {number}: {_error_text(error)}",
+            "a line of requests.jsonl, as millrace bench -o writes it",
             "give that file, or its folder",
-        ) from None  # fmt: skip
+        ) from None
 
 
-def _why(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg}"
     return f'no "{error.args[0]}"' if isinstance(error, KeyError) else f"{error}"
 
 
 def _time(name: str, value: object) -> float:
-    """Of seconds since 1970, or of ms. raises ValueError"""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_TIME:
+    """Check seconds since 1970, or ms. raises ValueError"""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TIME:
         raise ValueError(f'"{name}" holds {value!r:.40}')
     return float(value)
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKENS:
         raise ValueError(f'"{name}" holds {value!r:.40}')
     return value

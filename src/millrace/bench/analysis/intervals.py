@@ -1,4 +1,4 @@
-"""What a sample says of a distribution, and how surely: an interval that refuses where the sample cannot bear it."""
+"""Summary statistics with confidence intervals, which are None if the sample is too small for them."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """percentiles: interpolated linearly between order statistics, as NumPy, GenAI-Perf and AIPerf do; std: of the
-    population; intervals: of 95 %, by name ("mean", "p50", ...), None where there are too few values"""
+    """Summary of a sample. percentiles: linear interpolation between order statistics, as in NumPy, GenAI-Perf, AIPerf
+
+    std: of the population; intervals: 95 % by name ("mean", "p50", ...), None if there are too few values
+    """
 
     n: int
     mean: float
@@ -29,7 +31,7 @@ class Summary:
 
 
 def summary(values: Sequence[float], independent: bool = True) -> Summary | None:
-    """None for no values. independent: of each other; where they are not, every interval is refused"""
+    """Summarise values; None if there are none. independent: False leaves out all intervals"""
     x = np.sort(np.asarray(values, dtype=np.float64))
     if not x.size:
         return None
@@ -43,10 +45,10 @@ def summary(values: Sequence[float], independent: bool = True) -> Summary | None
 
 
 def quantile_interval(ordered: "npt.NDArray[np.float64]", share: float) -> Interval | None:
-    """Two order statistics between which the quantile lies with 95 %, whatever the distribution.
+    """Return two order statistics that enclose the quantile with 95 % confidence, for any distribution.
 
-    The number of values below it is binomial; each side may miss with 2.5 %. None where no value lies far enough out:
-    a p99 needs 368 values, a median 6. It takes values for independent of each other.
+    The number of values below the quantile is binomial; each side may miss with 2.5 %. None if there are too few
+    values: a p99 needs 368, a median 6. Values must be independent.
     """
     n = ordered.size
     below = _binomial_cdf(n, share)  # P(at most k)
@@ -58,15 +60,17 @@ def quantile_interval(ordered: "npt.NDArray[np.float64]", share: float) -> Inter
 
 
 def quantile_at_least(values: Sequence[float], share: float) -> float:
-    """The lower end of that interval alone, which every sample has: the quantile is surely not below. Of 40 values the
-    third largest for a p99, so that one hiccup of the machine says nothing; 0 for no values."""
+    """Return the lower end of that interval, which exists for every sample; 0 for no values.
+
+    For the p99 of 40 values this is the third largest, so a single outlier does not count.
+    """
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     low = int(np.searchsorted(_binomial_cdf(ordered.size, share), ALPHA / 2, side="right"))
     return float(ordered[max(low, 1) - 1]) if ordered.size else 0.0
 
 
 def _binomial_cdf(n: int, share: float) -> "npt.NDArray[np.float64]":
-    """P(B <= k) for k = 0 .. n."""
+    """Return P(B <= k) for k = 0 .. n."""
     k = np.arange(n + 1)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
     log_p = log_factorial[n] - log_factorial[k] - log_factorial[n - k]
@@ -76,7 +80,7 @@ def _binomial_cdf(n: int, share: float) -> "npt.NDArray[np.float64]":
 
 
 def mean_interval(values: "npt.NDArray[np.float64]") -> Interval | None:
-    """By Student's t; None below 10 values. It takes values for independent of each other."""
+    """Return the interval of the mean by Student's t; None below 10 values. Values must be independent."""
     n = values.size
     if n < _FEWEST_FOR_MEAN:
         return None
@@ -86,8 +90,10 @@ def mean_interval(values: "npt.NDArray[np.float64]") -> Interval | None:
 
 
 def student_t(freedom: int, z: float = Z) -> float:
-    """The quantile that is `z` for a normal distribution; two-sided 95 %: within 0.1 % from 6 degrees of freedom, 99 %
-    from 9 (Abramowitz and Stegun, 26.7.5)."""
+    """Approximate the quantile of Student's t that corresponds to `z` of a normal distribution.
+
+    Error below 0.1 % from 6 degrees of freedom (95 %) or 9 (99 %). Source: Abramowitz and Stegun, 26.7.5
+    """
     v = freedom
     z3, z5, z7 = z**3, z**5, z**7
     return (

@@ -1,13 +1,13 @@
-"""Where a request's time went: what its client saw, joined with what the server that answered it says of it.
+"""Latency breakdown of requests: client-side times joined with the server's traces.
 
-Of one request, in ms; the client's clock and the server's are never compared, only times that each measured itself:
+Stages of a request in ms. Only durations are combined, never clocks of client and server:
 
-outside     on the way there and back, and in the client: what the client waited less all that follows
-preparing   read, decoded, rendered by its template, tokenised
+outside     network and client: the client's latency minus all stages below
+preparing   reading, decoding, chat template, tokenisation
 queue       until its first step
-prefill     until the step that drew its first token had ended
-telling     turned into text and given to its connection: the first token, and the last one
-decode      from the first token to the last, of which a client may see nothing (an end of text)
+prefill     until the end of the step that sampled its first token
+telling     detokenisation and delivery to the connection, of the first and the last token
+decode      from the first token to the last, which may be invisible to the client (end of text)
 """
 
 import time
@@ -20,25 +20,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from millrace.bench.client.client import Client, Target
-from millrace.bench.client.request_record import Answer
+from millrace.bench.client.client import BenchTarget, Client
+from millrace.bench.client.request_record import BenchRecord
 
 Floats = npt.NDArray[np.float64]
 TO_FIRST = ("outside", "preparing", "queue", "prefill", "telling")
 TO_END = (*TO_FIRST, "decode")
-MOST, MOST_BYTES = 512, 1 << 16  # requests that a server remembers; of what it says of one
-TIMEOUT_S, BUDGET_S = 2.0, 10.0  # of one of these questions; of all together
-FEWEST = 20  # below, nothing is slow or usual
-SLOW = 0.99  # the slowest: from this quantile on,
-_FEWEST_SLOW = 3  # at least so many of them
-BELOW_MS = 10.0  # a server may note a token when its client has it; what is more is no time of this request
+MAX_REQUESTS, MAX_BYTES = 512, 1 << 16  # requests whose traces a server keeps; largest trace
+TIMEOUT_S, BUDGET_S = 2.0, 10.0  # of fetching one trace, and all of them
+FEWEST = 20  # requests for a breakdown
+SLOW = 0.99  # quantile from which requests count as slow
+_FEWEST_SLOW = 3  # minimum number of slow requests
+BELOW_MS = 10.0  # tolerated negative "outside": a server may note a token after its client received it
 
 
-_Ms = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # what is beyond is no time: its sums would be infinite
+_Ms = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # bounded, so that sums stay finite
 
 
 class ClientTrace(msgspec.Struct):
-    """Of `GET /v1/requests/ID/trace`, in ms since the request was queued; None: it has not come so far."""
+    """Reply of `GET /v1/requests/ID/trace`: ms since the request was queued; None: not reached."""
 
     preparing_ms: _Ms | None
     queued_ms: _Ms | None
@@ -58,7 +58,7 @@ class _Reply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """n: requests that both sides tell of. to_first, to_end: (n, stages) of TO_FIRST and TO_END, in ms"""
+    """Stage times of n requests. to_first, to_end: (n, stages) of TO_FIRST and TO_END, in ms"""
 
     to_first: Floats
     to_end: Floats
@@ -69,16 +69,13 @@ class Waterfall:
 
     @property
     def contradicts(self) -> bool:
-        """A request took longer in the server than its client waited: somebody else's is told of by its name."""
+        """Whether a request took longer in the server than for its client: the trace is of another request."""
         return bool(self.to_first[:, 0].min() < -BELOW_MS)
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyShares:
-    """Where the slowest requests' time went. Means in ms by stage: of the slowest, and of those in the middle
-
-    slow_ms: from where on they count as the slowest; n: how many do
-    """
+    """Mean ms by stage of the slowest requests and of typical ones. slow_ms: least total time of the n slowest"""
 
     slow_ms: float
     n: int
@@ -94,60 +91,67 @@ class LatencyShares:
         return f"the {self.n} slowest took {total:.1f} ms more than usual: {where}" if most else "none was slow"
 
 
-async def traced(target: Target, answers: Sequence[Answer]) -> dict[str, ClientTrace]:
-    """What the server says of these requests, the last of them, by id; {} of a server that keeps no such traces."""
-    found: dict[str, ClientTrace] = {}
+async def fetch_traces(target: BenchTarget, answers: Sequence[BenchRecord]) -> dict[str, ClientTrace]:
+    """Fetch the server's traces of the last requests, by id; {} if the server keeps no traces."""
+    traces: dict[str, ClientTrace] = {}
     until_s = time.monotonic() + BUDGET_S
     async with Client(target) as client:
-        for answer in [a for a in answers if a.id][-MOST:]:
+        for answer in [a for a in answers if a.id][-MAX_REQUESTS:]:
             if time.monotonic() > until_s:
                 break
             path = f"/v1/requests/{quote(answer.id, safe='')}/trace?steps=0"
-            page = await client.get(path, TIMEOUT_S, MOST_BYTES)
-            if page.status == 404 and found:
+            page = await client.get(path, TIMEOUT_S, MAX_BYTES)
+            if page.status == 404 and traces:
                 continue  # forgotten since
-            seen = _seen(page)
-            if seen is None:
-                break  # another server's, or one that has gone: what was measured stands without it
-            found[answer.id] = seen
-    return found
+            trace = _parse_trace(page)
+            if trace is None:
+                break  # another kind of server, or it is gone: results do not depend on traces
+            traces[answer.id] = trace
+    return traces
 
 
-def _seen(page: Answer) -> ClientTrace | None:
+def _parse_trace(page: BenchRecord) -> ClientTrace | None:
     if page.failure is not None:
         return None
     try:
-        told = msgspec.json.decode(page.text, type=_Reply).data
+        traces = msgspec.json.decode(page.text, type=_Reply).data
     except (msgspec.MsgspecError, RecursionError):
         return None
-    return told[-1] if told else None  # of several by this name the newest
+    return traces[-1] if traces else None  # the newest of this id
 
 
-def join_client_server_traces(answers: Sequence[Answer], traces: Mapping[str, ClientTrace]) -> Waterfall | None:
-    """None where nobody is told of by both."""
+def join_client_server_traces(answers: Sequence[BenchRecord], traces: Mapping[str, ClientTrace]) -> Waterfall | None:
+    """Join client and server times; None if no request has both."""
     first, last = [], []
     for answer in answers:
-        seen = traces.get(answer.id)
-        if seen is None or not seen.is_whole or answer.failure is not None or not answer.chunk_s:
+        trace = traces.get(answer.id)
+        if trace is None or not trace.is_whole or answer.failure is not None or not answer.chunk_s:
             continue
-        stages = _stages(seen)
+        stages = _stages(trace)
         ttft, latency = 1e3 * (answer.chunk_s[0] - answer.sent_s), 1e3 * (answer.end_s - answer.sent_s)
-        preparing, queue, prefill, telling, decode, told = stages
+        preparing, queue, prefill, telling, decode, delivering_last = stages
         first.append((ttft - preparing - queue - prefill - telling, preparing, queue, prefill, telling))
-        last.append((latency - sum(stages), preparing, queue, prefill, telling + told, decode))
+        last.append((latency - sum(stages), preparing, queue, prefill, telling + delivering_last, decode))
     return Waterfall(np.array(first), np.array(last)) if first else None
 
 
-def _stages(seen: ClientTrace) -> tuple[float, float, float, float, float, float]:
-    """preparing, queue, prefill, telling the first, decode, telling the last"""
-    queued, first = seen.queued_ms or 0.0, seen.first_token_ms or 0.0
-    first_told, told = seen.first_told_ms or 0.0, seen.told_ms or 0.0
-    end = min(told, max(first_told, seen.total_ms or told))  # of one token, all of it was told at once
-    return seen.preparing_ms or 0.0, queued, first - queued, first_told - first, end - first_told, told - end
+def _stages(trace: ClientTrace) -> tuple[float, float, float, float, float, float]:
+    """Return preparing, queue, prefill, delivery of the first token, decode, delivery of the last token."""
+    queued, first = trace.queued_ms or 0.0, trace.first_token_ms or 0.0
+    first_delivered, delivered = trace.first_told_ms or 0.0, trace.told_ms or 0.0
+    end = min(delivered, max(first_delivered, trace.total_ms or delivered))  # of one token, all of it was told at once
+    return (
+        trace.preparing_ms or 0.0,
+        queued,
+        first - queued,
+        first_delivered - first,
+        end - first_delivered,
+        delivered - end,
+    )
 
 
 def latency_shares(times: Floats, stages: Sequence[str]) -> LatencyShares | None:
-    """Of (n, stages): the slowest beside the quarter around the median. None below FEWEST requests."""
+    """Compare the slowest rows of (n, stages) with the quarter around the median. None below FEWEST requests."""
     if len(times) < FEWEST:
         return None
     total = times.sum(axis=1)
@@ -158,19 +162,19 @@ def latency_shares(times: Floats, stages: Sequence[str]) -> LatencyShares | None
     return LatencyShares(float(total[slow].min()), n, *means)
 
 
-def breakdown_text(found: Waterfall) -> dict[str, object]:
-    """For reports."""
-    said: dict[str, object] = {"n": found.n}
+def breakdown_text(waterfall: Waterfall) -> dict[str, object]:
+    """Convert a breakdown to JSON data."""
+    report: dict[str, object] = {"n": waterfall.n}
     for name, times, stages in (
-        ("to_first_token", found.to_first, TO_FIRST),
-        ("to_end", found.to_end, TO_END),
+        ("to_first_token", waterfall.to_first, TO_FIRST),
+        ("to_end", waterfall.to_end, TO_END),
     ):
         slow = latency_shares(times, stages)
-        said[name] = {
+        report[name] = {
             "mean_ms": dict(zip(stages, times.mean(axis=0).tolist(), strict=True)),
             "slowest": None if slow is None else {
                 "from_ms": slow.slow_ms, "n": slow.n, "mean_ms": dict(slow.slow), "usual_ms": dict(slow.usual),
                 "says": slow.says,
             },
         }  # fmt: skip
-    return said
+    return report

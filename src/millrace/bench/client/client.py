@@ -1,7 +1,7 @@
-"""The client: asks, and stamps every chunk with the time at which its bytes arrived, at little cost of its own.
+"""HTTP client of the load generator: timestamps every chunk on arrival, at low CPU cost.
 
-Bytes go from the socket through a C parser of HTTP into typed JSON, without a task or a queue in between: what a chunk
-costs is what it takes to read it (tests/bench/test_cost.py). Everything that a server may send is bounded.
+Bytes go from the socket through a C HTTP parser into typed JSON, without tasks or queues in between
+(tests/bench/test_cost.py measures the cost). Everything that a server may send is bounded.
 """
 
 import asyncio
@@ -16,34 +16,34 @@ from urllib.parse import SplitResult, quote, urlsplit
 import httptools
 import msgspec
 
-from millrace.bench.client.endpoints import PAGE, Endpoint
-from millrace.bench.client.request_record import Answer, Failure, Question, request_ids
+from millrace.bench.client.endpoints import PAGE, BenchEndpoint
+from millrace.bench.client.request_record import BenchRecord, BenchRequest, Failure, request_ids
 from millrace.errors import ConfigError
 
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises for such bytes
-MOST_ANSWER_BYTES, MOST_HEAD_BYTES, MOST_EVENT_BYTES = 256 << 20, 64 << 10, 1 << 20
+MAX_ANSWER_BYTES, MAX_HEAD_BYTES, MAX_EVENT_BYTES = 256 << 20, 64 << 10, 1 << 20
 CONNECT_S = 10.0
 _SHOWN = 500  # bytes of an error's body
 OnText = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where and how to ask. url: of the server, with or without /v1 at its end"""
+class BenchTarget:
+    """The server and protocol to send requests to. url: of the server, with or without a trailing /v1"""
 
     url: str
-    endpoint: Endpoint
+    endpoint: BenchEndpoint
     model: str = ""
     streamed: bool = True
     each_usage: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 600.0
     keep_text: bool = False
-    most_bytes: int | None = None  # of an answer, where it is less than MOST_ANSWER_BYTES
+    max_bytes: int | None = None  # of an answer, where it is less than MAX_ANSWER_BYTES
 
     @property
     def path(self) -> str:
-        """Of the endpoint. raises ConfigError where it names a model, and there is none"""
+        """Return the path of the endpoint. raises ConfigError if it contains a model name and there is none"""
         if "{model}" in self.endpoint.path and not self.model:
             raise ConfigError(f"--endpoint {self.endpoint.name} without a model", "--model", "give its name")
         path = self.endpoint.path.format(model=quote(self.model, safe=""))
@@ -51,12 +51,12 @@ class Target:
 
     @property
     def streams(self) -> bool:
-        """Answers come token by token."""
+        """Whether answers are streamed token by token."""
         return self.streamed and self.endpoint.streams
 
     @property
     def place(self) -> SplitResult:
-        """raises ConfigError where it is no address"""
+        """Parse the URL. raises ConfigError"""
         url = self.url if "://" in self.url else f"http://{self.url}"
         try:
             place = urlsplit(url)
@@ -68,7 +68,7 @@ class Target:
         return place
 
     def head(self, method: str = "POST", path: str | None = None) -> bytes:
-        """What every request begins with, up to the headers that are its own. path: another than the endpoint's"""
+        """Return the request line and common headers. path: instead of the endpoint's"""
         place = self.place
         base = place.path.rstrip("/").removesuffix("/v1").removesuffix("/v2")
         fields = {"host": place.netloc.rpartition("@")[2], "content-type": "application/json", **self.headers}
@@ -80,9 +80,9 @@ class Target:
 
 
 class Client:
-    """Connections to one server, used again and again. `async with Client(target) as client:`"""
+    """A pool of connections to one server. `async with Client(target) as client:`"""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: BenchTarget) -> None:
         self.target, self._head = target, target.head()
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
@@ -98,29 +98,33 @@ class Client:
             connection.close()
         await asyncio.sleep(0)  # transports close in the loop's next turn
 
-    async def ask(self, question: Question, answer: Answer | None = None, on_text: OnText | None = None) -> Answer:
-        """Sends one request and reads its answer to the end. Failures are in the answer; only a cancel raises.
+    async def ask(
+        self, question: BenchRequest, answer: BenchRecord | None = None, on_text: OnText | None = None
+    ) -> BenchRecord:
+        """Send one request and read its answer to the end. Failures are in the answer; only cancellation raises.
 
-        answer: where to write, for one who wants what had come before a cancel
+        answer: the record to fill, if the caller wants what arrived before a cancellation
         """
         target = self.target
         body = target.endpoint.request(target.model, question, target.streamed, target.each_usage)
-        return await self.send(answer or Answer(), body, on_text=on_text)
+        return await self.send(answer or BenchRecord(), body, on_text=on_text)
 
-    async def send(self, answer: Answer, body: bytes, more: bytes = b"", on_text: OnText | None = None) -> Answer:
-        """The same with a body as it is. more: further lines of its head"""
+    async def send(
+        self, answer: BenchRecord, body: bytes, more: bytes = b"", on_text: OnText | None = None
+    ) -> BenchRecord:
+        """Send a request with a given body. more: additional header lines"""
         lines = b"%b%bcontent-length: %d\r\n" % (self._head, more, len(body))
         return await self._sent(answer, self.target, lines, body, on_text)
 
-    async def get(self, path: str, timeout_s: float, most_bytes: int | None = None) -> Answer:
-        """Another page of the server, below its base; its text is the answer's."""
+    async def get(self, path: str, timeout_s: float, max_bytes: int | None = None) -> BenchRecord:
+        """Get another page of the server; its body is the text of the answer."""
         target = replace(self.target, endpoint=PAGE, streamed=False, keep_text=True)
-        page = replace(target, timeout_s=timeout_s, most_bytes=most_bytes)
-        return await self._sent(Answer(), page, page.head("GET", path))
+        page = replace(target, timeout_s=timeout_s, max_bytes=max_bytes)
+        return await self._sent(BenchRecord(), page, page.head("GET", path))
 
     async def _sent(
-        self, answer: Answer, target: Target, lines: bytes, body: bytes = b"", on_text: OnText | None = None
-    ) -> Answer:
+        self, answer: BenchRecord, target: BenchTarget, lines: bytes, body: bytes = b"", on_text: OnText | None = None
+    ) -> BenchRecord:
         answer.id = next(self._ids)
         head = b"%bx-request-id: %b\r\n\r\n" % (lines, answer.id.encode())
         answer.sent_s = time.perf_counter()
@@ -132,14 +136,14 @@ class Client:
                 break
             reused, connection.used = connection.used, True
             await connection.exchange(_Exchange(answer, target, on_text), (head, body))
-            # a kept connection that the server had just closed: nothing of the request was answered
+            # a pooled connection that the server had just closed: no part of the request was answered
             again = reused and answer.failure is Failure.BROKEN_OFF and not answer.status
             if again:
                 answer.failure, answer.detail, answer.end_s = None, "", 0.0
         answer.end_s = answer.end_s or time.perf_counter()
         return answer
 
-    async def _connection(self, answer: Answer) -> "_Connection | None":
+    async def _connection(self, answer: BenchRecord) -> "_Connection | None":
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
@@ -163,18 +167,18 @@ class Client:
 
 
 class _Exchange:
-    """One request on a connection: what arrives is taken into its answer."""
+    """One request on a connection; collects what arrives in its record."""
 
-    def __init__(self, answer: Answer, target: Target, on_text: OnText | None) -> None:
+    def __init__(self, answer: BenchRecord, target: BenchTarget, on_text: OnText | None) -> None:
         self.answer, self.done = answer, asyncio.get_running_loop().create_future()
-        self._endpoint, self.timeout_s, self._most_bytes = (
+        self._endpoint, self.timeout_s, self._max_bytes = (
             target.endpoint,
             target.timeout_s,
-            target.most_bytes or MOST_ANSWER_BYTES,
+            target.max_bytes or MAX_ANSWER_BYTES,
         )
         self._on_text, self._keep_text = on_text, target.keep_text or on_text is not None
         self._is_stream = target.streamed and target.endpoint.streams
-        self._to_the_end, self.whole = True, False  # to the connection's end, unless the head says otherwise
+        self._to_the_end, self.is_complete = True, False  # to the connection's end, unless the head says otherwise
         self._streams = self._is_stream
         self._rest = bytearray()  # of a body that is not streamed, or the beginning of an event's line
         self._n_bytes = 0
@@ -189,7 +193,7 @@ class _Exchange:
             self.done.set_result(None)
 
     def on_interim(self) -> None:
-        """100, 102 and 103 come before the answer; what their heads said is not of it."""
+        """Discard the headers of an interim response (100, 102, 103)."""
         self._to_the_end, self._is_stream, self.answer.n_json = True, self._streams, None
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -203,8 +207,8 @@ class _Exchange:
 
     def on_body(self, body: bytes, at_s: float) -> None:
         self._n_bytes += len(body)
-        if self._n_bytes > self._most_bytes:
-            return self.fail(Failure.TOO_LARGE, f"an answer of more than {self._most_bytes} bytes")
+        if self._n_bytes > self._max_bytes:
+            return self.fail(Failure.TOO_LARGE, f"an answer of more than {self._max_bytes} bytes")
         if not self._is_stream or self.answer.status != 200:
             self._rest += body
             return None
@@ -213,14 +217,14 @@ class _Exchange:
             self._rest[:] = rest
             for line in lines:
                 if line.startswith(b"data:"):
-                    self._take(line[5:].strip(), at_s)
+                    self._on_event(line[5:].strip(), at_s)
         else:
             self._rest += body
-        if len(self._rest) > MOST_EVENT_BYTES:
-            self.fail(Failure.TOO_LARGE, f"an event of more than {MOST_EVENT_BYTES} bytes")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            self.fail(Failure.TOO_LARGE, f"an event of more than {MAX_EVENT_BYTES} bytes")
         return None
 
-    def _take(self, data: bytes, at_s: float) -> None:
+    def _on_event(self, data: bytes, at_s: float) -> None:
         if self.answer.failure is not None or data == b"[DONE]":
             return None
         try:
@@ -235,14 +239,14 @@ class _Exchange:
                 self._on_text(text)
         return None
 
-    def on_close(self, said: str) -> None:
+    def on_close(self, detail: str) -> None:
         if self._to_the_end and self.answer.status:
             self.on_end(time.perf_counter())
         else:
-            self.fail(Failure.BROKEN_OFF, f"the stream broke off, the connection was closed{said}")
+            self.fail(Failure.BROKEN_OFF, f"the stream broke off, the connection was closed{detail}")
 
     def on_end(self, at_s: float) -> None:
-        """The whole message is here, since `at_s`: what it takes to read it is not the server's."""
+        """Finish a message that was complete at `at_s`; parsing time is not attributed to the server."""
         answer, rest = self.answer, bytes(self._rest)
         answer.end_s = at_s
         if answer.status != 200:
@@ -253,7 +257,7 @@ class _Exchange:
             answer.fail(Failure.BROKEN_OFF, "the stream broke off without a finish_reason")
         elif not answer.chunk_s:
             answer.fail(Failure.EMPTY, "the stream holds no token")
-        self.whole = True
+        self.is_complete = True
         self.finish()
 
     def _take_body(self, data: bytes) -> None:
@@ -269,7 +273,7 @@ class _Exchange:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; one exchange at a time. idle, open: the client's, where it puts itself"""
+    """One connection with one exchange at a time. idle, open: pools of the client that it adds itself to"""
 
     def __init__(self, idle: "list[_Connection]", open_: "set[_Connection]") -> None:
         self._idle, self._open, self._at_s = idle, open_, 0.0
@@ -287,7 +291,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def exchange(self, exchange: _Exchange, request: Sequence[bytes]) -> None:
-        """Until the answer is whole, or failed. A cancelled one closes its connection, as a user does who goes away."""
+        """Run an exchange until its answer is complete or failed. Cancellation closes the connection."""
         assert self._transport is not None
         self._n_head = 0
         self._exchange, self._parser = exchange, httptools.HttpResponseParser(self)
@@ -299,7 +303,7 @@ class _Connection(asyncio.Protocol):
         finally:
             timer.cancel()
             self._exchange = None
-            if exchange.whole and self.usable and self._parser.should_keep_alive():
+            if exchange.is_complete and self.usable and self._parser.should_keep_alive():
                 self._idle.append(self)
             else:
                 self.close()
@@ -316,8 +320,8 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         self._open.discard(self)
         if self._exchange is not None:
-            said = f": {type(error).__name__}: {error}" if error else ""
-            self._exchange.on_close(said)
+            detail = f": {type(error).__name__}: {error}" if error else ""
+            self._exchange.on_close(detail)
 
     def data_received(self, data: bytes) -> None:
         self._at_s = time.perf_counter()
@@ -330,11 +334,11 @@ class _Connection(asyncio.Protocol):
             exchange.fail(Failure.MALFORMED, f"not HTTP: {error}: {_shown(data)}")
         if not exchange.answer.status:
             self._n_head += len(data)
-            if self._n_head > MOST_HEAD_BYTES:
-                exchange.fail(Failure.TOO_LARGE, f"headers of more than {MOST_HEAD_BYTES} bytes")
+            if self._n_head > MAX_HEAD_BYTES:
+                exchange.fail(Failure.TOO_LARGE, f"headers of more than {MAX_HEAD_BYTES} bytes")
         return None
 
-    # what the parser finds
+    # callbacks of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._exchange is not None:

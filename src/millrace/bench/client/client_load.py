@@ -1,4 +1,4 @@
-"""What a run asked of this client, and whether it kept up: its share of a core, its lateness, what it had to read."""
+"""Client-side health of a run: CPU share, send lateness and chunk rate; decides whether results are valid."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,20 +7,22 @@ import numpy as np
 
 from millrace.bench.analysis.intervals import quantile_at_least
 from millrace.bench.client.core_share import SHORTEST_S, WINDOW_S
-from millrace.bench.client.request_record import Answer
+from millrace.bench.client.request_record import BenchRecord
 from millrace.bench.run.run import Run
 
-SATURATED = 0.8  # of a core: from there on, stamps wait for the client itself
+SATURATED = 0.8  # share of a core from which timestamps are delayed by the client itself
 LATE_MS = 5.0  # at p99
-_FEWEST_LATE = 3  # of which the latest is not judged: a machine that does other things, too, stops anybody for 5 ms
-WITHIN = 0.02  # of what is measured: a lateness below that share of it is no matter
+_FEWEST_LATE = 3  # below this, lateness is ignored: any process may be descheduled for 5 ms
+WITHIN = 0.02  # lateness relative to TTFT that does not matter
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """peak_share: of a core, in the worst second, None where the run was too short to tell; streams: most at a time;
-    chunks_per_s: in the busiest second; late_ms: at p99, surely, this client turned so much later than due to a request
-    that had a place; waited_ms: p99 of what its user waited for the first token"""
+class ClientHealth:
+    """Health of the client in a run. peak_share: of a core in the worst second, None if the run was too short
+
+    streams: peak concurrency; chunks_per_s: in the busiest second; late_ms: lower bound of the p99 send lateness of
+    requests that had a free slot; waited_ms: p99 of TTFT
+    """
 
     peak_share: float | None = None
     streams: int = 0
@@ -29,7 +31,7 @@ class Effort:
     waited_ms: float = 0.0
 
     @classmethod
-    def of(cls, run: Run) -> "Effort":
+    def from_run(cls, run: Run) -> "ClientHealth":
         answers = [r.answer for r in run.records if r.answer.sent_s]
         chunks = [np.asarray(a.chunk_s or [a.end_s]) for a in answers if a.chunk_s or a.failure is None]
         waited = [1e3 * ((a.chunk_s or [a.end_s])[0] - a.intended_s) for a in answers if a.failure is None]
@@ -49,13 +51,13 @@ class Effort:
         return f"{share}requests sent {self.late_ms:.1f} ms late at p99"
 
 
-def most_at_a_time(answers: Sequence[Answer]) -> int:
+def most_at_a_time(answers: Sequence[BenchRecord]) -> int:
     changes = sorted([(a.sent_s, 1) for a in answers] + [(a.end_s, -1) for a in answers])
     return int(np.cumsum([by for _, by in changes]).max()) if changes else 0
 
 
 def _busiest(chunks: Sequence["np.ndarray[tuple[int], np.dtype[np.float64]]"], wall_s: float) -> float:
-    """Chunks of the busiest second; of a shorter run, chunks a second."""
+    """Return the chunks of the busiest second, or chunks per second of a shorter run."""
     if not chunks:
         return 0.0
     at_s = np.concatenate(chunks)

@@ -1,16 +1,18 @@
-"""This thread's share of a core while something runs."""
+"""CPU share of this thread over time."""
 
 import asyncio
 import time
 from collections import deque
 
 WINDOW_S, EVERY_S = 1.0, 0.25
-SHORTEST_S = 0.1  # a share of less time says how a run began and ended
+SHORTEST_S = 0.1  # shorter runs are dominated by their start and end
 
 
 class CoreShare:
-    """This thread's share of a core from `start` to `stop`: `mean` over all of it, `peak` over its worst second (or all
-    of it, where it is shorter). None below `SHORTEST_S`. Four looks a second; a mean alone hides a burst."""
+    """Share of a core used by this thread from `start` to `stop`, sampled four times a second.
+
+    mean: over the whole time; peak: over the worst second, or the whole time if it is shorter; None below `SHORTEST_S`
+    """
 
     def __init__(self) -> None:
         self.mean: float | None = None
@@ -24,7 +26,7 @@ class CoreShare:
         self._look()
 
     def stop(self) -> float:
-        """Wall seconds since the start."""
+        """Stop sampling, and return the wall seconds since the start."""
         assert self._timer is not None
         self._timer.cancel()
         wall_s, cpu_s = (now - then for now, then in zip(self._now(), self._start, strict=True))

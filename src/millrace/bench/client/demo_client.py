@@ -1,4 +1,4 @@
-"""A few chats, asked from plain code: what `millrace demo` shows. A benchmark asks for more: `bench/run/run.py`."""
+"""A minimal chat client for `millrace demo`. Benchmarks use `bench/run/run.py`."""
 
 import asyncio
 import time
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import CHAT
-from millrace.bench.client.request_record import Answer, Message, Question
+from millrace.bench.client.request_record import BenchMessage, BenchRecord, BenchRequest
 from millrace.errors import MachineError
 
 TIMEOUT_S = 60.0
@@ -24,14 +24,14 @@ class DemoChatRequest:
     seed: int
     ignore_eos: bool = False
 
-    def question(self) -> Question:
+    def question(self) -> BenchRequest:
         extra = {"seed": self.seed, "ignore_eos": self.ignore_eos}
-        return Question([Message("user", self.text)], self.max_tokens, extra)
+        return BenchRequest([BenchMessage("user", self.text)], self.max_tokens, extra)
 
 
 @dataclass(slots=True)
 class ChatResult:
-    """What one client saw: seconds from asking to each chunk of text, and the usage that the server tells."""
+    """One chat answer: seconds from sending to each chunk of text, and the usage reported by the server."""
 
     text: str = ""
     chunk_s: list[float] = field(default_factory=list)
@@ -40,8 +40,8 @@ class ChatResult:
     finish_reason: str | None = None
 
     @classmethod
-    def of(cls, answer: Answer) -> "ChatResult":
-        """raises MachineError where the answer is no answer"""
+    def from_record(cls, answer: BenchRecord) -> "ChatResult":
+        """Convert a record. raises MachineError if the request failed"""
         if answer.failure is not None:
             raise MachineError(
                 f"the server gave no answer ({answer.detail})", "a streamed chat completion", "its log says more"
@@ -55,50 +55,50 @@ class ChatResult:
 
     @property
     def inter_token_s(self) -> float:
-        """Mean time from one token to the next: a chunk holds all tokens that were ready together."""
+        """Return the mean time between tokens; a chunk holds all tokens that were ready together."""
         return (self.chunk_s[-1] - self.chunk_s[0]) / max(self.n_output - 1, 1)
 
     @property
     def pauses_s(self) -> list[float]:
-        """Between chunks of text."""
+        """Return the seconds between chunks of text."""
         return [b - a for a, b in zip(self.chunk_s, self.chunk_s[1:], strict=False)]
 
 
-def ask(url: str, asked: DemoChatRequest, show: Callable[[str], None] | None = None) -> ChatResult:
-    """Sends one request and reads its stream to the end. raises MachineError where the answer is no answer"""
+def ask(url: str, request: DemoChatRequest, show: Callable[[str], None] | None = None) -> ChatResult:
+    """Send one request and read its stream to the end. raises MachineError if it fails"""
 
-    async def asking() -> Answer:
+    async def asking() -> BenchRecord:
         async with Client(_target(url)) as client:
-            return await client.ask(asked.question(), on_text=show)
+            return await client.ask(request.question(), on_text=show)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return ChatResult.of(runner.run(asking()))
+        return ChatResult.from_record(runner.run(asking()))
 
 
 def ask_all(url: str, asks: Sequence[DemoChatRequest], concurrency: int) -> tuple[list[ChatResult], float]:
-    """All requests, so many at a time; and the seconds that took. raises MachineError where an answer is no answer"""
+    """Send all requests with a concurrency limit; return answers and elapsed seconds. raises MachineError"""
 
-    async def asking() -> list[Answer]:
+    async def asking() -> list[BenchRecord]:
         async with Client(_target(url)) as client:
             places = asyncio.Semaphore(concurrency)
 
-            async def one(asked: DemoChatRequest) -> Answer:
+            async def send(request: DemoChatRequest) -> BenchRecord:
                 async with places:
-                    return await client.ask(asked.question())
+                    return await client.ask(request.question())
 
-            return await asyncio.gather(*map(one, asks))
+            return await asyncio.gather(*map(send, asks))
 
     start_s = time.perf_counter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answers = runner.run(asking())
-    return [ChatResult.of(answer) for answer in answers], time.perf_counter() - start_s
+    return [ChatResult.from_record(answer) for answer in answers], time.perf_counter() - start_s
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not exceed."""
+    """Return the smallest value that at least `share` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _target(url: str) -> Target:
-    return Target(url, CHAT, timeout_s=TIMEOUT_S, keep_text=True)
+def _target(url: str) -> BenchTarget:
+    return BenchTarget(url, CHAT, timeout_s=TIMEOUT_S, keep_text=True)

@@ -1,6 +1,6 @@
-"""The endpoints of OpenAI's protocol, and Triton's `generate`: what is sent to each, and what its answers say.
+"""Endpoints of OpenAI's protocol and Triton's `generate`: request bodies, and parsing of their answers.
 
-An event is read as it arrives: only what a benchmark needs is decoded, and checked; servers differ in the rest.
+Events are parsed as they arrive; only fields that a benchmark needs are decoded and checked.
 """
 
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from millrace.bench.client.request_record import Answer, Failure, Question
+from millrace.bench.client.request_record import BenchRecord, BenchRequest, Failure
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
 
 
 class _Usage(msgspec.Struct):
-    """Names of chat and completions, and of responses."""
+    """Token usage, with the field names of chat, completions and responses."""
 
     prompt_tokens: _Tokens | None = None
     completion_tokens: _Tokens | None = None
@@ -23,8 +23,8 @@ class _Usage(msgspec.Struct):
     output_tokens: _Tokens | None = None
 
 
-class _Said(msgspec.Struct):
-    """A delta or a message. Thoughts are tokens that were computed and sent: they count."""
+class _Message(msgspec.Struct):
+    """A delta or a message. Reasoning tokens count as output."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -33,8 +33,8 @@ class _Said(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Said | None = None
-    message: _Said | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
     text: str | None = None
     finish_reason: str | None = None
 
@@ -55,7 +55,7 @@ class _Response(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    """An event or a whole body of chat and completions."""
+    """An event or a body of chat and completions."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -77,7 +77,7 @@ class _Embeddings(msgspec.Struct):
 
 
 class _Generated(msgspec.Struct):
-    """An event or a whole body. A text is one tensor of one element, which Triton unwraps, or a list of several."""
+    """An event or a body of `generate`. A one-element text tensor is unwrapped by Triton, others are lists."""
 
     text_output: str | list[str] | None = None
     error: Any = None
@@ -95,22 +95,21 @@ _DELTAS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """on_event, on_body: take JSON into the answer; give the new text, None where there are no tokens in it.
-
-    raises msgspec.DecodeError, of which ValidationError is one, for what is not this endpoint's
+class BenchEndpoint:
+    """An endpoint. on_event, on_body: parse JSON into the record and return the new text, None if it has no tokens;
+    they raise msgspec.DecodeError (or its ValidationError) for malformed data
     """
 
     name: str
     path: str
-    fields: Callable[[Question], dict[str, object]]
-    on_event: Callable[[Answer, bytes], str | None]
-    on_body: Callable[[Answer, bytes], str | None]
+    fields: Callable[[BenchRequest], dict[str, object]]
+    on_event: Callable[[BenchRecord, bytes], str | None]
+    on_body: Callable[[BenchRecord, bytes], str | None]
     streams: bool = True
-    stream_suffix: str = ""  # of the path, where streams have one of their own
+    stream_suffix: str = ""  # appended to the path for streaming
 
-    def request(self, model: str, question: Question, streamed: bool, each_usage: bool) -> bytes:
-        """The body. each_usage: ask for the usage in every event, which vLLM, SGLang and millrace know"""
+    def request(self, model: str, question: BenchRequest, streamed: bool, each_usage: bool) -> bytes:
+        """Return the request body. each_usage: request usage in every event (supported by vLLM, SGLang, millrace)"""
         body = self.fields(question)
         if model and "{model}" not in self.path:
             body = {"model": model, **body}
@@ -123,15 +122,15 @@ class Endpoint:
         return msgspec.json.encode({**body, **question.extra})
 
 
-def _limit(name: str, question: Question) -> dict[str, object]:
+def _limit(name: str, question: BenchRequest) -> dict[str, object]:
     return {} if question.max_tokens is None else {name: question.max_tokens}
 
 
-def _messages(question: Question) -> list[dict[str, str]]:
+def _messages(question: BenchRequest) -> list[dict[str, str]]:
     return [{"role": m.role, "content": m.content} for m in question.messages]
 
 
-def _take_usage(answer: Answer, usage: _Usage | None) -> None:
+def _take_usage(answer: BenchRecord, usage: _Usage | None) -> None:
     if usage is None:
         return
     n_prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
@@ -142,28 +141,28 @@ def _take_usage(answer: Answer, usage: _Usage | None) -> None:
     answer.n_told = answer.n_told if n_output is None else n_output
 
 
-def _take_completion(answer: Answer, data: bytes) -> str | None:
+def _take_completion(answer: BenchRecord, data: bytes) -> str | None:
     event = _completion.decode(data)
     if event.error is not None:
         answer.fail(Failure.SERVER_ERROR, str(event.error))
     _take_usage(answer, event.usage)
-    found = None
+    new_text = None
     for choice in event.choices:
         answer.finish_reason = choice.finish_reason or answer.finish_reason
-        said = choice.delta or choice.message
-        text = choice.text if said is None else _text_of(said)
-        if text is not None and (text or (said is not None and said.tool_calls)):
-            found = (found or "") + text
-    if found is not None and event.usage is not None and answer.n_told is not None:
+        message = choice.delta or choice.message
+        text = choice.text if message is None else _text_of(message)
+        if text is not None and (text or (message is not None and message.tool_calls)):
+            new_text = (new_text or "") + text
+    if new_text is not None and event.usage is not None and answer.n_told is not None:
         answer.chunk_tokens.append(answer.n_told)
-    return found
+    return new_text
 
 
-def _text_of(said: _Said) -> str:
-    return (said.reasoning_content or said.reasoning or "") + (said.content or "")
+def _text_of(message: _Message) -> str:
+    return (message.reasoning_content or message.reasoning or "") + (message.content or "")
 
 
-def _take_response_event(answer: Answer, data: bytes) -> str | None:
+def _take_response_event(answer: BenchRecord, data: bytes) -> str | None:
     event = _response_event.decode(data)
     if event.type in _DELTAS:
         return event.delta if isinstance(event.delta, str) and event.delta else None
@@ -174,56 +173,58 @@ def _take_response_event(answer: Answer, data: bytes) -> str | None:
     return None
 
 
-def _take_response(answer: Answer, response: _Response) -> None:
+def _take_response(answer: BenchRecord, response: _Response) -> None:
     _take_usage(answer, response.usage)
     answer.finish_reason = response.status
     if response.status == "failed":
         answer.fail(Failure.SERVER_ERROR, str(response.error))
 
 
-def _take_whole_response(answer: Answer, data: bytes) -> str | None:
+def _take_whole_response(answer: BenchRecord, data: bytes) -> str | None:
     response = _response.decode(data)
     _take_response(answer, response)
     return "".join(part.text or "" for item in response.output or () for part in item.content or ()) or None
 
 
-def _take_embeddings(answer: Answer, data: bytes) -> str | None:
-    found = _embeddings.decode(data)
-    if not found.data:
+def _take_embeddings(answer: BenchRecord, data: bytes) -> str | None:
+    reply = _embeddings.decode(data)
+    if not reply.data:
         answer.fail(Failure.MALFORMED, "the answer holds no embedding")
-    _take_usage(answer, found.usage)
+    _take_usage(answer, reply.usage)
     answer.finish_reason, answer.n_told = "stop", 0
     return None
 
 
-def _take_generated(answer: Answer, data: bytes) -> str | None:
-    """Nothing says how many tokens a text has, nor which event is the last: the end of HTTP's body ends the answer."""
-    found = _generated.decode(data)
-    if found.error is not None:
-        answer.fail(Failure.SERVER_ERROR, str(found.error))
+def _take_generated(answer: BenchRecord, data: bytes) -> str | None:
+    """Parse an event of `generate`, which reports neither token counts nor the last event; the HTTP body ends it."""
+    reply = _generated.decode(data)
+    if reply.error is not None:
+        answer.fail(Failure.SERVER_ERROR, str(reply.error))
     answer.finish_reason = "end of the body"
-    text = found.text_output
+    text = reply.text_output
     return ("".join(text) if isinstance(text, list) else text) or None
 
 
-CHAT = Endpoint(
+CHAT = BenchEndpoint(
     "chat", "/v1/chat/completions",
     lambda q: {"messages": _messages(q), **_limit("max_tokens", q)}, _take_completion, _take_completion,
 )  # fmt: skip
-COMPLETIONS = Endpoint(
+COMPLETIONS = BenchEndpoint(
     "completions", "/v1/completions",
     lambda q: {"prompt": q.text, **_limit("max_tokens", q)}, _take_completion, _take_completion,
 )  # fmt: skip
-RESPONSES = Endpoint(
+RESPONSES = BenchEndpoint(
     "responses", "/v1/responses",
     lambda q: {"input": _messages(q), **_limit("max_output_tokens", q)}, _take_response_event, _take_whole_response,
 )  # fmt: skip
-EMBEDDINGS = Endpoint(
+EMBEDDINGS = BenchEndpoint(
     "embeddings", "/v1/embeddings", lambda q: {"input": q.text}, _take_embeddings, _take_embeddings, streams=False
 )
-GENERATE = Endpoint(
+GENERATE = BenchEndpoint(
     "generate", "/v2/models/{model}/generate", lambda q: {"text_input": q.text, **_limit("max_tokens", q)},
     _take_generated, _take_generated, stream_suffix="_stream",
 )  # fmt: skip
-PAGE = Endpoint("page", "", lambda q: {}, lambda a, data: None, lambda a, data: data.decode(errors="replace"), False)
+PAGE = BenchEndpoint(
+    "page", "", lambda q: {}, lambda a, data: None, lambda a, data: data.decode(errors="replace"), False
+)
 ENDPOINTS = {e.name: e for e in (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS, GENERATE)}

@@ -1,4 +1,4 @@
-"""The same load on an engine in this process, without HTTP: random tokens of fixed lengths, as in published tables."""
+"""Client for an engine in this process, without HTTP: random tokens of fixed lengths, as in published benchmarks."""
 
 import time
 import zlib
@@ -6,8 +6,8 @@ from types import TracebackType
 
 import numpy as np
 
-from millrace.bench.client.request_record import Answer, Failure, Question, request_ids
-from millrace.bench.run.run import MOST_AT_A_TIME
+from millrace.bench.client.request_record import BenchRecord, BenchRequest, Failure, request_ids
+from millrace.bench.run.run import MAX_AT_A_TIME
 from millrace.errors import MillraceError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
@@ -17,11 +17,15 @@ _FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
 class EngineClient:
-    """Asks a loop of this process; stamps tokens when the event loop has them. `async with EngineClient(loop) as c:`"""
+    """A client of an engine loop in this process; timestamps are taken in the event loop."""
 
     def __init__(self, loop: EngineLoop, seed: int) -> None:
-        self._engine = AsyncEngine(loop, ServiceOptions(max_queued=MOST_AT_A_TIME))
-        self._drawn, self._n_asked, self._ids = RandomTokens(seed, self._engine.limits.vocab_size), 0, request_ids()
+        self._engine = AsyncEngine(loop, ServiceOptions(max_queued=MAX_AT_A_TIME))
+        self._random_tokens, self._n_asked, self._ids = (
+            RandomTokens(seed, self._engine.limits.vocab_size),
+            0,
+            request_ids(),
+        )
 
     async def __aenter__(self) -> "EngineClient":
         self._engine.start()
@@ -32,24 +36,24 @@ class EngineClient:
     ) -> None:
         await self._engine.close()
 
-    async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
-        """A question that says how long it is becomes so many random tokens, alike where texts begin alike; else its
-        text is encoded, without a template. The answer is exactly `max_tokens` long."""
+    async def ask(self, question: BenchRequest, answer: BenchRecord | None = None) -> BenchRecord:
+        """Run one request. A request with a length becomes random tokens, with equal prefixes for equal text prefixes;
+        otherwise its text is encoded without a template. The answer is exactly `max_tokens` long."""
         self._n_asked += 1
-        answer = answer or Answer()
+        answer = answer or BenchRecord()
         answer.id = next(self._ids)
         params = SamplingParams(max_tokens=question.max_tokens or 16, ignore_eos=True, seed=self._n_asked)
         ids = self._tokens(question)
         answer.sent_s, answer.n_prompt = time.perf_counter(), len(ids)
         answer.intended_s = answer.intended_s or answer.sent_s
         try:
-            await self._answered(ids, params, answer)
+            await self._collect(ids, params, answer)
         except MillraceError as error:  # longer than the context, or an engine that has stopped
             answer.fail(Failure.SERVER_ERROR, error.what)
         answer.end_s = time.perf_counter()
         return answer
 
-    async def _answered(self, ids: list[int], params: SamplingParams, answer: Answer) -> None:
+    async def _collect(self, ids: list[int], params: SamplingParams, answer: BenchRecord) -> None:
         n_told = 0
         async with self._engine.submit([ids], [params], answer.id) as handle:
             async for deltas in handle:
@@ -66,21 +70,21 @@ class EngineClient:
                         answer.finish_reason = str(delta.finish_reason.value)
         answer.n_told = n_told
 
-    def _tokens(self, question: Question) -> list[int]:
+    def _tokens(self, question: BenchRequest) -> list[int]:
         if question.n_input is None:
             return self._engine.loop.tokenizer.encode(question.text)
-        return self._drawn.of(question.text, question.n_input)
+        return self._random_tokens.for_text(question.text, question.n_input)
 
 
 class RandomTokens:
-    """Random tokens for texts whose words stand for tokens: each word is another token at each place, the same in every
-    text. So texts that begin alike have tokens that do, which an engine may keep."""
+    """Random tokens for texts whose words stand for tokens: the token depends on the word and its position. Texts with
+    a common prefix thus have a common token prefix, which an engine may cache."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._rng, self._vocab_size, self._places = np.random.default_rng(seed), vocab_size, list[int]()
 
-    def of(self, text: str, n: int) -> list[int]:
-        """Exactly `n`."""
+    def for_text(self, text: str, n: int) -> list[int]:
+        """Return exactly `n` tokens for a text."""
         while len(self._places) < n:
             self._places += self._rng.integers(0, 1 << 32, 4096).tolist()
         words = text.split()[:n]

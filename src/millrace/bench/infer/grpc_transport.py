@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from millrace.bench.client.request_record import Answer, Failure, request_ids
-from millrace.bench.infer.model import Model, told_model
+from millrace.bench.client.request_record import BenchRecord, Failure, request_ids
+from millrace.bench.infer.model import BenchModel, parse_model
 from millrace.bench.infer.target import InferTarget
 from millrace.errors import ConfigError, MachineError
 from millrace.model_repository.config.enums import InstanceKind
@@ -22,7 +22,7 @@ ASIDE_S = 30.0  # for what is asked beside the load
 EACH = (
     6  # requests that share a connection, as Triton's own client has it: one alone bears no more than one thread does
 )
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 _OPTIONS = [
     ("grpc.max_receive_message_length", 1 << 30), ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
@@ -43,14 +43,14 @@ def check_headers(headers: Mapping[str, str]) -> None:
             raise ConfigError(f'the header "{name}: {value}"', "printable ASCII", "correct it")
 
 
-class OverGrpc:
+class GrpcTransport:
     """What `Transport` says. at_a_time: requests that will be under way at once"""
 
     def __init__(self, target: InferTarget, at_a_time: int) -> None:
         scheme, place = _place(target.url)
         self._target, self._n_asked, self._ids = target, 0, request_ids()
         self._headers = [(name.lower(), value) for name, value in target.headers.items()]
-        n = min(MOST_CONNECTIONS, -(-at_a_time // EACH))
+        n = min(MAX_CONNECTIONS, -(-at_a_time // EACH))
         self._channels = [
             grpc.aio.secure_channel(place, grpc.ssl_channel_credentials(), _OPTIONS)
             if scheme == "https" else grpc.aio.insecure_channel(place, _OPTIONS)
@@ -58,7 +58,7 @@ class OverGrpc:
         ]  # fmt: skip
         self._infer = [channel.unary_unary(f"{SERVICE}ModelInfer") for channel in self._channels]
 
-    async def __aenter__(self) -> "OverGrpc":
+    async def __aenter__(self) -> "GrpcTransport":
         return self
 
     async def __aexit__(
@@ -67,51 +67,51 @@ class OverGrpc:
         for channel in self._channels:
             await channel.close()
 
-    async def _called(self, name: str) -> Any:
+    async def _call(self, name: str) -> Any:
         """Of this model. raises grpc.aio.AioRpcError, DecodeError"""
         call = self._channels[0].unary_unary(f"{SERVICE}{name}")
-        asked = message(f"{name}Request")(name=self._target.model, version=self._target.version)
-        told = await call(asked.SerializeToString(), timeout=ASIDE_S, metadata=self._headers)
-        return message(f"{name}Response").FromString(told)  # grpc itself would give None for what cannot be read
+        request = message(f"{name}Request")(name=self._target.model, version=self._target.version)
+        reply = await call(request.SerializeToString(), timeout=ASIDE_S, metadata=self._headers)
+        return message(f"{name}Response").FromString(reply)  # grpc itself would give None for what cannot be read
 
-    async def model(self) -> Model:
+    async def model(self) -> BenchModel:
         try:
-            told = await self._called("ModelMetadata")
+            reply = await self._call("ModelMetadata")
         except (grpc.aio.AioRpcError, DecodeError) as error:
-            why = _said(error) if isinstance(error, grpc.aio.AioRpcError) else f"no message: {error}"
+            why = _error_text(error) if isinstance(error, grpc.aio.AioRpcError) else f"no message: {error}"
             what = f'{self._target.url} tells nothing of the model "{self._target.model}": {why}'
             expected, mend = "KServe's gRPC service, which Triton has on port 8001", "correct --model or the URL"
             raise MachineError(what, expected, mend) from None
         await asyncio.gather(*(channel.channel_ready() for channel in self._channels))  # none connects in the load
         inputs, outputs = (
             [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
-            for tensors in (told.inputs, told.outputs)
+            for tensors in (reply.inputs, reply.outputs)
         )
         metadata = {
-            "name": told.name, "versions": list(told.versions), "platform": told.platform, "inputs": inputs,
+            "name": reply.name, "versions": list(reply.versions), "platform": reply.platform, "inputs": inputs,
             "outputs": outputs,
         }  # fmt: skip
-        return told_model(metadata, await self._config())
+        return parse_model(metadata, await self._config())
 
     async def _config(self) -> Mapping[str, Any] | None:
         try:
-            told = (await self._called("ModelConfig")).config
+            config = (await self._call("ModelConfig")).config
         except (grpc.aio.AioRpcError, DecodeError):  # not every server of the protocol has Triton's extensions
             return None
         groups = [
             {"kind": _KINDS.get(g.kind, "KIND_AUTO"), "count": g.count, "gpus": list(g.gpus)}
-            for g in told.instance_group
+            for g in config.instance_group
         ]
-        return {"max_batch_size": told.max_batch_size, "backend": told.backend, "instance_group": groups}
+        return {"max_batch_size": config.max_batch_size, "backend": config.backend, "instance_group": groups}
 
     async def statistics(self) -> Mapping[str, Any] | None:
         try:
-            told = (await self._called("ModelStatistics")).model_stats
+            stats = (await self._call("ModelStatistics")).model_stats
         except (grpc.aio.AioRpcError, DecodeError):
             return None
-        if not told:
+        if not stats:
             return None
-        one, stages = told[0], {}
+        one, stages = stats[0], {}
         for field in one.inference_stats.DESCRIPTOR.fields:
             stage = getattr(one.inference_stats, field.name)
             stages[field.name] = {"count": stage.count, "ns": stage.ns}
@@ -128,7 +128,7 @@ class OverGrpc:
         body: bytes = request.SerializeToString()
         return body
 
-    async def send(self, body: bytes, answer: Answer) -> None:
+    async def send(self, body: bytes, answer: BenchRecord) -> None:
         self._n_asked += 1
         answer.id = next(self._ids)
         call = self._infer[self._n_asked % len(self._infer)]
@@ -139,7 +139,7 @@ class OverGrpc:
             data = await call(body, timeout=self._target.timeout_s, metadata=headers)
         except grpc.aio.AioRpcError as error:
             answer.end_s = time.perf_counter()
-            return answer.fail(_failure(error), _said(error))
+            return answer.fail(_failure(error), _error_text(error))
         answer.end_s = time.perf_counter()
         try:
             _take(answer, message("ModelInferResponse").FromString(data))
@@ -148,21 +148,21 @@ class OverGrpc:
         return None
 
 
-def _take(answer: Answer, found: Any) -> None:
+def _take(answer: BenchRecord, reply: Any) -> None:
     """Whether outputs and their data agree, and how many items they have. raises ValueError where not"""
-    n_raw = len(found.raw_output_contents)
-    if not found.outputs or (n_raw and n_raw != len(found.outputs)):
-        raise ValueError(f"{len(found.outputs)} outputs, {n_raw} of them with data")
-    for i, output in enumerate(found.outputs):
+    n_raw = len(reply.raw_output_contents)
+    if not reply.outputs or (n_raw and n_raw != len(reply.outputs)):
+        raise ValueError(f"{len(reply.outputs)} outputs, {n_raw} of them with data")
+    for i, output in enumerate(reply.outputs):
         try:
             if n_raw:
-                check_size(output.datatype, output.shape, len(found.raw_output_contents[i]))
+                check_size(output.datatype, output.shape, len(reply.raw_output_contents[i]))
             else:
                 listed = CONTENTS.get(output.datatype)
                 check_count(output.datatype, output.shape, len(getattr(output.contents, listed)) if listed else 0)
         except ValueError as error:
             raise ValueError(f'output "{output.name:.80}": {error}') from None
-    answer.n_told = n_items([output.shape for output in found.outputs])
+    answer.n_told = n_items([output.shape for output in reply.outputs])
 
 
 def _place(url: str) -> tuple[str, str]:
@@ -180,13 +180,13 @@ def _failure(error: "grpc.aio.AioRpcError") -> Failure:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Failure.TIMEOUT
     if code is grpc.StatusCode.UNAVAILABLE:
-        said = str(error.details()).lower()
-        if "connect" in said:
+        details = str(error.details()).lower()
+        if "connect" in details:
             return Failure.UNREACHABLE
-        if "socket closed" in said or "goaway" in said or "reset" in said:
+        if "socket closed" in details or "goaway" in details or "reset" in details:
             return Failure.BROKEN_OFF
     return Failure.STATUS
 
 
-def _said(error: "grpc.aio.AioRpcError") -> str:
+def _error_text(error: "grpc.aio.AioRpcError") -> str:
     return f"{error.code().name}: {str(error.details())[:500]}"

@@ -9,10 +9,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from millrace.bench.client.client import Client, Target
-from millrace.bench.client.endpoints import Endpoint
-from millrace.bench.client.request_record import Answer, Failure
-from millrace.bench.infer.model import Model, told_model
+from millrace.bench.client.client import BenchTarget, Client
+from millrace.bench.client.endpoints import BenchEndpoint
+from millrace.bench.client.request_record import BenchRecord, Failure
+from millrace.bench.infer.model import BenchModel, parse_model
 from millrace.bench.infer.target import InferTarget
 from millrace.errors import MachineError
 from millrace.model_repository.request.tensors import BYTES, Tensor, check_count, check_size, n_elements, n_items
@@ -41,14 +41,14 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 
 
-def _take(answer: Answer, data: bytes) -> None:
+def _take(answer: BenchRecord, data: bytes) -> None:
     """Whether outputs and their data agree, and how many items they have. raises msgspec.DecodeError where not"""
     n = len(data) if answer.n_json is None else answer.n_json
-    found = _answer.decode(data[:n])
-    if not found.outputs:
+    reply = _answer.decode(data[:n])
+    if not reply.outputs:
         raise msgspec.DecodeError("an answer without outputs")
     n_raw = 0
-    for output in found.outputs:
+    for output in reply.outputs:
         size = output.parameters.binary_data_size if output.parameters else None
         try:
             if size is None:
@@ -60,7 +60,7 @@ def _take(answer: Answer, data: bytes) -> None:
         n_raw += size or 0
     if n + n_raw != len(data):
         raise msgspec.DecodeError(f"{len(data) - n} bytes of tensors, where binary_data_size says {n_raw}")
-    answer.n_told = n_items([o.shape for o in found.outputs])
+    answer.n_told = n_items([o.shape for o in reply.outputs])
 
 
 def _check_listed(output: _Output) -> None:
@@ -73,7 +73,7 @@ def _check_listed(output: _Output) -> None:
         check_count(output.datatype, output.shape, n)
 
 
-class OverHttp:
+class HttpTransport:
     """What `Transport` says."""
 
     def __init__(self, target: InferTarget) -> None:
@@ -84,10 +84,10 @@ class OverHttp:
         path = f"{self._path}/infer".replace("{", "{{").replace("}", "}}")
         kind = "application/octet-stream" if target.binary else "application/json"
         headers = {"content-type": kind, **target.headers}
-        infer = Endpoint("infer", path, lambda q: {}, _take, _take, streams=False)
-        self._client = Client(Target(target.url, infer, target.model, False, False, headers, target.timeout_s))
+        infer = BenchEndpoint("infer", path, lambda q: {}, _take, _take, streams=False)
+        self._client = Client(BenchTarget(target.url, infer, target.model, False, False, headers, target.timeout_s))
 
-    async def __aenter__(self) -> "OverHttp":
+    async def __aenter__(self) -> "HttpTransport":
         return self
 
     async def __aexit__(
@@ -95,7 +95,7 @@ class OverHttp:
     ) -> None:
         await self._client.__aexit__(kind, error, trace)
 
-    async def model(self) -> Model:
+    async def model(self) -> BenchModel:
         answer = await self._client.get(self._path, ASIDE_S)
         if answer.failure is Failure.UNREACHABLE:
             raise MachineError(f"{self._target.url}: {answer.detail}", "a server that listens there", "start it")
@@ -103,12 +103,12 @@ class OverHttp:
         if metadata is None:
             what = f'{self._target.url} tells nothing of the model "{self._target.model}": {answer.detail or "no JSON"}'
             raise MachineError(what, f"KServe's metadata at {self._path}", "correct --model or the URL")
-        return told_model(metadata, _object(await self._client.get(f"{self._path}/config", ASIDE_S)))
+        return parse_model(metadata, _object(await self._client.get(f"{self._path}/config", ASIDE_S)))
 
     async def statistics(self) -> Mapping[str, Any] | None:
-        found = _object(await self._client.get(f"{self._path}/stats", ASIDE_S))
-        told = (found or {}).get("model_stats")
-        return told[0] if isinstance(told, list) and told and isinstance(told[0], dict) else None
+        page = _object(await self._client.get(f"{self._path}/stats", ASIDE_S))
+        stats = (page or {}).get("model_stats")
+        return stats[0] if isinstance(stats, list) and stats and isinstance(stats[0], dict) else None
 
     def body(self, tensors: Sequence[Tensor]) -> tuple[bytes, bytes]:
         """And the lines of its head."""
@@ -117,19 +117,19 @@ class OverHttp:
         for i, t in enumerate(tensors):
             data = {"parameters": {"binary_data_size": len(raw[i])}} if raw else {"data": t.listed()}
             inputs.append({"name": t.name, "shape": t.values.shape, "datatype": t.datatype, **data})
-        wanted = {"parameters": {"binary_data_output": True}} if self._target.binary else {}
-        head = msgspec.json.encode({**wanted, "inputs": inputs})
+        options = {"parameters": {"binary_data_output": True}} if self._target.binary else {}
+        head = msgspec.json.encode({**options, "inputs": inputs})
         return b"".join((head, *raw)), _HEADER % len(head) if raw else b""
 
-    async def send(self, body: tuple[bytes, bytes], answer: Answer) -> None:
+    async def send(self, body: tuple[bytes, bytes], answer: BenchRecord) -> None:
         await self._client.send(answer, *body)
 
 
-def _object(answer: Answer) -> dict[str, Any] | None:
+def _object(answer: BenchRecord) -> dict[str, Any] | None:
     if answer.failure is not None:
         return None
     try:
-        found = json.loads(answer.text)
+        document = json.loads(answer.text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None

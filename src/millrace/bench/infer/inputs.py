@@ -1,8 +1,8 @@
-"""What a tensor model is asked: random, zero, or from a file, drawn by seed before the run.
+"""Inputs for a tensor model: random by seed, zero, or from a file; created before the run.
 
-A file is perf_analyzer's: {"data": [{INPUT: [values] | {"content": [values], "shape": [...]} | {"b64": "..."}}, ...]},
-an entry for each item of a batch, which are taken one after the other and again from the first. In its place a folder
-may hold a file for each input, by its name: raw values, or for BYTES a string on each line.
+Files have perf_analyzer's format: {"data": [{INPUT: [values] | {"content": [values], "shape": [...]} | {"b64": "..."}},
+...]}, one entry per batch item, used cyclically. A folder instead holds one file per input, named like it: raw values,
+or for BYTES one string per line.
 """
 
 import base64
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from millrace.bench.infer.model import Model, Spec, dims
+from millrace.bench.infer.model import BenchModel, TensorSpec, dims
 from millrace.errors import ConfigError
 from millrace.model_repository.request.tensors import (
     BYTES,
@@ -31,15 +31,19 @@ from millrace.model_repository.request.tensors import (
 )
 
 RANDOM, ZERO = "random", "zero"
-MOST_FILE, MOST_BYTES, DIFFERENT = 1 << 30, 256 << 20, 16  # different requests of one batch size, and all their bytes
-_INTEGERS = 128  # random ones are below: that fits every datatype, and the vocabulary of every model
+MAX_FILE, MAX_BYTES, DIFFERENT = (
+    1 << 30,
+    256 << 20,
+    16,
+)  # file size; bytes and number of distinct requests per batch size
+_INTEGERS = 128  # bound of random integers: fits every datatype and every vocabulary
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 Item = Mapping[str, Array]  # one value of each input, without the batch
 
 
 def parse_shapes(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """`NAME:3,224,224`, each for one input. raises ConfigError"""
-    found = {}
+    """Parse --shape values such as `NAME:3,224,224`. raises ConfigError"""
+    shapes = {}
     for text in texts:
         name, _, lengths = text.rpartition(":")
         try:
@@ -48,18 +52,18 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
             shape = ()
         if not name or not shape or len(shape) > MOST_DIMENSIONS or not all(0 < d <= 1 << 32 for d in shape):
             raise ConfigError(f'--shape is "{text}"', "NAME:LENGTH,LENGTH,... of one item of a batch", "write it so")
-        found[name] = shape
-    return found
+        shapes[name] = shape
+    return shapes
 
 
-def read_items(path: Path, model: Model) -> list[Item]:
-    """The whole file is checked here. raises ConfigError"""
+def read_items(path: Path, model: BenchModel) -> list[Item]:
+    """Read and check a whole input file or folder. raises ConfigError"""
     try:
         if path.is_dir():
             return [{spec.name: _from_folder(path, spec) for spec in model.inputs}]
-        if path.stat().st_size > MOST_FILE:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes", f"at most {MOST_FILE}", "give less of it")
-        told = json.loads(path.read_bytes())
+        if path.stat().st_size > MAX_FILE:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes", f"at most {MAX_FILE}", "give less of it")
+        document = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"--input-data {path} cannot be read: {error.strerror}", "random, zero, a file or a folder", "check it"
@@ -68,47 +72,47 @@ def read_items(path: Path, model: Model) -> list[Item]:
         raise ConfigError(
             f"{path} is not JSON: {error}", '{"data": [...]}, as perf_analyzer has it', "mend it"
         ) from None
-    entries = told.get("data") if isinstance(told, dict) else None
+    entries = document.get("data") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f'{path} has no list "data"', "an entry for each item", "write it as perf_analyzer has it")
     streams = [e if isinstance(e, list) else [e] for e in entries]  # a list in the list is a sequence's
     return [_item(path, number, entry, model) for number, entry in enumerate(chain.from_iterable(streams), 1)]
 
 
-def _wrong(path: Path, number: int, what: str, expected: str) -> NoReturn:
-    raise ConfigError(f"{path}, entry {number} of data: {what}", expected, "correct it")
+def _wrong(path: Path, number: int, problem: str, expected: str) -> NoReturn:
+    raise ConfigError(f"{path}, entry {number} of data: {problem}", expected, "correct it")
 
 
-def _item(path: Path, number: int, entry: Any, model: Model) -> Item:
+def _item(path: Path, number: int, entry: Any, model: BenchModel) -> Item:
     names = [spec.name for spec in model.inputs]
     if not isinstance(entry, dict) or sorted(entry) != sorted(names):
         _wrong(path, number, f"{sorted(entry) if isinstance(entry, dict) else entry!r:.80}", f"inputs {names}")
-    found = {}
+    arrays = {}
     for spec in model.inputs:
-        told = entry[spec.name]
-        given: dict[str, Any] = told if isinstance(told, dict) else {"content": told}
-        shape = _shape(path, number, spec, given.get("shape", spec.shape))
+        value = entry[spec.name]
+        fields: dict[str, Any] = value if isinstance(value, dict) else {"content": value}
+        shape = _shape(path, number, spec, fields.get("shape", spec.shape))
         try:
-            if "b64" in given:
-                found[spec.name] = from_raw(base64.b64decode(given["b64"], validate=True), spec.datatype, shape)
+            if "b64" in fields:
+                arrays[spec.name] = from_raw(base64.b64decode(fields["b64"], validate=True), spec.datatype, shape)
             else:
-                found[spec.name] = typed(given["content"], spec.datatype, shape)
+                arrays[spec.name] = typed(fields["content"], spec.datatype, shape)
         except (ValueError, TypeError, OverflowError, KeyError, binascii.Error) as error:
             _wrong(path, number, f'"{spec.name}": {error!s:.200}', f"{spec.datatype} of shape {dims(shape)}")
-    return found
+    return arrays
 
 
-def _shape(path: Path, number: int, spec: Spec, told: Any) -> tuple[int, ...]:
-    is_shape = isinstance(told, list | tuple) and all(isinstance(d, int) and not isinstance(d, bool) for d in told)
-    fits = is_shape and len(told) == len(spec.shape)
-    if not fits or any(d < 1 or s not in (-1, d) for s, d in zip(spec.shape, told, strict=True)):
-        _wrong(path, number, f'"{spec.name}" has the shape {told!s:.80}',
+def _shape(path: Path, number: int, spec: TensorSpec, shape: Any) -> tuple[int, ...]:
+    is_shape = isinstance(shape, list | tuple) and all(isinstance(d, int) and not isinstance(d, bool) for d in shape)
+    fits = is_shape and len(shape) == len(spec.shape)
+    if not fits or any(d < 1 or s not in (-1, d) for s, d in zip(spec.shape, shape, strict=True)):
+        _wrong(path, number, f'"{spec.name}" has the shape {shape!s:.80}',
                f'"shape": {dims(spec.shape)}, -1 being any length, or --shape')  # fmt: skip
-    return tuple(told)
+    return tuple(shape)
 
 
-def _from_folder(folder: Path, spec: Spec) -> Array:
-    """raises ConfigError, OSError"""
+def _from_folder(folder: Path, spec: TensorSpec) -> Array:
+    """Read one input of a folder. raises ConfigError, OSError"""
     data = (folder / spec.name).read_bytes()
     try:
         if spec.datatype == BYTES:
@@ -119,8 +123,8 @@ def _from_folder(folder: Path, spec: Spec) -> Array:
         raise ConfigError(f"{folder / spec.name}: {error}", expected, "correct it") from None
 
 
-def drawn(spec: Spec, kind: str, string_length: int, rng: "np.random.Generator") -> Array:
-    """Floats from 0 to 1, integers from 0 to 127, strings of letters; or zeros, and strings of none."""
+def random_array(spec: TensorSpec, kind: str, string_length: int, rng: "np.random.Generator") -> Array:
+    """Generate an input: floats in [0, 1), integers from 0 to 127, strings of letters; or zeros and empty strings."""
     n = prod(spec.shape)
     if spec.datatype == BYTES:
         length = string_length if kind == RANDOM else 0
@@ -136,23 +140,23 @@ def drawn(spec: Spec, kind: str, string_length: int, rng: "np.random.Generator")
     return rng.random(spec.shape).astype(dtype)
 
 
-def batches(model: Model, size: int, items: Sequence[Item], label: str = "the file") -> list[list[Tensor]]:
-    """Inputs of different requests, as many as all items fill, and as `MOST_BYTES` hold. raises ConfigError"""
-    found: list[list[Tensor]] = []
+def batches(model: BenchModel, size: int, items: Sequence[Item], label: str = "the file") -> list[list[Tensor]]:
+    """Assemble items into distinct requests, as many as fit into `MAX_BYTES`. raises ConfigError"""
+    requests: list[list[Tensor]] = []
     n_bytes, n_requests = 0, len(items) if len(items) % size else len(items) // size
     for i in range(n_requests):
         chosen = [items[(i * size + k) % len(items)] for k in range(size)]
         tensors = [_stacked(spec, [item[spec.name] for item in chosen], model.batched, label) for spec in model.inputs]
         n_bytes += sum(len(t.raw()) for t in tensors)
-        if n_bytes > MOST_BYTES and found:
+        if n_bytes > MAX_BYTES and requests:
             break
-        if n_bytes > MOST_BYTES:
-            raise ConfigError(f"a request of {n_bytes:,} bytes", f"at most {MOST_BYTES:,}", "a smaller batch or shape")
-        found.append(tensors)
-    return found
+        if n_bytes > MAX_BYTES:
+            raise ConfigError(f"a request of {n_bytes:,} bytes", f"at most {MAX_BYTES:,}", "a smaller batch or shape")
+        requests.append(tensors)
+    return requests
 
 
-def _stacked(spec: Spec, values: Sequence[Array], batched: bool, label: str) -> Tensor:
+def _stacked(spec: TensorSpec, values: Sequence[Array], batched: bool, label: str) -> Tensor:
     if len({v.shape for v in values}) > 1:
         raise ConfigError(
             f'items of "{spec.name}" of different shapes in one batch', "one shape", f"change {label}, or -b 1"
@@ -160,16 +164,16 @@ def _stacked(spec: Spec, values: Sequence[Array], batched: bool, label: str) -> 
     return Tensor(spec.name, spec.datatype, np.stack(values) if batched else values[0])
 
 
-def synthetic(model: Model, size: int, kind: str, string_length: int, seed: int) -> list[list[Tensor]]:
-    """Random requests that differ, or a zero one. raises ConfigError"""
+def synthetic(model: BenchModel, size: int, kind: str, string_length: int, seed: int) -> list[list[Tensor]]:
+    """Generate distinct random requests, or one of zeros. raises ConfigError"""
     per_item = sum(prod(s.shape) * _bytes_of(s, string_length) for s in model.inputs)
-    n = 1 if kind == ZERO else max(1, min(DIFFERENT, MOST_BYTES // max(1, size * per_item)))
-    if size * per_item > MOST_BYTES:
-        raise ConfigError(f"a request of {size * per_item:,} bytes", f"at most {MOST_BYTES:,}", "a smaller batch")
+    n = 1 if kind == ZERO else max(1, min(DIFFERENT, MAX_BYTES // max(1, size * per_item)))
+    if size * per_item > MAX_BYTES:
+        raise ConfigError(f"a request of {size * per_item:,} bytes", f"at most {MAX_BYTES:,}", "a smaller batch")
     rng = np.random.default_rng(random.Random(f"{seed}/tensors/{size}").getrandbits(64))
-    items = [{s.name: drawn(s, kind, string_length, rng) for s in model.inputs} for _ in range(n * size)]
+    items = [{s.name: random_array(s, kind, string_length, rng) for s in model.inputs} for _ in range(n * size)]
     return batches(model, size, items)
 
 
-def _bytes_of(spec: Spec, string_length: int) -> int:
+def _bytes_of(spec: TensorSpec, string_length: int) -> int:
     return 4 + string_length if spec.datatype == BYTES else int(np.dtype(DTYPES[spec.datatype]).itemsize)

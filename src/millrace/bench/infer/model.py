@@ -1,4 +1,4 @@
-"""What a server tells of a model: inputs and outputs, batches, instances."""
+"""Description of a tensor model from the server's metadata: inputs, outputs, batching, instances."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ from typing import Any
 from millrace.errors import ConfigError, MachineError, sanitize
 from millrace.model_repository.request.tensors import DTYPES, MOST_DIMENSIONS, MOST_ELEMENTS
 
-_MOST = 2**31 - 1  # of a batch and of instances, as Triton's configuration has them
+_MAX_INT = 2**31 - 1  # limit of batch sizes and instances in Triton's configuration
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """shape: of one item, without the batch; -1: as long as one likes"""
+class TensorSpec:
+    """An input or output. shape: without the batch dimension; -1: any length"""
 
     name: str
     datatype: str
@@ -20,15 +20,17 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """max_batch: items of a request at most, 0 where it takes no batches, None where the server does not say how many;
-    instances: how many run at a time, and where, "" where it does not say"""
+class BenchModel:
+    """A tensor model. max_batch: largest batch, 0 without batching, None if unknown
+
+    instances: number and device kinds, "" if unknown
+    """
 
     name: str
     version: str
     platform: str
-    inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     max_batch: int | None
     instances: str = ""
 
@@ -37,7 +39,7 @@ class Model:
         return self.max_batch != 0
 
     def check_batch(self, size: int) -> None:
-        """raises ConfigError"""
+        """Refuse batch sizes that the model does not take. raises ConfigError"""
         if size > 1 and not self.batched:
             raise ConfigError(f'--batch-size {size}: "{self.name}" takes no batches', "1", "leave it out")
         if self.max_batch is not None and self.batched and size > self.max_batch:
@@ -45,16 +47,16 @@ class Model:
                 f'--batch-size {size} for "{self.name}"', f"at most {self.max_batch}, its max_batch_size", "lower it"
             )
 
-    def shaped(self, shapes: Mapping[str, tuple[int, ...]], free_ends: bool = False) -> "Model":
-        """With the shapes that the user gives. free_ends: shapes come with the data. raises ConfigError"""
-        known = {spec.name: spec for spec in self.inputs}
+    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]], free_ends: bool = False) -> "BenchModel":
+        """Set the shapes given by the user. free_ends: shapes come with the data. raises ConfigError"""
+        by_name = {spec.name: spec for spec in self.inputs}
         for name in shapes:
-            if name not in known:
-                raise ConfigError(f'--shape of "{name}"', f"an input: {', '.join(known)}", "correct the name")
+            if name not in by_name:
+                raise ConfigError(f'--shape of "{name}"', f"an input: {', '.join(by_name)}", "correct the name")
         return replace(self, inputs=tuple(_shaped(spec, shapes.get(spec.name), free_ends) for spec in self.inputs))
 
 
-def _shaped(spec: Spec, shape: tuple[int, ...] | None, free_ends: bool) -> Spec:
+def _shaped(spec: TensorSpec, shape: tuple[int, ...] | None, free_ends: bool) -> TensorSpec:
     if shape is not None:
         fits = len(shape) == len(spec.shape) and all(a in (-1, b) for a, b in zip(spec.shape, shape, strict=True))
         if not fits:
@@ -73,10 +75,10 @@ def dims(shape: Sequence[int]) -> str:
     return ",".join(map(str, shape))
 
 
-def told_model(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) -> Model:
-    """From KServe's metadata, and Triton's configuration where there is one. raises MachineError
+def parse_model(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) -> BenchModel:
+    """Parse KServe's metadata, and Triton's configuration if there is one. raises MachineError
 
-    Without a configuration, a first dimension of -1 in every input is taken for the batch.
+    Without a configuration, a first dimension of -1 in every input is taken as the batch.
     """
     try:
         inputs, outputs = (tuple(map(_spec, metadata.get(key) or ())) for key in ("inputs", "outputs"))
@@ -85,7 +87,7 @@ def told_model(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) ->
         if config is None:
             max_batch = None if inputs and all(spec.shape[:1] == (-1,) for spec in inputs) else 0
         else:
-            max_batch = whole(config.get("max_batch_size", 0), 0, _MOST)
+            max_batch = bounded_int(config.get("max_batch_size", 0), 0, _MAX_INT)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _no_model(f"{type(error).__name__}: {error}") from None
     if max_batch != 0:
@@ -93,53 +95,55 @@ def told_model(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) ->
     if not inputs:
         raise _no_model("no inputs")
     version = versions[-1] if versions else ""
-    return Model(name, version, platform, inputs, outputs, max_batch, _instances(config))
+    return BenchModel(name, version, platform, inputs, outputs, max_batch, _instances(config))
 
 
-def _spec(told: Mapping[str, Any]) -> Spec:
-    """Its name as it is, since it is sent back."""
-    shape = tuple(whole(d, -1, MOST_ELEMENTS) for d in told["shape"])
+def _spec(tensor: Mapping[str, Any]) -> TensorSpec:
+    """Parse an input or output; its name is kept verbatim because it is sent back."""
+    shape = tuple(bounded_int(d, -1, MOST_ELEMENTS) for d in tensor["shape"])
     if len(shape) > MOST_DIMENSIONS:
         raise ValueError(f"{len(shape)} dimensions")
-    if told["datatype"] not in DTYPES:
-        raise ValueError(f"the datatype {told['datatype']!s:.80}")
-    name = told["name"]
+    if tensor["datatype"] not in DTYPES:
+        raise ValueError(f"the datatype {tensor['datatype']!s:.80}")
+    name = tensor["name"]
     if not isinstance(name, str):
         raise TypeError("a name that is no text")
     name.encode()  # raises UnicodeEncodeError, a ValueError, for half of a character
-    return Spec(name, str(told["datatype"]), shape)
+    return TensorSpec(name, str(tensor["datatype"]), shape)
 
 
-def _text(told: Any) -> str:
-    """To be shown. raises TypeError"""
-    if not isinstance(told, str | int):
-        raise TypeError(f"{type(told).__name__} where a text was expected")
-    return sanitize(str(told))
+def _text(value: Any) -> str:
+    """Sanitise a string for output. raises TypeError"""
+    if not isinstance(value, str | int):
+        raise TypeError(f"{type(value).__name__} where a text was expected")
+    return sanitize(str(value))
 
 
-def whole(told: Any, low: int, high: int) -> int:
-    """A number that a server tells, as JSON's or as protobuf's text. raises ValueError, TypeError"""
+def bounded_int(value: Any, low: int, high: int) -> int:
+    """Convert a number of a server, from JSON or protobuf's text form. raises ValueError, TypeError"""
     try:
-        n = int(told)
+        n = int(value)
     except OverflowError:  # 1e999
-        raise ValueError(f"the number {told}") from None
+        raise ValueError(f"the number {value}") from None
     if not low <= n <= high:
         raise ValueError(f"a number that is not from {low} to {high}")
     return n
 
 
-def _no_model(why: str) -> MachineError:
-    return MachineError(f"the model's metadata cannot be read ({why})", "KServe's: name, inputs, outputs", "ask curl")
+def _no_model(reason: str) -> MachineError:
+    return MachineError(
+        f"the model's metadata cannot be read ({reason})", "KServe's: name, inputs, outputs", "ask curl"
+    )
 
 
 def _instances(config: Mapping[str, Any] | None) -> str:
-    """`2 on CPU`: what the groups of a configuration add up to; one of GPUs has its count on each of them."""
-    found: dict[str, int] = {}
+    """Format the total instances of all groups as `2 on CPU`; a GPU group has its count on each GPU."""
+    counts: dict[str, int] = {}
     try:
         for group in (config or {}).get("instance_group") or ():
             kind = _text(group.get("kind", "KIND_AUTO")).removeprefix("KIND_")
-            n = whole(group.get("count", 1), 0, _MOST)
-            found[kind] = found.get(kind, 0) + n * max(1, len(group.get("gpus") or ()))
+            n = bounded_int(group.get("count", 1), 0, _MAX_INT)
+            counts[kind] = counts.get(kind, 0) + n * max(1, len(group.get("gpus") or ()))
     except (TypeError, ValueError, AttributeError):
         return ""
-    return ", ".join(f"{n} on {kind}" for kind, n in found.items())
+    return ", ".join(f"{n} on {kind}" for kind, n in counts.items())

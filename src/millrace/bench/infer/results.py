@@ -1,4 +1,4 @@
-"""Inferences at several levels as data, as perf_analyzer's CSV, and as one offline page."""
+"""Results of `bench infer` as JSON, perf_analyzer's CSV and an HTML page."""
 
 import csv
 import io
@@ -11,8 +11,8 @@ from typing import Any
 from markupsafe import Markup
 
 from millrace.bench.client.certify import Certificate, doubts, kept_up
-from millrace.bench.infer.latency_curves import SCHEMA, Line, labels, lines_of
-from millrace.bench.infer.measure import InferResults, Point
+from millrace.bench.infer.latency_curves import SCHEMA, LatencyCurve, curves_of, labels
+from millrace.bench.infer.measure import InferResults, LevelMeasurement
 from millrace.bench.report.results import DEFINITIONS
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
@@ -24,7 +24,7 @@ _KINDS = 5  # colours of the style sheet
 
 
 def report(done: InferResults) -> dict[str, Any]:
-    """JSON-able. Times in ms."""
+    """Convert results to JSON data. Times in ms."""
     model = asdict(done.model)
     return {
         "schema": SCHEMA, "url": done.target.url, "protocol": done.target.protocol, "model": model,
@@ -42,11 +42,11 @@ def report(done: InferResults) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _point(p: Point, certificate: Certificate | None) -> dict[str, Any]:
-    found = p.metrics.of_requests.get(LATENCY)
-    latency = None if found is None else {
-        "mean": found.mean, "std": found.std, "min": found.min, "max": found.max,
-        **{f"p{n}": found.percentiles[n] for n in _PERCENTILES}, "intervals": found.intervals,
+def _point(p: LevelMeasurement, certificate: Certificate | None) -> dict[str, Any]:
+    stats = p.metrics.of_requests.get(LATENCY)
+    latency = None if stats is None else {
+        "mean": stats.mean, "std": stats.std, "min": stats.min, "max": stats.max,
+        **{f"p{n}": stats.percentiles[n] for n in _PERCENTILES}, "intervals": stats.intervals,
     }  # fmt: skip
     rate = p.metrics.output_tokens_per_s
     return {
@@ -58,87 +58,90 @@ def _point(p: Point, certificate: Certificate | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def answered(points: Sequence[Point]) -> list[Point]:
+def with_answers(points: Sequence[LevelMeasurement]) -> list[LevelMeasurement]:
     return [p for p in points if p.metrics.n]
 
 
-def latency_ms(p: Point, percentile: int = 50) -> float:
+def latency_ms(p: LevelMeasurement, percentile: int = 50) -> float:
     return p.metrics.of_requests[LATENCY].percentiles[percentile]
 
 
-def rate(p: Point) -> float:
+def rate(p: LevelMeasurement) -> float:
     return p.metrics.output_tokens_per_s.value
 
 
-def verdict(points: Sequence[Point]) -> str:
-    """What the plot says, in figures."""
-    found = answered(points)
-    if not found:
+def verdict(points: Sequence[LevelMeasurement]) -> str:
+    """Summarise the plot in a sentence: the highest throughput and the lowest latency."""
+    usable = with_answers(points)
+    if not usable:
         return "No request was answered."
-    most, quickest = max(found, key=rate), min(found, key=latency_ms)
-    said = [
+    most, quickest = max(usable, key=rate), min(usable, key=latency_ms)
+    sentences = [
         f"Most: {rate(most):,.1f} inferences/s at {most.level.says}, p50 {latency_ms(most):,.2f} ms.",
         f"Quickest: p50 {latency_ms(quickest):,.2f} ms at {quickest.level.says}, {rate(quickest):,.1f} inferences/s.",
     ]
     if most is not quickest:
-        said.append(
+        sentences.append(
             f"The first has {rate(most) / rate(quickest):.2f} times the inferences of the second at "
             f"{latency_ms(most) / latency_ms(quickest):.2f} times its latency."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def notes(done: InferResults) -> list[str]:
-    said = [f"It ended early: {done.ended}."] if done.ended else []
+    sentences = [f"It ended early: {done.ended}."] if done.ended else []
     slow = [p.level.says for p in done.points if not p.effort.keeps_up]
-    said += doubts(done.certificate, [p.effort for p in done.points], f"at {'; '.join(slow) or 'most'}")
+    sentences += doubts(done.certificate, [p.effort for p in done.points], f"at {'; '.join(slow) or 'most'}")
     failed = {kind: n for p in done.points for kind, n in p.metrics.failures.items()}
     if failed:
         total = sum(p.metrics.n_failed for p in done.points)
-        said.append(
+        sentences.append(
             f"{total} requests failed ({', '.join(failed)}); they are in no latency, and in rates by their time alone."
         )
     if done.points and all(p.server is None for p in done.points):
-        said.append("The server tells no statistics of its own: what is queue and what is computing is not known.")
-    return said
+        sentences.append("The server tells no statistics of its own: what is queue and what is computing is not known.")
+    return sentences
 
 
 def write_results(
-    folder: Path, done: InferResults, with_picture: bool = False, beside: Sequence[Line] = ()
+    folder: Path, done: InferResults, with_picture: bool = False, earlier_curves: Sequence[LatencyCurve] = ()
 ) -> list[str]:
-    """Names of the files that it wrote into the folder, which is made. with_picture: the plot as PNG. raises OSError"""
+    """Create the folder, write all files and return their names. with_picture: the plot as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"report.html": infer_page(done, beside), "summary.json": json.dumps(report(done), indent=2)}
+    files = {"report.html": infer_page(done, earlier_curves), "summary.json": json.dumps(report(done), indent=2)}
     for size in sorted({p.level.batch for p in done.points}):
         text = perf_analyzer_csv([p for p in done.points if p.level.batch == size])
         if text:
             files[f"perf_analyzer_b{size}.csv"] = text
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    svg = plot([*lines_of(report(done)), *beside]) if with_picture else None
+    svg = plot([*curves_of(report(done)), *earlier_curves]) if with_picture else None
     if svg is None:
         return list(files)
     (folder / PICTURE).write_bytes(png(svg))
     return [*files, PICTURE]
 
 
-def perf_analyzer_csv(points: Sequence[Point]) -> str:
-    """As `perf_analyzer -f` writes it: microseconds; what sending alone takes this client does not tell apart, so that
-    is in the network's column. Without the server's statistics their columns are left out, as there."""
-    found = answered(points)
-    if not found:
+def perf_analyzer_csv(points: Sequence[LevelMeasurement]) -> str:
+    """Format results like `perf_analyzer -f`, in microseconds.
+
+    Send time is not measured separately and is part of the network column. Without server statistics their columns are
+    left out, as in perf_analyzer.
+    """
+    usable = with_answers(points)
+    if not usable:
         return ""
     stages = ("queue", "compute_input", "compute_infer", "compute_output")
-    told = all(p.server is not None for p in found)
+    has_server_times = all(p.server is not None for p in usable)
     names = ["Server Queue", "Server Compute Input", "Server Compute Infer", "Server Compute Output"]
     rows: list[list[Any]] = [[
-        "Concurrency" if found[0].level.concurrency else "Request Rate", "Inferences/Second", "Client Send",
-        *(["Network+Server Send/Recv", *names] if told else []), "Client Recv",
+        "Concurrency" if usable[0].level.concurrency else "Request Rate", "Inferences/Second", "Client Send",
+        *(["Network+Server Send/Recv", *names] if has_server_times else []), "Client Recv",
         *(f"p{n} latency" for n in _PERCENTILES),
     ]]  # fmt: skip
-    for p in found:
+    for p in usable:
         server = []
-        if told and p.server is not None:
+        if has_server_times and p.server is not None:
             times = [round(1e3 * p.server.stages_ms[name]) for name in stages]
             mean_us = round(1e3 * p.metrics.of_requests[LATENCY].mean)
             server = [max(0, mean_us - sum(times)), *times]
@@ -150,30 +153,30 @@ def perf_analyzer_csv(points: Sequence[Point]) -> str:
     return text.getvalue()
 
 
-def infer_page(done: InferResults, beside: Sequence[Line] = ()) -> str:
-    """beside: lines of earlier results, drawn behind this one's"""
-    told = report(done)
-    lines = [*lines_of(told), *beside]
+def infer_page(done: InferResults, earlier_curves: Sequence[LatencyCurve] = ()) -> str:
+    """Render the page. earlier_curves: of earlier results, drawn behind this one's"""
+    document = report(done)
+    lines = [*curves_of(document), *earlier_curves]
     return render(
-        Path(__file__).with_name("infer_page.html"), told=told, model=done.model, svg=plot(lines),
+        Path(__file__).with_name("infer_page.html"), report=document, model=done.model, svg=plot(lines),
         key=[(i % _KINDS, label) for i, label in enumerate(labels(lines))],
     )  # fmt: skip
 
 
-def plot(lines: Sequence[Line]) -> Markup | None:
-    """From the lightest load to the heaviest; dots say the load."""
+def plot(lines: Sequence[LatencyCurve]) -> Markup | None:
+    """Plot inferences/s against latency, with the load at each dot."""
     dots = [dot for line in lines for dot in line.dots]
     if not dots:
         return None
-    drawn = Plot(
+    figure = Plot(
         Axis.over("ms a request, median", [dot.median_ms for dot in dots]),
         Axis.over("inferences/s", [dot.rate for dot in dots]),
     )
     for i, line in enumerate(lines):
         xs, ys = [dot.median_ms for dot in line.dots], [dot.rate for dot in line.dots]
         if len(line.dots) > 1:
-            drawn.line(xs, ys, i % _KINDS)
-        drawn.dots(xs, ys, i % _KINDS)
+            figure.line(xs, ys, i % _KINDS)
+        figure.dots(xs, ys, i % _KINDS)
         for dot in line.dots:
-            drawn.text(dot.median_ms, dot.rate, dot.load)
-    return drawn.svg("inferences a second against latency, by batch size and instances")
+            figure.text(dot.median_ms, dot.rate, dot.load)
+    return figure.svg("inferences a second against latency, by batch size and instances")

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from millrace.bench.client.request_record import Answer
-from millrace.bench.infer.model import Model
+from millrace.bench.client.request_record import BenchRecord
+from millrace.bench.infer.model import BenchModel
 from millrace.bench.names import HTTP
 from millrace.model_repository.request.tensors import Tensor
 
@@ -33,7 +33,7 @@ class Transport(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def model(self) -> Model:
+    async def model(self) -> BenchModel:
         """raises MachineError where the server or the model is not there"""
 
     async def statistics(self) -> Mapping[str, Any] | None:
@@ -42,5 +42,5 @@ class Transport(Protocol):
     def body(self, tensors: Sequence[Tensor]) -> Any:
         """A request, ready to be sent again and again. raises ConfigError"""
 
-    async def send(self, body: Any, answer: Answer) -> None:
+    async def send(self, body: Any, answer: BenchRecord) -> None:
         """Fills `answer`; only a cancel raises."""

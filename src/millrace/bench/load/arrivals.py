@@ -1,4 +1,4 @@
-"""When requests arrive: at a constant rate, or by chance, with a ramp at the start."""
+"""Arrival times of requests: constant, Poisson or gamma, with an optional ramp-up."""
 
 import math
 import random
@@ -9,9 +9,11 @@ from itertools import chain
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """rate_per_s: in the mean; burstiness: of `gamma`, its shape: 1 is Poisson, below 1 comes in bursts, above is more
-    even (as `vllm bench serve` means it); ramp_s: the rate grows linearly from 0 in this time; at_once: the first comes
-    at once, and the others as much earlier"""
+    """An arrival process. rate_per_s: mean rate; ramp_s: time in which the rate grows linearly from 0
+
+    burstiness: shape of `gamma`: 1 is Poisson, below 1 is bursty, above 1 more even (as in `vllm bench serve`)
+    at_once: shift all arrivals so that the first is at 0
+    """
 
     rate_per_s: float
     pattern: str = "poisson"
@@ -20,7 +22,7 @@ class Arrivals:
     at_once: bool = False
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Seconds after the start, without end. The first is at once where the rate is constant and without ramp."""
+        """Yield arrival times in seconds after the start, without end; a constant rate without ramp starts at 0."""
         times = self._times(rng)
         if self.at_once:
             first_s = next(times)
@@ -39,7 +41,7 @@ class Arrivals:
                 yield self._when(n)
 
     def _gap(self, rng: random.Random) -> float:
-        """Of mean 1."""
+        """Return a random gap of mean 1."""
         match self.pattern:
             case "poisson":
                 return rng.expovariate(1.0)
@@ -48,7 +50,7 @@ class Arrivals:
         return 1.0
 
     def _when(self, n: float) -> float:
-        """The time by which n requests are expected: n = rate t^2 / (2 ramp), then rate (t - ramp / 2)."""
+        """Return the time by which n requests are expected: n = rate t^2 / (2 ramp), then rate (t - ramp / 2)."""
         in_ramp = self.rate_per_s * self.ramp_s / 2
         if n <= in_ramp:
             return math.sqrt(2 * self.ramp_s * n / self.rate_per_s) if n else 0.0

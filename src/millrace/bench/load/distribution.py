@@ -1,4 +1,4 @@
-"""Numbers drawn around a mean, as a flag writes them: `100`, `normal:100,20`, `lognormal:100,50`, `exponential:100`."""
+"""Distributions given as flags: `100`, `normal:100,20`, `lognormal:100,50`, `exponential:100`."""
 
 import math
 import random
@@ -12,7 +12,7 @@ _LARGEST = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A distribution by its own mean and standard deviation. What a normal one draws below zero becomes zero."""
+    """A distribution with a mean and standard deviation; negative samples of a normal one become 0."""
 
     mean: float
     deviation: float = 0.0
@@ -30,21 +30,21 @@ class Spread:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> "Spread":
-        """raises ConfigError that names `flag`"""
+        """Parse a distribution. raises ConfigError that names `flag`"""
         kind, colon, numbers = text.partition(":")
         if not colon:
             kind, numbers = "constant", text
-        wanted = 2 if kind in ("normal", "lognormal") else 1
+        n_expected = 2 if kind in ("normal", "lognormal") else 1
         try:
-            found = [float(part) for part in numbers.split(",")]
+            values = [float(part) for part in numbers.split(",")]
         except ValueError:
-            found = []
-        if kind not in KINDS or len(found) != wanted:
+            values = []
+        if kind not in KINDS or len(values) != n_expected:
             raise ConfigError(
                 f'{flag} is "{text}"', "100, normal:100,20, lognormal:100,20 or exponential:100 (mean, deviation)",
                 "write it so",
             )  # fmt: skip
-        return cls(found[0], found[1] if wanted == 2 else found[0] * (kind == "exponential"), kind)
+        return cls(values[0], values[1] if n_expected == 2 else values[0] * (kind == "exponential"), kind)
 
     def draw(self, rng: random.Random) -> float:
         match self.kind:

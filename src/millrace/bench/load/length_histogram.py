@@ -1,9 +1,8 @@
-"""How long prompts and answers are together: counts of input x output lengths, from a file, drawn by seed.
+"""Joint histogram of input and output lengths, read from a file and sampled by seed.
 
-A histogram's file is JSON: {"isl_edges": [1, 64, 129], "osl_edges": [1, 200], "counts": [[5], [3]]}: five requests of
-1 to 63 input and 1 to 199 output tokens, three of 64 to 128. A result of `millrace bench -o` has it as
-`histogram.json`; `requests.jsonl` of one, and a trace (of `serve --record`, Mooncake's, Azure's), give each line's own
-lengths.
+The file is JSON: {"isl_edges": [1, 64, 129], "osl_edges": [1, 200], "counts": [[5], [3]]} means five requests of 1 to
+63 input and 1 to 199 output tokens, and three of 64 to 128. `millrace bench -o` writes it as `histogram.json`.
+`requests.jsonl` and traces (of `serve --record`, Mooncake, Azure) are read with the lengths of each line.
 """
 
 import json
@@ -16,39 +15,41 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from millrace.bench.client.request_record import Answer
+from millrace.bench.client.request_record import BenchRecord
 from millrace.errors import ConfigError
-from millrace.tune.trace_formats import MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
+from millrace.tune.trace_formats import MAX_TOKENS, Lines, begins, numbered, opened, rows, wrong
 
 NAME = "histogram.json"
-MOST_BINS = 1 << 20
-_BINS = 32  # of each length, in what is written
-_PAIRS = (("input_length", "output_length"), ("n_prompt", "n_output"))  # of a trace, of a result
-Bin = tuple[int, int, int, int]  # the least and the most input tokens, the same of output
+MAX_BINS = 1 << 20
+_BINS = 32  # of each length, in written histograms
+_PAIRS = (("input_length", "output_length"), ("n_prompt", "n_output"))  # keys in a trace, in a result
+Bin = tuple[int, int, int, int]  # lowest and highest input tokens, lowest and highest output tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Histogram:
-    """upto: of each bin, how many requests it and those before it have"""
+class LengthHistogram:
+    """A histogram. upto: cumulative counts"""
 
     bins: Sequence[Bin]
     upto: Sequence[int]
 
     @classmethod
-    def of(cls, counts: Mapping[Bin, int]) -> "Histogram":
-        """In an order that does not depend on the file's."""
+    def from_counts(cls, counts: Mapping[Bin, int]) -> "LengthHistogram":
+        """Create a histogram with sorted bins."""
         filled = sorted((b, n) for b, n in counts.items() if n)
         return cls([b for b, _ in filled], list(accumulate(n for _, n in filled)))
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Input and output tokens: a bin by its count, and within it every length alike."""
+        """Sample input and output tokens: a bin by its count, then uniformly within it."""
         low, high, out_low, out_high = self.bins[bisect_right(self.upto, rng.randrange(self.upto[-1]))]
         return rng.randint(low, high), rng.randint(out_low, out_high)
 
 
-def told_histogram(answers: Sequence[Answer]) -> dict[str, Any] | None:
-    """Of whole answers, as its file has it: lengths themselves where they are few, else bins of equal width. None where
-    the server tells no input lengths."""
+def histogram_to_dict(answers: Sequence[BenchRecord]) -> dict[str, Any] | None:
+    """Return the histogram of complete answers in the file's format; None if the server reports no input lengths.
+
+    Bins are single lengths if there are few, otherwise of equal width.
+    """
     pairs = [(a.n_prompt, a.n_output) for a in answers if a.n_prompt and a.n_output and a.failure is None]
     if not pairs:
         return None
@@ -68,15 +69,15 @@ def _edges(lengths: Sequence[int]) -> list[int]:
     return list(range(least, most + width, width))
 
 
-def read_histogram(path: Path) -> Histogram:
-    """raises ConfigError that names the file, and the line"""
+def read_histogram(path: Path) -> LengthHistogram:
+    """Read a histogram, a trace or a result. raises ConfigError that names file and line"""
     path = path / NAME if path.is_dir() else path
     with opened(path, "a histogram, a trace, or requests.jsonl") as file:
         if begins(file) == b"T":
             return _of_pairs(path, ((row.n_input, row.n_output) for row in rows(numbered(file, path), path)))
         first = next(numbered(file, path), (0, b""))[1]
         file.seek(0)
-        if (told := _object(first)) is not None and _pair(told) is not None:
+        if (fields := _object(first)) is not None and _pair(fields) is not None:
             return _of_pairs(path, _pairs(path, numbered(file, path)))
         try:
             return _of_counts(path, json.loads(file.read().decode("utf-8-sig")))
@@ -88,60 +89,60 @@ def read_histogram(path: Path) -> Histogram:
 
 def _object(line: bytes) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(line)
+        document = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
-def _pair(told: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Lengths as a trace or a result has them."""
-    return next(((told[a], told[b]) for a, b in _PAIRS if a in told and b in told), None)
+def _pair(fields: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return the lengths of a line of a trace or a result."""
+    return next(((fields[a], fields[b]) for a, b in _PAIRS if a in fields and b in fields), None)
 
 
 def _pairs(path: Path, lines: Lines) -> Iterator[tuple[int, int]]:
-    """An answer that failed, or of unknown length, is left out."""
+    """Yield the lengths of all lines; failed answers and unknown lengths are skipped."""
     for number, line in lines:
-        told = _object(line)
-        pair = None if told is None else _pair(told)
-        if told is None or pair is None:
+        fields = _object(line)
+        pair = None if fields is None else _pair(fields)
+        if fields is None or pair is None:
             wrong(path, number, f"{line.decode(errors='replace').strip():.80}", "lengths, as in the first line")
-        if told.get("failure") is not None or pair[0] is None:
+        if fields.get("failure") is not None or pair[0] is None:
             continue
-        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MOST_TOKENS for n in pair):
-            wrong(path, number, f"the lengths {pair!r:.80}", f"tokens up to {MOST_TOKENS}")
+        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_TOKENS for n in pair):
+            wrong(path, number, f"the lengths {pair!r:.80}", f"tokens up to {MAX_TOKENS}")
         yield pair
 
 
-def _of_pairs(path: Path, pairs: Iterator[tuple[int, int]]) -> Histogram:
-    """One of no token counts as one."""
+def _of_pairs(path: Path, pairs: Iterator[tuple[int, int]]) -> LengthHistogram:
+    """Create a histogram of exact lengths; a length of 0 counts as 1."""
     counts: Counter[Bin] = Counter()
     for n_input, n_output in ((max(1, a), max(1, b)) for a, b in pairs):
         counts[n_input, n_input, n_output, n_output] += 1
     if not counts:
         _wrong(str(path), "no request with its lengths", "one at least")
-    return Histogram.of(counts)
+    return LengthHistogram.from_counts(counts)
 
 
-def _of_counts(path: Path, told: Any) -> Histogram:
-    if not isinstance(told, dict):
+def _of_counts(path: Path, document: Any) -> LengthHistogram:
+    if not isinstance(document, dict):
         _wrong(str(path), "no JSON object", '{"isl_edges": [...], "osl_edges": [...], "counts": [[...]]}')
-    edges = [told.get(name) for name in ("isl_edges", "osl_edges")]
+    edges = [document.get(name) for name in ("isl_edges", "osl_edges")]
     for name, values in zip(("isl_edges", "osl_edges"), edges, strict=True):
-        if not (isinstance(values, list) and 2 <= len(values) <= MOST_BINS and all(map(_is_count, values))):
+        if not (isinstance(values, list) and 2 <= len(values) <= MAX_BINS and all(map(_is_count, values))):
             _wrong(str(path), f'"{name}" is {values!r:.60}', "two whole numbers at least")
-        if values[0] < 1 or values[-1] > MOST_TOKENS or any(a >= b for a, b in pairwise(values)):
-            _wrong(str(path), f'"{name}" is {values!r:.60}', f"numbers that grow, from 1 to {MOST_TOKENS}")
+        if values[0] < 1 or values[-1] > MAX_TOKENS or any(a >= b for a, b in pairwise(values)):
+            _wrong(str(path), f'"{name}" is {values!r:.60}', f"numbers that grow, from 1 to {MAX_TOKENS}")
     inputs, outputs = edges
     assert inputs is not None and outputs is not None
-    rows = told.get("counts")
+    rows = document.get("counts")
     if not (isinstance(rows, list) and len(rows) == len(inputs) - 1) or any(
         not isinstance(row, list) or len(row) != len(outputs) - 1 or not all(map(_is_count, row)) for row in rows
     ):
         _wrong(str(path), '"counts" does not fit', f"{len(inputs) - 1} lists of {len(outputs) - 1} whole numbers")
     if not any(map(any, rows)):
         _wrong(str(path), '"counts" are all 0', "one request at least")
-    return Histogram.of(
+    return LengthHistogram.from_counts(
         {
             (inputs[i], inputs[i + 1] - 1, outputs[j], outputs[j + 1] - 1): n
             for i, row in enumerate(rows)
@@ -154,5 +155,5 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 53
 
 
-def _wrong(where: str, what: str, expected: str) -> NoReturn:
-    raise ConfigError(f"{where}: {what}", expected, "correct it")
+def _wrong(location: str, problem: str, expected: str) -> NoReturn:
+    raise ConfigError(f"{location}: {problem}", expected, "correct it")

@@ -1,4 +1,5 @@
-"""Prompts of a wanted length without the model's tokenizer: common words, and what tokens a server makes of them."""
+"""Prompts of a given token length without the model's tokenizer, from common words and a fitted tokens-per-word
+ratio."""
 
 import random
 from dataclasses import dataclass
@@ -21,20 +22,20 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True, slots=True)
 class PromptWords:
-    """How many tokens a text of words is: `overhead` (the chat template) and so many for each word."""
+    """Token count of a text of words: `overhead` (chat template) plus `tokens_per_word` for each word."""
 
     tokens_per_word: float = 1.0
     overhead: float = 0.0
 
     @classmethod
     def fitted(cls, few: tuple[int, int], many: tuple[int, int]) -> "PromptWords":
-        """From two prompts, each (words, tokens that the server told)."""
+        """Fit to two prompts, each (words, tokens reported by the server)."""
         slope = (many[1] - few[1]) / (many[0] - few[0])
-        if slope <= 0:  # a server that tells no lengths, or cuts
+        if slope <= 0:  # the server reports no lengths, or truncates
             return cls()
         return cls(slope, max(0.0, few[1] - slope * few[0]))
 
     def text(self, n_tokens: float, rng: random.Random, fresh: bool = True) -> str:
-        """About so many tokens; one word at least. fresh: with the template's tokens, as at a prompt's beginning"""
+        """Generate a text of about n tokens, at least one word. fresh: a new prompt, whose template tokens count"""
         n_words = (n_tokens - (self.overhead if fresh else 0.0)) / self.tokens_per_word
         return " ".join(rng.choices(WORDS, k=max(1, round(n_words))))

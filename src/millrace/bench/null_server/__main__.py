@@ -12,12 +12,12 @@ async def _serve(timing: NullTiming, over_grpc: bool) -> None:
     """Until stdin ends, as it does with the process that started this one. Tells its addresses in a line."""
     ledger = Ledger(timing)
     server = await NullServer(ledger).start()
-    told = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
+    address = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
     if over_grpc:
         from millrace.bench.null_server.grpc import started  # an extra: only where it is asked for
 
-        told += f" {HOST}:{await started(ledger, HOST)}"
-    sys.stdout.write(told + "\n")
+        address += f" {HOST}:{await started(ledger, HOST)}"
+    sys.stdout.write(address + "\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

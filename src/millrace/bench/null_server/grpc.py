@@ -45,46 +45,46 @@ class _Service:
             "ModelStatistics": self._statistics, "ModelInfer": self._infer,
         }  # fmt: skip
 
-    async def _live(self, asked: Any, context: Any) -> Any:
+    async def _live(self, request: Any, context: Any) -> Any:
         return message("ServerLiveResponse")(live=True)
 
-    async def _ready(self, asked: Any, context: Any) -> Any:
+    async def _ready(self, request: Any, context: Any) -> Any:
         return message("ServerReadyResponse")(ready=True)
 
-    async def _metadata(self, asked: Any, context: Any) -> Any:
+    async def _metadata(self, request: Any, context: Any) -> Any:
         return message("ServerMetadataResponse")(name="null", version=kserve.VERSION, extensions=kserve.EXTENSIONS)
 
-    async def _model(self, asked: Any, context: Any) -> kserve.Model:
+    async def _model(self, request: Any, context: Any) -> kserve.NullModel:
         try:
-            return kserve.model_of(asked.name, asked.version)
+            return kserve.model_of(request.name, request.version)
         except kserve.RefusedError as error:
             return await context.abort(_CODES[error.status], str(error))  # type: ignore[no-any-return]  # it raises
 
-    async def _model_ready(self, asked: Any, context: Any) -> Any:
-        return message("ModelReadyResponse")(ready=kserve.has_model(asked.name, asked.version))
+    async def _model_ready(self, request: Any, context: Any) -> Any:
+        return message("ModelReadyResponse")(ready=kserve.has_model(request.name, request.version))
 
-    async def _model_metadata(self, asked: Any, context: Any) -> Any:
-        told = (await self._model(asked, context)).metadata()
-        return message("ModelMetadataResponse")(**told)
+    async def _model_metadata(self, request: Any, context: Any) -> Any:
+        metadata = (await self._model(request, context)).metadata()
+        return message("ModelMetadataResponse")(**metadata)
 
-    async def _config(self, asked: Any, context: Any) -> Any:
-        told = (await self._model(asked, context)).config(self._ledger.timing.instances)
-        return message("ModelConfigResponse")(config=told)
+    async def _config(self, request: Any, context: Any) -> Any:
+        config = (await self._model(request, context)).config(self._ledger.timing.instances)
+        return message("ModelConfigResponse")(config=config)
 
-    async def _statistics(self, asked: Any, context: Any) -> Any:
-        model = await self._model(asked, context)
+    async def _statistics(self, request: Any, context: Any) -> Any:
+        model = await self._model(request, context)
         return message("ModelStatisticsResponse")(model_stats=[kserve.statistics(model.name, self._ledger.truth)])
 
-    async def _infer(self, asked: Any, context: Any) -> Any:
+    async def _infer(self, request: Any, context: Any) -> Any:
         name = dict(context.invocation_metadata() or ()).get("x-request-id", "")
         try:
-            model = kserve.model_of(asked.model_name, asked.model_version)
-            outputs, n = model.echoed(_inputs(asked))
+            model = kserve.model_of(request.model_name, request.model_version)
+            outputs, n = model.echoed(_inputs(request))
         except kserve.RefusedError as error:
             await context.abort(_CODES[error.status], str(error))
         sent, fault = self._ledger.inferred(name, model.name, n), self._ledger.fault_of(len(self._ledger.truth) - 1)
         reply = message("ModelInferResponse")(
-            model_name=model.name, model_version=kserve.VERSION, id=asked.id,
+            model_name=model.name, model_version=kserve.VERSION, id=request.id,
             outputs=[{"name": t.name, "datatype": t.datatype, "shape": t.shape} for t in outputs],
             raw_output_contents=[t.data for t in outputs],
         )  # fmt: skip
@@ -101,12 +101,12 @@ class _Service:
         return reply
 
 
-def _inputs(asked: Any) -> list[kserve.Tensor]:
+def _inputs(request: Any) -> list[kserve.NullTensor]:
     """raises RefusedError, as Triton words it"""
-    found, raw = [], list(asked.raw_input_contents)
-    if raw and len(raw) != len(asked.inputs):
-        raise kserve.RefusedError(f"expected {len(asked.inputs)} raw inputs, got {len(raw)}")
-    for i, one in enumerate(asked.inputs):
+    tensors, raw = [], list(request.raw_input_contents)
+    if raw and len(raw) != len(request.inputs):
+        raise kserve.RefusedError(f"expected {len(request.inputs)} raw inputs, got {len(raw)}")
+    for i, one in enumerate(request.inputs):
         if raw and one.HasField("contents"):
             raise kserve.RefusedError(
                 f"contents field must not be specified when using raw_input_contents for '{one.name}'"
@@ -116,14 +116,14 @@ def _inputs(asked: Any) -> list[kserve.Tensor]:
             kserve.check(one.name, one.datatype, one.shape, data)
         except (struct.error, ValueError, KeyError) as error:
             raise kserve.RefusedError(f"input '{one.name}': {error}") from None
-        found.append(kserve.Tensor(one.name, one.datatype, tuple(one.shape), data))
-    return found
+        tensors.append(kserve.NullTensor(one.name, one.datatype, tuple(one.shape), data))
+    return tensors
 
 
-def _packed(one: Any) -> bytes:
-    if one.datatype not in CONTENTS:
-        raise kserve.RefusedError(f"{one.datatype} data has to be raw")
-    values = getattr(one.contents, CONTENTS[one.datatype])
-    if one.datatype == "BYTES":
+def _packed(contents: Any) -> bytes:
+    if contents.datatype not in CONTENTS:
+        raise kserve.RefusedError(f"{contents.datatype} data has to be raw")
+    values = getattr(contents.contents, CONTENTS[contents.datatype])
+    if contents.datatype == "BYTES":
         return kserve.join_bytes(values)
-    return struct.pack(f"<{prod(one.shape)}{kserve.FORMATS[one.datatype]}", *values)
+    return struct.pack(f"<{prod(contents.shape)}{kserve.FORMATS[contents.datatype]}", *values)

@@ -21,7 +21,7 @@ from millrace.bench.null_server import replies as replies
 from millrace.bench.null_server.ledger import Ledger, Sent
 
 HOST = "127.0.0.1"
-_MOST_BODY_BYTES = 256 << 20
+_MAX_BODY_BYTES = 256 << 20
 _KSERVE = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|generate|generate_stream)")
 
 
@@ -73,7 +73,7 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._body += body
-        if len(self._body) > _MOST_BODY_BYTES:
+        if len(self._body) > _MAX_BODY_BYTES:
             self._close()
 
     def on_message_complete(self) -> None:
@@ -94,22 +94,22 @@ class _Connection(asyncio.Protocol):
                 self._answer("generate", name, body, streamed=match[3] == "generate_stream")
         else:
             method, ledger = self._parser.get_method().decode(), self._ledger
-            self._write(kserve.told(method, path, ledger.truth, ledger.timing.instances))
+            self._write(kserve.metadata_reply(method, path, ledger.truth, ledger.timing.instances))
 
     def _answer(self, kind: str, name: str, body: bytes, streamed: bool | None = None) -> None:
         """streamed: where the path says so"""
         try:
-            asked: dict[str, Any] = json.loads(body)
+            request: dict[str, Any] = json.loads(body)
         except ValueError:
             return self._write(replies.plain(400, {"error": {"message": "the body is not JSON"}}))
         ledger, number = self._ledger, len(self._ledger.truth)
-        n = 1 if kind == "embeddings" else replies.n_asked(asked)
-        sent, fault = ledger.taken(name, kind, replies.prompt_of(asked), n), ledger.fault_of(number)
+        n = 1 if kind == "embeddings" else replies.n_asked(request)
+        sent, fault = ledger.record_request(name, kind, replies.prompt_of(request), n), ledger.fault_of(number)
         if fault == "status":
             return self._write(replies.plain(500, {"error": {"message": "as it was told to"}}))
         if streamed is None:
-            streamed = bool(asked.get("stream")) and kind != "embeddings"
-        options = asked.get("stream_options") or {}
+            streamed = bool(request.get("stream")) and kind != "embeddings"
+        options = request.get("stream_options") or {}
         _Stream(self, sent, ledger.timing.tokens_per_chunk if streamed else n, fault).run(
             streamed, bool(options.get("continuous_usage_stats"))
         )
@@ -118,13 +118,13 @@ class _Connection(asyncio.Protocol):
     def _infer(self, model: str, version: str, name: str, body: bytes, n_json: int | None) -> None:
         ledger = self._ledger
         try:
-            found = kserve.model_of(model, version)
-            asked, inputs = kserve.read_request(body, n_json)
-            outputs, n = found.echoed(inputs)
+            target = kserve.model_of(model, version)
+            request, inputs = kserve.read_request(body, n_json)
+            outputs, n = target.echoed(inputs)
         except kserve.RefusedError as error:
             return self._write(replies.plain(error.status, {"error": str(error)}))
         sent, fault = ledger.inferred(name, model, n), ledger.fault_of(len(ledger.truth) - 1)
-        reply = kserve.infer_reply(model, asked, outputs)
+        reply = kserve.infer_reply(model, request, outputs)
         self.later(sent.arrived_s + sent.due_s[0], lambda: self._inferred(sent, n, reply, fault))
         return None
 
@@ -170,7 +170,7 @@ class _Stream:
     sent: Sent
     tokens_per_chunk: int
     fault: str | None
-    _told: int = 0  # tokens
+    _n_sent: int = 0  # tokens
     _each_usage: bool = False
 
     def run(self, streamed: bool, each_usage: bool) -> None:
@@ -188,20 +188,20 @@ class _Stream:
         """What is due goes out: a chunk's tokens when its first is."""
         sent, n = self.sent, len(self.sent.due_s)
         now = time.perf_counter()
-        while self.connection.is_open and self._told < n and sent.arrived_s + sent.due_s[self._told] <= now:
-            if self.fault is not None and self._told >= n // 2 and self._fails():
+        while self.connection.is_open and self._n_sent < n and sent.arrived_s + sent.due_s[self._n_sent] <= now:
+            if self.fault is not None and self._n_sent >= n // 2 and self._fails():
                 return
-            n_tokens = min(self.tokens_per_chunk, n - self._told)
-            self._told += n_tokens
-            told = replies.usage(sent.kind, sent.n_prompt, self._told) if self._each_usage else None
-            data = replies.text_event(sent.kind, n_tokens, told)
+            n_tokens = min(self.tokens_per_chunk, n - self._n_sent)
+            self._n_sent += n_tokens
+            usage = replies.usage(sent.kind, sent.n_prompt, self._n_sent) if self._each_usage else None
+            data = replies.text_event(sent.kind, n_tokens, usage)
             sent.sent_s.append(time.perf_counter())
             sent.n_tokens.append(n_tokens)
             self.connection.write(data)
         if not self.connection.is_open:
             return
-        if self._told < n:
-            self._wait(self._told, self._chunk)
+        if self._n_sent < n:
+            self._wait(self._n_sent, self._chunk)
         else:
             self.connection.write(replies.last_events(sent.kind, sent.n_prompt, n))
 

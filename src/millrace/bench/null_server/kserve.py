@@ -1,7 +1,7 @@
-"""What the null server says by KServe's protocol: models that answer with their inputs, as JSON or in binary.
+"""KServe protocol of the null server: models that echo their inputs, as JSON or in binary.
 
-`null` takes 16 FP32 and 16 INT32 in batches; `null_single` 16 FP32 without; `null_FP64`, `null_BYTES`, ... as many of
-one datatype as come; `any` takes whatever it is given. Written with `struct`, apart from the client's own reading.
+`null` takes 16 FP32 and 16 INT32 in batches; `null_single` 16 FP32 without batching; `null_FP64`, `null_BYTES`, ... any
+number of one datatype; `any` takes everything. Implemented with `struct`, independently of the client's parser.
 """
 
 import json
@@ -30,15 +30,15 @@ _STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "comput
 
 
 class RefusedError(Exception):
-    """What Triton answers with, and its status."""
+    """An error with Triton's message and HTTP status."""
 
-    def __init__(self, what: str, status: int = 400) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
         self.status = status
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class NullTensor:
     """data: raw, as in the binary extension"""
 
     name: str
@@ -48,8 +48,8 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """tensors: (datatype, dims) of INPUT0, INPUT1, ..., and of its outputs; max_batch 0: no batches"""
+class NullModel:
+    """A model. tensors: (datatype, dims) of INPUT0, INPUT1, ..., and of its outputs; max_batch 0: no batching"""
 
     name: str
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -81,10 +81,10 @@ class Model:
             "input": tensors("INPUT"), "output": tensors("OUTPUT"), "instance_group": [group],
         }  # fmt: skip
 
-    def echoed(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Its outputs, and how many items the batch had. raises RefusedError, as Triton words it"""
+    def echoed(self, inputs: Sequence[NullTensor]) -> tuple[list[NullTensor], int]:
+        """Return the outputs and the batch size. raises RefusedError with Triton's wording"""
         if self.name == "any":
-            return [Tensor("OUTPUT", t.datatype, t.shape, t.data) for t in inputs[:1]], inputs[0].shape[0]
+            return [NullTensor("OUTPUT", t.datatype, t.shape, t.data) for t in inputs[:1]], inputs[0].shape[0]
         expected = {t["name"]: t for t in self.tensors_told("INPUT")}
         if {t.name for t in inputs} != expected.keys() or len(inputs) != len(expected):
             n = len(expected)
@@ -101,23 +101,23 @@ class Model:
         n = inputs[0].shape[0] if self.max_batch else 1
         if self.max_batch and not 1 <= n <= self.max_batch:
             raise RefusedError(f"inference request batch-size must be <= {self.max_batch} for '{self.name}'")
-        return [Tensor(t.name.replace("INPUT", "OUTPUT"), t.datatype, t.shape, t.data) for t in inputs], n
+        return [NullTensor(t.name.replace("INPUT", "OUTPUT"), t.datatype, t.shape, t.data) for t in inputs], n
 
 
-def model_of(name: str, version: str = "") -> Model:
-    """raises RefusedError where there is none"""
+def model_of(name: str, version: str = "") -> NullModel:
+    """Find a model. raises RefusedError if there is none"""
     kind = name.removeprefix("null_")
     if version in ("", VERSION):
         if name == "null":
-            return Model(name, (("FP32", (16,)), ("INT32", (16,))))
+            return NullModel(name, (("FP32", (16,)), ("INT32", (16,))))
         if name == "null_single":
-            return Model(name, (("FP32", (16,)),), 0)
+            return NullModel(name, (("FP32", (16,)),), 0)
         if kind != name and kind in CONFIG_TYPES:
-            return Model(name, ((kind, (-1,)),))
+            return NullModel(name, ((kind, (-1,)),))
         if name == "any":
-            return Model(name, ())
-    found = f"'{name}' version {version} is not found" if version else f"'{name}' is not found"
-    raise RefusedError(f"Request for unknown model: {found}", 404)
+            return NullModel(name, ())
+    detail = f"'{name}' version {version} is not found" if version else f"'{name}' is not found"
+    raise RefusedError(f"Request for unknown model: {detail}", 404)
 
 
 def has_model(name: str, version: str) -> bool:
@@ -128,8 +128,8 @@ def has_model(name: str, version: str) -> bool:
     return True
 
 
-def told(method: str, path: str, sent: Iterable[Sent], instances: int) -> bytes:
-    """Everything but inference: health, metadata, config, statistics."""
+def metadata_reply(method: str, path: str, sent: Iterable[Sent], instances: int) -> bytes:
+    """Answer all requests except inference: health, metadata, config, statistics."""
     if method != "GET":
         return plain(405, {"error": "Method Not Allowed"})
     if path in ("/v2", "/v2/"):
@@ -158,41 +158,41 @@ def told(method: str, path: str, sent: Iterable[Sent], instances: int) -> bytes:
 
 
 def statistics(name: str, sent: Iterable[Sent]) -> dict[str, Any]:
-    """Of what was answered: as Triton tells it, each a count and nanoseconds."""
+    """Return Triton's statistics of the answered requests: counts and nanoseconds."""
     done = [s for s in sent if s.kind == "infer" and s.model == name and s.sent_s]
     queue_ns = sum(round(1e9 * s.queue_s) for s in done)
     all_ns = sum(round(1e9 * (s.sent_s[0] - s.arrived_s)) for s in done)
-    found = {stage: {"count": 0, "ns": 0} for stage in _STAGES}
-    found |= {stage: {"count": len(done), "ns": 0} for stage in ("compute_input", "compute_output")}
-    found["success"] = {"count": len(done), "ns": all_ns}
-    found["queue"] = {"count": len(done), "ns": queue_ns}
-    found["compute_infer"] = {"count": len(done), "ns": all_ns - queue_ns}
+    stages = {stage: {"count": 0, "ns": 0} for stage in _STAGES}
+    stages |= {stage: {"count": len(done), "ns": 0} for stage in ("compute_input", "compute_output")}
+    stages["success"] = {"count": len(done), "ns": all_ns}
+    stages["queue"] = {"count": len(done), "ns": queue_ns}
+    stages["compute_infer"] = {"count": len(done), "ns": all_ns - queue_ns}
     return {
         "name": name, "version": VERSION, "last_inference": 0, "inference_count": sum(sum(s.n_tokens) for s in done),
-        "execution_count": len(done), "inference_stats": found,
+        "execution_count": len(done), "inference_stats": stages,
     }  # fmt: skip
 
 
-def read_request(body: bytes, n_json: int | None) -> tuple[dict[str, Any], list[Tensor]]:
-    """Its JSON and its inputs. raises RefusedError"""
+def read_request(body: bytes, n_json: int | None) -> tuple[dict[str, Any], list[NullTensor]]:
+    """Parse the JSON and the inputs of a request. raises RefusedError"""
     n = len(body) if n_json is None else n_json
     if not 0 < n <= len(body):
         raise RefusedError(f"inference header size should be in range (0, {len(body)}), got: {n}")
     try:
-        asked: dict[str, Any] = json.loads(body[:n])
+        request: dict[str, Any] = json.loads(body[:n])
         inputs, at = [], n
-        for given in asked["inputs"]:
-            size = (given.get("parameters") or {}).get("binary_data_size")
-            shape, datatype = tuple(map(int, given["shape"])), given["datatype"]
-            data = from_json(given["data"], datatype) if size is None else body[at : at + size]
+        for tensor in request["inputs"]:
+            size = (tensor.get("parameters") or {}).get("binary_data_size")
+            shape, datatype = tuple(map(int, tensor["shape"])), tensor["datatype"]
+            data = from_json(tensor["data"], datatype) if size is None else body[at : at + size]
             at += size or 0
-            check(given["name"], datatype, shape, data)
-            inputs.append(Tensor(given["name"], datatype, shape, data))
+            check(tensor["name"], datatype, shape, data)
+            inputs.append(NullTensor(tensor["name"], datatype, shape, data))
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise RefusedError(f"Unable to parse 'inputs': {type(error).__name__}: {error}") from None
     if at != len(body):
         raise RefusedError(f"unexpected additional input data for model: {len(body) - at} bytes")
-    return asked, inputs
+    return request, inputs
 
 
 def check(name: str, datatype: str, shape: Sequence[int], data: bytes) -> None:
@@ -202,15 +202,15 @@ def check(name: str, datatype: str, shape: Sequence[int], data: bytes) -> None:
 
 
 def split_bytes(data: bytes) -> list[bytes]:
-    """raises struct.error, ValueError"""
-    found, at = [], 0
+    """Split length-prefixed strings. raises struct.error, ValueError"""
+    values, at = [], 0
     while at < len(data):
         (n,) = struct.unpack_from("<I", data, at)
-        found.append(data[at + 4 : at + 4 + n])
+        values.append(data[at + 4 : at + 4 + n])
         at += 4 + n
     if at != len(data):
         raise ValueError("a string that ends too early")
-    return found
+    return values
 
 
 def join_bytes(values: Iterable[bytes]) -> bytes:
@@ -218,7 +218,7 @@ def join_bytes(values: Iterable[bytes]) -> bytes:
 
 
 def from_json(data: Any, datatype: str) -> bytes:
-    """Nested or flat. raises RefusedError, ValueError, struct.error"""
+    """Pack nested or flat JSON values. raises RefusedError, ValueError, struct.error"""
     flat = list(_flat(data))
     if datatype in _ONLY_BINARY:
         raise RefusedError(f"receiving {datatype} data via JSON is not supported. Please use the binary data format")
@@ -231,16 +231,16 @@ def _flat(data: Any) -> Iterable[Any]:
     return chain.from_iterable(map(_flat, data)) if isinstance(data, list) else [data]
 
 
-def infer_reply(model: str, asked: Mapping[str, Any], outputs: Sequence[Tensor]) -> bytes:
-    """The whole answer with its head: each output in binary where it, or the whole request, asks for that."""
-    wanted = {o["name"]: o.get("parameters") or {} for o in asked.get("outputs") or ()}
-    otherwise = bool((asked.get("parameters") or {}).get("binary_data_output"))
-    told, raw = [], []
+def infer_reply(model: str, request: Mapping[str, Any], outputs: Sequence[NullTensor]) -> bytes:
+    """Return the HTTP response of an inference; outputs are binary if they, or the whole request, ask for it."""
+    output_parameters = {o["name"]: o.get("parameters") or {} for o in request.get("outputs") or ()}
+    binary_by_default = bool((request.get("parameters") or {}).get("binary_data_output"))
+    entries, raw = [], []
     for t in outputs:
-        if wanted and t.name not in wanted:
+        if output_parameters and t.name not in output_parameters:
             continue
         one: dict[str, Any] = {"name": t.name, "datatype": t.datatype, "shape": t.shape}
-        if wanted.get(t.name, {}).get("binary_data", otherwise):
+        if output_parameters.get(t.name, {}).get("binary_data", binary_by_default):
             one["parameters"] = {"binary_data_size": len(t.data)}
             raw.append(t.data)
         elif t.datatype == "BYTES":
@@ -249,9 +249,9 @@ def infer_reply(model: str, asked: Mapping[str, Any], outputs: Sequence[Tensor])
             return plain(400, {"error": f"sending {t.datatype} data via JSON is not supported."})
         else:
             one["data"] = list(struct.unpack(f"<{prod(t.shape)}{FORMATS[t.datatype]}", t.data))
-        told.append(one)
-    more = {"id": asked["id"]} if "id" in asked else {}
-    head = json.dumps({**more, "model_name": model, "model_version": VERSION, "outputs": told}).encode()
+        entries.append(one)
+    more = {"id": request["id"]} if "id" in request else {}
+    head = json.dumps({**more, "model_name": model, "model_version": VERSION, "outputs": entries}).encode()
     kind = b"application/octet-stream" if raw else b"application/json"
     lines = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % kind
     if raw:

@@ -1,4 +1,4 @@
-"""When the null server does what: times drawn by seed and number of the request, and what became of each."""
+"""Timing of the null server, random by seed and request number, and the record of what it sent."""
 
 import heapq
 import random
@@ -12,24 +12,23 @@ FAULTS = ("status", "break", "malformed", "stall", "error")
 
 @dataclass(frozen=True, slots=True)
 class NullTiming:
-    """ttft_ms: from the request's last byte to the first token; itl_ms: from one token to the next.
+    """Timing of answers. ttft_ms: from the request's last byte to the first token; itl_ms: between tokens
 
-    An inference of a batch takes as long as an answer of so many tokens. instances: so many requests run at a time, the
-    others wait in the order in which they came; 0: all of them run. kv_tokens: what its KV cache holds, as its metrics
-    tell; 0: it has no metrics.
+    An inference of a batch takes as long as an answer of that many tokens. instances: requests that run at a time, the
+    others queue in order of arrival; 0: unlimited. kv_tokens: KV-cache size reported by its metrics; 0: no metrics
     """
 
     ttft_ms: str = "100"
     itl_ms: str = "20"
     tokens_per_chunk: int = 1
     seed: int = 0
-    fault: str | None = None  # one of FAULTS: half-way through an answer, but `status`, which is at once
-    fault_every: int = 1  # of so many requests the last
+    fault: str | None = None  # one of FAULTS, halfway through an answer; `status` at once
+    fault_every: int = 1  # every n-th request
     instances: int = 0
     kv_tokens: int = 0
 
     def token_s(self, number: int, n: int) -> list[float]:
-        """When each of `n` tokens of request `number` is due, in seconds after its arrival."""
+        """Return when each of n tokens of a request is due, in seconds after its arrival."""
         rng, due = random.Random(f"{self.seed}/{number}"), []
         ttft, itl = Spread.parse(self.ttft_ms, "ttft_ms"), Spread.parse(self.itl_ms, "itl_ms")
         at = ttft.draw(rng) / 1e3
@@ -41,7 +40,7 @@ class NullTiming:
 
 @dataclass(slots=True)
 class Sent:
-    """What was done for one request. sent_s, n_tokens: of each chunk"""
+    """Record of one request. sent_s, n_tokens: of each chunk"""
 
     id: str
     kind: str
@@ -55,14 +54,14 @@ class Sent:
 
 
 class Ledger:
-    """truth: every request, in the order in which they arrived"""
+    """Schedule and record of all requests. truth: the records in order of arrival"""
 
     def __init__(self, timing: NullTiming) -> None:
         self.timing, self.truth = timing, list[Sent]()
         self._free_s = [0.0] * timing.instances  # when each instance is
 
-    def taken(self, name: str, kind: str, n_prompt: int, n: int, model: str = "") -> Sent:
-        """A request that has arrived now, and when its `n` tokens are due: after those before it have left a place."""
+    def record_request(self, name: str, kind: str, n_prompt: int, n: int, model: str = "") -> Sent:
+        """Record a request that has arrived now, and schedule its n tokens after a free instance."""
         sent = Sent(name, kind, time.perf_counter(), n_prompt, self.timing.token_s(len(self.truth), n), model=model)
         self.truth.append(sent)
         if self._free_s:
@@ -73,8 +72,8 @@ class Ledger:
         return sent
 
     def inferred(self, name: str, model: str, n: int) -> Sent:
-        """An inference that has arrived now: its last item's time is when it ends."""
-        sent = self.taken(name, "infer", 0, n, model)
+        """Record an inference that has arrived now; it ends at the time of its last item."""
+        sent = self.record_request(name, "infer", 0, n, model)
         del sent.due_s[:-1]
         return sent
 

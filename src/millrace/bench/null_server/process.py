@@ -41,7 +41,7 @@ class NullProcess:
     def truth_list(self) -> list[Sent]:
         """What it did, in the order in which requests arrived."""
         with urllib.request.urlopen(f"{self.url}/truth", timeout=30) as reply:
-            return [Sent(**told) for told in json.load(reply)]
+            return [Sent(**fields) for fields in json.load(reply)]
 
     @property
     def truth(self) -> dict[str, Sent]:

@@ -8,18 +8,18 @@ PATHS = {
     "/v1/embeddings": "embeddings",
 }  # fmt: skip
 WORD = " mill"  # every token of an answer
-MOST_TOKENS = 1 << 17
+MAX_TOKENS = 1 << 17
 
 
-def words_in(asked: Any) -> int:
+def words_in(content: Any) -> int:
     """Tokens of a prompt: its words, wherever they stand in the request."""
-    match asked:
+    match content:
         case str():
-            return len(asked.split())
+            return len(content.split())
         case list():
-            return sum(map(words_in, asked))
+            return sum(map(words_in, content))
         case dict():
-            return words_in(asked.get("content")) or words_in(asked.get("text"))
+            return words_in(content.get("content")) or words_in(content.get("text"))
         case int():
             return 1
     return 0
@@ -29,7 +29,7 @@ def n_asked(body: dict[str, Any]) -> int:
     """Tokens of the answer: exactly as many as were asked for, 16 where nothing was said."""
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         if isinstance(n := body.get(name), int):
-            return max(1, min(n, MOST_TOKENS))
+            return max(1, min(n, MAX_TOKENS))
     return 16
 
 
@@ -53,7 +53,7 @@ DONE = b"e\r\ndata: [DONE]\n\n\r\n"
 END = b"0\r\n\r\n"
 
 
-def text_event(kind: str, n_tokens: int, told: dict[str, int] | None) -> bytes:
+def text_event(kind: str, n_tokens: int, usage_json: dict[str, int] | None) -> bytes:
     """Several tokens may share an event. told: the usage so far, where each event is to carry it"""
     text = WORD * n_tokens
     match kind:
@@ -67,11 +67,11 @@ def text_event(kind: str, n_tokens: int, told: dict[str, int] | None) -> bytes:
             return event({"model_name": "null", "model_version": "1", "text_output": text})
         case _:
             more = {"type": "response.output_text.delta", "item_id": "null", "output_index": 0, "delta": text}
-    return event({**more, "usage": told} if told else more)
+    return event({**more, "usage": usage_json} if usage_json else more)
 
 
 def last_events(kind: str, n_prompt: int, n_output: int) -> bytes:
-    told = usage(kind, n_prompt, n_output)
+    usage_json = usage(kind, n_prompt, n_output)
     match kind:
         case "chat":
             finish = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
@@ -80,25 +80,25 @@ def last_events(kind: str, n_prompt: int, n_output: int) -> bytes:
         case "generate":
             return END
         case _:
-            return event({"type": "response.completed", "response": {"status": "completed", "usage": told}}) + END
-    return event(finish) + event({"choices": [], "usage": told}) + DONE + END
+            return event({"type": "response.completed", "response": {"status": "completed", "usage": usage_json}}) + END
+    return event(finish) + event({"choices": [], "usage": usage_json}) + DONE + END
 
 
 def full_body(kind: str, n_prompt: int, n_output: int) -> bytes:
     """An answer that is not streamed, with its head."""
-    told, text = usage(kind, n_prompt, n_output), WORD * n_output
+    usage_json, text = usage(kind, n_prompt, n_output), WORD * n_output
     match kind:
         case "embeddings":
-            data: dict[str, Any] = {"data": [{"index": 0, "embedding": [0.125] * 8}], "usage": told}
+            data: dict[str, Any] = {"data": [{"index": 0, "embedding": [0.125] * 8}], "usage": usage_json}
         case "chat":
-            data = {"choices": [{"message": {"content": text}, "finish_reason": "length"}], "usage": told}
+            data = {"choices": [{"message": {"content": text}, "finish_reason": "length"}], "usage": usage_json}
         case "completions":
-            data = {"choices": [{"text": text, "finish_reason": "length"}], "usage": told}
+            data = {"choices": [{"text": text, "finish_reason": "length"}], "usage": usage_json}
         case "generate":
             data = {"model_name": "null", "model_version": "1", "text_output": text}
         case _:
             content = [{"type": "output_text", "text": text}]
-            data = {"output": [{"type": "message", "content": content}], "status": "completed", "usage": told}
+            data = {"output": [{"type": "message", "content": content}], "status": "completed", "usage": usage_json}
     return plain(200, data)
 
 

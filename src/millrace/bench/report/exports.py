@@ -1,6 +1,6 @@
-"""Results as other tools write them, for what reads those: GenAI-Perf's and AIPerf's JSON and CSV, AIPerf's JSON lines.
+"""Result files, including the formats of GenAI-Perf and AIPerf (JSON, CSV, JSON lines).
 
-Names and units are theirs, and so is the inter-token latency: (t_e - t_1) / (n - 1).
+In those, names, units and the definition of inter-token latency, (t_e - t_1) / (n - 1), follow the other tools.
 """
 
 import csv
@@ -13,12 +13,12 @@ from typing import Any
 
 from millrace.bench.analysis.goodput import goodput
 from millrace.bench.analysis.intervals import PERCENTILES, Summary
-from millrace.bench.analysis.metrics import CHUNK_GAP, OTHERS, OURS
+from millrace.bench.analysis.metrics import CHUNK_GAP, OTHER_TOOLS, OURS
 from millrace.bench.load.length_histogram import NAME as HISTOGRAM
-from millrace.bench.load.length_histogram import told_histogram
+from millrace.bench.load.length_histogram import histogram_to_dict
 from millrace.bench.report.page import bench_page, pictures
 from millrace.bench.report.results import RunResult, line_of, report
-from millrace.bench.run.run import Record
+from millrace.bench.run.run import TurnRecord
 
 _THEIR_ITL = "inter_token_latency_genai_perf"
 _SHARED = (
@@ -32,7 +32,7 @@ AIPERF_SCHEMA = "1.4"  # of AIPerf 0.13
 _PERCENTILES = [f"p{p}" for p in PERCENTILES]
 _GENAI_COLUMNS = ["avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25"]
 _AIPERF_COLUMNS = ["avg", "min", "max", "sum", *_PERCENTILES, "std"]
-_VALUES = {m.name: m.value for m in (*OURS, *OTHERS)}
+_VALUES = {m.name: m.value for m in (*OURS, *OTHER_TOOLS)}
 Table = Mapping[str, Mapping[str, Any]]
 PAGE, SUMMARY, REQUESTS = "report.html", "summary.json", "requests.jsonl"
 GENAI_PERF, AIPERF = "profile_export_genai_perf", "profile_export_aiperf"
@@ -43,8 +43,10 @@ NAMES = (
 
 
 def write_results(folder: Path, done: RunResult, with_pictures: bool = False) -> list[str]:
-    """Names of the files that it wrote into the folder, which is made; first those of which all others can be made.
-    with_pictures: plots as PNG. raises OSError"""
+    """Create the folder, write all files and return their names, sources of the others first.
+
+    with_pictures: plots as PNG. raises OSError
+    """
     folder.mkdir(parents=True, exist_ok=True)
     names = []
     for name, text in _files(done):
@@ -57,7 +59,7 @@ def write_results(folder: Path, done: RunResult, with_pictures: bool = False) ->
 
 
 def _files(done: RunResult) -> Iterator[tuple[str, str]]:
-    """Of NAMES, in that order."""
+    """Yield names and contents of the files, in the order of NAMES."""
     records = sorted(done.run.records, key=lambda r: r.answer.sent_s)
     yield REQUESTS, "".join(line_of(r, done.epoch_s) + "\n" for r in records)
     yield SUMMARY, json.dumps(report(done), indent=2)
@@ -68,19 +70,19 @@ def _files(done: RunResult) -> Iterator[tuple[str, str]]:
     yield f"{AIPERF}.json", json.dumps(aiperf_json(done, aiperf), indent=2)
     yield f"{AIPERF}.csv", _aiperf_csv(aiperf)
     yield "profile_export.jsonl", "".join(json.dumps(aiperf_record(r, done.epoch_s)) + "\n" for r in records)
-    lengths = told_histogram([r.answer for r in records])
+    lengths = histogram_to_dict([r.answer for r in records])
     if lengths is not None:
         yield HISTOGRAM, json.dumps(lengths)
 
 
-def _summary(found: Summary, unit: str) -> dict[str, Any]:
-    percentiles = {f"p{p}": value for p, value in found.percentiles.items()}
-    return {"unit": unit, "avg": found.mean, **percentiles, "min": found.min, "max": found.max, "std": found.std}
+def _summary(stats: Summary, unit: str) -> dict[str, Any]:
+    percentiles = {f"p{p}": value for p, value in stats.percentiles.items()}
+    return {"unit": unit, "avg": stats.mean, **percentiles, "min": stats.min, "max": stats.max, "std": stats.std}
 
 
 def _shared(done: RunResult) -> dict[str, dict[str, Any]]:
-    found = done.metrics.of_requests
-    return {theirs: _summary(found[ours], unit) for theirs, ours, unit in _SHARED if ours in found}
+    stats = done.metrics.of_requests
+    return {theirs: _summary(stats[ours], unit) for theirs, ours, unit in _SHARED if ours in stats}
 
 
 def _good_rate(done: RunResult) -> float | None:
@@ -102,12 +104,12 @@ def genai_perf(done: RunResult) -> dict[str, dict[str, Any]]:
 
 
 def aiperf_metrics(done: RunResult) -> dict[str, dict[str, Any]]:
-    """As GenAI-Perf's, and of each how many values, and their sum."""
+    """Return the metrics like GenAI-Perf's, with count and sum of each."""
     metrics, good = done.metrics, _good_rate(done)
     shared = {
-        theirs: {**_summary(found, unit), "count": found.n, "sum": found.mean * found.n}
+        theirs: {**_summary(stats, unit), "count": stats.n, "sum": stats.mean * stats.n}
         for theirs, ours, unit in (*_SHARED, (CHUNK_GAP, CHUNK_GAP, "ms"))
-        if (found := metrics.of_requests.get(ours)) is not None
+        if (stats := metrics.of_requests.get(ours)) is not None
     }
     answers = [r.answer for r in done.run.records if r.answer.failure is None]
     single = {
@@ -136,7 +138,7 @@ def aiperf_json(done: RunResult, metrics: Table) -> dict[str, Any]:
     return {
         "schema_version": AIPERF_SCHEMA,
         **metrics,
-        "millrace": _config(done),  # `input_config` is AIPerf's own, and it reads nothing else there
+        "millrace": _config(done),  # not `input_config`, which AIPerf parses as its own
         "was_cancelled": bool(done.run.ended),
         "error_summary": [
             {"error_details": dict(zip(("code", "type", "message"), key, strict=True)), "count": n}
@@ -147,7 +149,7 @@ def aiperf_json(done: RunResult, metrics: Table) -> dict[str, Any]:
     }
 
 
-def aiperf_record(record: Record, epoch_s: float) -> dict[str, Any]:
+def aiperf_record(record: TurnRecord, epoch_s: float) -> dict[str, Any]:
     answer, failed = record.answer, record.answer.failure is not None
     metrics: dict[str, Any] = {}
     if not failed:
@@ -169,7 +171,7 @@ def aiperf_record(record: Record, epoch_s: float) -> dict[str, Any]:
     return {"metadata": metadata, "metrics": metrics, "error": _error(record) if failed else None}
 
 
-def _error(record: Record) -> dict[str, Any]:
+def _error(record: TurnRecord) -> dict[str, Any]:
     answer = record.answer
     assert answer.failure is not None
     code = 499 if answer.failure.value == "cancelled" else answer.status
@@ -177,15 +179,15 @@ def _error(record: Record) -> dict[str, Any]:
 
 
 def _config(done: RunResult) -> dict[str, Any]:
-    told = report(done)
+    document = report(done)
     return {
         "written_by": "millrace bench",
-        **{name: told[name] for name in ("url", "endpoint", "model", "engine", "load")},
+        **{name: document[name] for name in ("url", "endpoint", "model", "engine", "load")},
     }
 
 
 def _genai_csv(metrics: Table) -> str:
-    """Metrics of requests, an empty line, totals."""
+    """Format metrics of requests, an empty line, and totals."""
     rows: list[list[str]] = [["Metric", *_GENAI_COLUMNS]]
     for name, values in metrics.items():
         if "p50" in values:

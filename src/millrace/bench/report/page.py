@@ -1,4 +1,4 @@
-"""A run as one offline page: the plots that the field looks at, each with its verdict in figures."""
+"""A run as one offline HTML page: the usual plots, each with a verdict in numbers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from markupsafe import Markup
 from millrace.bench.analysis.intervals import Interval
 from millrace.bench.analysis.latency_breakdown import TO_END, TO_FIRST, Waterfall, latency_shares
 from millrace.bench.analysis.metrics import good, last_s, latency_ms, ttft_ms
-from millrace.bench.client.request_record import Answer
+from millrace.bench.client.request_record import BenchRecord
 from millrace.bench.report.plot_summaries import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
 from millrace.bench.report.results import RunResult, report
 from millrace.bench.run.plan import patterns
-from millrace.bench.run.run import Record
+from millrace.bench.run.run import TurnRecord
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot, downsample
 from millrace.report.png import png
@@ -24,12 +24,12 @@ _BOX = (5, 25, 50, 75, 95)
 
 
 def bench_page(done: RunResult) -> str:
-    """The whole page."""
-    return render(Path(__file__).with_name("bench_page.html"), told=report(done), plots=plots_of(done))
+    """Render the page of a run."""
+    return render(Path(__file__).with_name("bench_page.html"), report=report(done), plots=plots_of(done))
 
 
 def plots_of(done: RunResult) -> list[dict[str, Any]]:
-    """Each with `title`, `svg` and `verdict`, in their order."""
+    """Return all plots in order, each with `title`, `svg` and `verdict`."""
     records, answers = done.run.records, good(done.run.records)
     plots = [
         lengths(answers), ttft(answers), positions(answers), *boxes(records), waterfall(done.waterfall), timeline(done)
@@ -38,16 +38,16 @@ def plots_of(done: RunResult) -> list[dict[str, Any]]:
 
 
 def pictures(done: RunResult) -> dict[str, bytes]:
-    """The same as PNG, by their files' names."""
+    """Return the plots as PNG, by file name."""
     return {f"{p['title'].lower().replace(' ', '-')}.png": png(p["svg"]) for p in plots_of(done)}
 
 
-def _drawn(title: str, svg: Markup, verdict: str) -> dict[str, Any]:
+def _plot_entry(title: str, svg: Markup, verdict: str) -> dict[str, Any]:
     return {"title": title, "svg": svg, "verdict": verdict}
 
 
-def lengths(answers: Sequence[Answer]) -> dict[str, Any] | None:
-    """Input against output length, each square as dark as it is full."""
+def lengths(answers: Sequence[BenchRecord]) -> dict[str, Any] | None:
+    """Plot input against output lengths as a heat map."""
     x = np.array([a.n_prompt for a in answers if a.n_prompt is not None], dtype=np.float64)
     y = np.array([a.n_output for a in answers if a.n_prompt is not None], dtype=np.float64)
     if not x.size:
@@ -62,7 +62,7 @@ def lengths(answers: Sequence[Answer]) -> dict[str, Any] | None:
         )
         plot.box((x_edges[i], y_edges[j]), (x_edges[i + 1], y_edges[j + 1]), 0, 0.15 + 0.85 * n / counts.max(), says)
     verdict = f"{x.size} answers: {_middle(x)} input tokens, {_middle(y)} output tokens."
-    return _drawn("Input and output lengths", plot.svg("histogram of input and output lengths"), verdict)
+    return _plot_entry("Input and output lengths", plot.svg("histogram of input and output lengths"), verdict)
 
 
 def _middle(values: "np.ndarray[Any, np.dtype[np.float64]]") -> str:
@@ -70,7 +70,7 @@ def _middle(values: "np.ndarray[Any, np.dtype[np.float64]]") -> str:
     return f"{middle:,.0f} (5 % to 95 %: {low:,.0f} to {high:,.0f})"
 
 
-def ttft(answers: Sequence[Answer]) -> dict[str, Any] | None:
+def ttft(answers: Sequence[BenchRecord]) -> dict[str, Any] | None:
     points = [(float(a.n_prompt), t) for a in answers if a.n_prompt is not None and (t := ttft_ms(a)) is not None]
     if not points:
         return None
@@ -84,33 +84,35 @@ def ttft(answers: Sequence[Answer]) -> dict[str, Any] | None:
         ends = np.clip([fit.start + fit.slope * x for x in (min(xs), max(xs))], plot.y.low, plot.y.high)
         plot.line([min(xs), max(xs)], ends.tolist(), 1)
         verdict = f"{1e3 * fit.slope:+.1f} ms per 1,000 input tokens{_interval(fit.interval, 1e3)}."
-    return _drawn("Time to first token against input length", plot.svg("time to first token by input length"), verdict)
+    return _plot_entry(
+        "Time to first token against input length", plot.svg("time to first token by input length"), verdict
+    )
 
 
-def positions(answers: Sequence[Answer]) -> dict[str, Any] | None:
+def positions(answers: Sequence[BenchRecord]) -> dict[str, Any] | None:
     at, gaps = gaps_by_position(answers)
     if at.size < 2:
         return None
     edges = np.linspace(at.min(), at.max() + 1, min(_POSITIONS, int(at.max() - at.min()) + 1) + 1)
     which = np.digitize(at, edges) - 1
-    found = [(edges[i] + edges[i + 1]) / 2 for i in np.unique(which)]
+    centres = [(edges[i] + edges[i + 1]) / 2 for i in np.unique(which)]
     middle = [float(np.median(gaps[which == i])) for i in np.unique(which)]
     high = [float(np.percentile(gaps[which == i], 90)) for i in np.unique(which)]
     plot = Plot(
-        Axis.over("output token", found), Axis.over("ms a token: median, and 90th percentile above", high + middle)
+        Axis.over("output token", centres), Axis.over("ms a token: median, and 90th percentile above", high + middle)
     )
-    plot.line(found, high, 1)
-    plot.line(found, middle, 0)
+    plot.line(centres, high, 1)
+    plot.line(centres, middle, 0)
     drift = itl_drift(answers)
     verdict = "Answers are too short for a drift." if drift is None else (
         f"A token of an answer's second half takes {drift.percent:+.1f} % longer than one of its first half"
         f"{_interval(drift.interval)}."
     )  # fmt: skip
-    return _drawn("Inter-token latency along the answer", plot.svg("time between tokens by position"), verdict)
+    return _plot_entry("Inter-token latency along the answer", plot.svg("time between tokens by position"), verdict)
 
 
-def boxes(records: Sequence[Record]) -> list[dict[str, Any] | None]:
-    """Of completion and of TTFT; one box for each pattern of a mix."""
+def boxes(records: Sequence[TurnRecord]) -> list[dict[str, Any] | None]:
+    """Plot boxes of completion time and TTFT, one for each pattern of a mix."""
     parts = patterns(records) or {"all": list(records)}
     return [
         _boxes("Time to completion", {k: [latency_ms(a) for a in good(v)] for k, v in parts.items()}),
@@ -121,29 +123,31 @@ def boxes(records: Sequence[Record]) -> list[dict[str, Any] | None]:
 
 
 def _boxes(title: str, values: dict[str, list[float]]) -> dict[str, Any] | None:
-    values = {name: found for name, found in values.items() if found}
+    values = {name: samples for name, samples in values.items() if samples}
     if not values:
         return None
-    flat = [v for found in values.values() for v in found]
+    flat = [v for samples in values.values() for v in samples]
     plot = Plot(Axis.over("ms", flat), Axis("", -0.6, len(values) - 0.4, list(values)), height=90 + 50 * len(values))
-    for i, found in enumerate(values.values()):
-        p5, p25, p50, p75, p95 = np.percentile(found, _BOX).tolist()
+    for i, samples in enumerate(values.values()):
+        p5, p25, p50, p75, p95 = np.percentile(samples, _BOX).tolist()
         plot.line([p5, p95], [i, i], 4)
         plot.box((p25, i - 0.28), (p75, i + 0.28), 0, 0.8, f"25 % to 75 %: {p25:,.1f} to {p75:,.1f} ms")
         plot.line([p50, p50], [i - 0.28, i + 0.28], 1)
-        plot.dots([max(found)], [float(i)], 1)
-    said = (
-        f"{spread_percent(found) or 0:.0f} % of the median" + f" ({n})" * (len(values) > 1)
-        for n, found in values.items()
+        plot.dots([max(samples)], [float(i)], 1)
+    spreads = (
+        f"{spread_percent(samples) or 0:.0f} % of the median" + f" ({n})" * (len(values) > 1)
+        for n, samples in values.items()
     )
-    verdict = f"From the 10th to the 90th percentile: {', '.join(said)}. Whiskers 5 % and 95 %, the dot is the slowest."
-    return _drawn(title, plot.svg(f"box plot: {title}"), verdict)
+    verdict = (
+        f"From the 10th to the 90th percentile: {', '.join(spreads)}. Whiskers 5 % and 95 %, the dot is the slowest."
+    )
+    return _plot_entry(title, plot.svg(f"box plot: {title}"), verdict)
 
 
-def waterfall(found: Waterfall | None) -> dict[str, Any] | None:
-    """To the first token, stage by stage: requests in the middle, and the slowest."""
-    slow = None if found is None else latency_shares(found.to_first, TO_FIRST)
-    if found is None or slow is None:
+def waterfall(breakdown: Waterfall | None) -> dict[str, Any] | None:
+    """Plot the stages to the first token, of typical and of the slowest requests."""
+    slow = None if breakdown is None else latency_shares(breakdown.to_first, TO_FIRST)
+    if breakdown is None or slow is None:
         return None
     lanes = {"the slowest": slow.slow, "usual": slow.usual}
     plot = Plot(
@@ -155,14 +159,14 @@ def waterfall(found: Waterfall | None) -> dict[str, Any] | None:
         for kind, (stage, ms) in enumerate(means.items()):
             plot.box((begin, lane - 0.3), (begin + ms, lane + 0.3), kind, says=f"{stage}: {ms:,.1f} ms")
             begin += ms
-    last = latency_shares(found.to_end, TO_END)
+    last = latency_shares(breakdown.to_end, TO_END)
     stages = ", ".join(f"{stage} {slow.slow[stage]:,.1f} ms (usually {slow.usual[stage]:,.1f})" for stage in TO_FIRST)
     verdict = f"To the first token {slow.says}: {stages}." + ("" if last is None else f" To its end {last.says}.")
-    return _drawn("Where the time went", plot.svg("stages of the usual and of the slowest requests"), verdict)
+    return _plot_entry("Where the time went", plot.svg("stages of the usual and of the slowest requests"), verdict)
 
 
 def timeline(done: RunResult) -> dict[str, Any] | None:
-    """Each request a line: waiting here, waiting for its first token, reading; a failure ends in a dot."""
+    """Plot each request as a line: delay in the client, time to first token, decoding; failures end in a dot."""
     records = some_records(sorted(done.run.records, key=lambda r: r.answer.sent_s))
     if not records:
         return None
@@ -181,7 +185,7 @@ def timeline(done: RunResult) -> dict[str, Any] | None:
     verdict = (
         f"{_later_is_slower(done)} Orange waits for its first token, blue is being answered, grey waited here.{shown}"
     )
-    return _drawn("Timeline", plot.svg("timeline of requests"), verdict)
+    return _plot_entry("Timeline", plot.svg("timeline of requests"), verdict)
 
 
 def _later_is_slower(done: RunResult) -> str:
@@ -193,7 +197,7 @@ def _later_is_slower(done: RunResult) -> str:
     return f"Latency grows by {fit.slope:+.2f} ms with each second of the run{_interval(fit.interval)}."
 
 
-def some_records(records: Sequence[Record]) -> list[Record]:
+def some_records(records: Sequence[TurnRecord]) -> list[TurnRecord]:
     chosen = downsample([float(i) for i in range(len(records))], _LANES)
     return [records[int(i)] for i in chosen]
 

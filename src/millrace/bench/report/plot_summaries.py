@@ -1,4 +1,4 @@
-"""What each plot says, in figures: how TTFT grows with the prompt, ITL drifts along an answer, and answers spread."""
+"""Statistics behind the plots: TTFT by prompt length, drift of ITL along answers, spread of latencies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from millrace.bench.analysis.intervals import Interval, mean_interval, student_t
 from millrace.bench.analysis.metrics import ttft_ms
-from millrace.bench.client.request_record import Answer
+from millrace.bench.client.request_record import BenchRecord
 
 Floats = npt.NDArray[np.float64]
 _FEWEST = 10
@@ -16,7 +16,7 @@ _FEWEST = 10
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """y = start + slope x, by least squares; interval: 95 % of the slope, None below 10 points"""
+    """A least-squares line y = start + slope x. interval: 95 % of the slope, None below 10 points"""
 
     start: float
     slope: float
@@ -24,7 +24,7 @@ class Fit:
 
 
 def fitted(x: Floats, y: Floats) -> Fit | None:
-    """None where x does not vary."""
+    """Fit a line; None if x does not vary."""
     n, across = x.size, x - x.mean() if x.size else x
     square = float(across @ across)
     if n < 3 or square <= 1e-9 * n:
@@ -38,22 +38,22 @@ def fitted(x: Floats, y: Floats) -> Fit | None:
     return Fit(start, slope, (slope - half, slope + half))
 
 
-def ttft_by_length(answers: Sequence[Answer]) -> Fit | None:
-    """TTFT in ms over input tokens."""
+def ttft_by_length(answers: Sequence[BenchRecord]) -> Fit | None:
+    """Fit TTFT in ms over input tokens."""
     points = [(a.n_prompt, t) for a in answers if a.n_prompt is not None and (t := ttft_ms(a)) is not None]
     x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return fitted(x, y)
 
 
-def chunk_positions(answer: Answer) -> Floats:
-    """Output tokens up to each chunk: as the server tells, else evenly."""
+def chunk_positions(answer: BenchRecord) -> Floats:
+    """Return cumulative output tokens at each chunk: reported by the server, otherwise evenly spread."""
     if len(answer.chunk_tokens) == len(answer.chunk_s):
         return np.array(answer.chunk_tokens, dtype=np.float64)
     return np.linspace(answer.n_first, max(answer.n_output, answer.n_first), len(answer.chunk_s))
 
 
-def gaps_by_position(answers: Sequence[Answer]) -> tuple[Floats, Floats]:
-    """Of every gap between chunks: the token position at its end, and ms a token."""
+def gaps_by_position(answers: Sequence[BenchRecord]) -> tuple[Floats, Floats]:
+    """Return for every gap between chunks the token position at its end, and the ms per token."""
     positions, gaps = [np.empty(0)], [np.empty(0)]
     for answer in answers:
         if len(answer.chunk_s) > 1:
@@ -67,14 +67,14 @@ def gaps_by_position(answers: Sequence[Answer]) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """percent: of the mean ITL, by which the second half of an answer's tokens comes slower than its first"""
+    """Slowdown of the second half of an answer's tokens against the first, in percent of the mean ITL."""
 
     percent: float
     interval: Interval | None
 
 
-def itl_drift(answers: Sequence[Answer]) -> Drift | None:
-    """The mean over answers of differences, not of ratios: these would be above zero by chance alone."""
+def itl_drift(answers: Sequence[BenchRecord]) -> Drift | None:
+    """Return the mean drift over answers; differences are averaged, because ratios would be biased upwards."""
     halves = []
     for answer in answers:
         if len(answer.chunk_s) >= 5:
@@ -90,7 +90,7 @@ def itl_drift(answers: Sequence[Answer]) -> Drift | None:
 
 
 def spread_percent(values: Sequence[float]) -> float | None:
-    """From the 10th to the 90th percentile, in percent of the median."""
+    """Return the range from the 10th to the 90th percentile, in percent of the median."""
     if not len(values):
         return None
     low, middle, high = np.percentile(values, (10, 50, 90))

@@ -1,6 +1,6 @@
-"""A finished run as data: the report that is shown and printed as JSON, and one line for each request.
+"""A finished run as data: the JSON report, and one line per request from which all metrics can be recomputed.
 
-Nothing of a text is kept; from the lines every metric can be computed again.
+No texts are stored.
 """
 
 import json
@@ -9,57 +9,57 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.bench.analysis.goodput import Limits, goodput
+from millrace.bench.analysis.goodput import GoodputLimits, goodput
 from millrace.bench.analysis.intervals import Summary
 from millrace.bench.analysis.latency_breakdown import Waterfall, breakdown_text
 from millrace.bench.analysis.metrics import (
     CHUNK_GAP,
     CHUNK_GAP_SAYS,
     NOT_COUNTED,
-    OTHERS,
+    OTHER_TOOLS,
     OURS,
-    Metrics,
-    Rate,
-    measured,
+    RateEstimate,
+    RunMetrics,
+    compute_metrics,
 )
 from millrace.bench.client.certify import Certificate, doubts, kept_up
-from millrace.bench.client.client_load import Effort
-from millrace.bench.run.plan import Plan, patterns
-from millrace.bench.run.run import Record, Run
+from millrace.bench.client.client_load import ClientHealth
+from millrace.bench.run.plan import BenchPlan, patterns
+from millrace.bench.run.run import Run, TurnRecord
 
 SCHEMA = 1
-OSL_OFF = 0.1  # of the tokens asked for: what more than half of the answers miss by more is said
-DEFINITIONS = {m.name: (m.unit, m.definition) for m in (*OURS, *OTHERS)} | {CHUNK_GAP: ("ms", CHUNK_GAP_SAYS)}
+OSL_OFF = 0.1  # relative deviation from the requested output length that is reported if most answers exceed it
+DEFINITIONS = {m.name: (m.unit, m.definition) for m in (*OURS, *OTHER_TOOLS)} | {CHUNK_GAP: ("ms", CHUNK_GAP_SAYS)}
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A run, what was measured of it, and when it was, in seconds since 1970 at the clock's zero."""
+    """A run with its metrics. epoch_s: Unix time at the zero of the monotonic clock"""
 
-    plan: Plan
+    plan: BenchPlan
     run: Run
-    metrics: Metrics
-    limits: Sequence[Limits]
+    metrics: RunMetrics
+    limits: Sequence[GoodputLimits]
     epoch_s: float
-    effort: Effort  # of this client
+    effort: ClientHealth  # of this client
     certificate: Certificate | None = None
-    waterfall: Waterfall | None = None  # where the server tells of each request
-    contradicted: bool = False  # it told what cannot be
+    waterfall: Waterfall | None = None  # if the server has traces of requests
+    contradicted: bool = False  # the server's traces contradict the client's times
 
     @classmethod
-    def of(
-        cls, plan: Plan, run: Run, limits: Sequence[Limits], certificate: Certificate | None = None,
+    def from_run(
+        cls, plan: BenchPlan, run: Run, limits: Sequence[GoodputLimits], certificate: Certificate | None = None,
         waterfall: Waterfall | None = None,
     ) -> "RunResult":  # fmt: skip
-        """A waterfall that contradicts what the client saw is left out, and that is said."""
+        """Create the result; a waterfall that contradicts the client's times is dropped, with a note."""
         epoch_s, contradicted = time.time() - time.perf_counter(), waterfall is not None and waterfall.contradicts
         return cls(
             plan,
             run,
-            measured(run.records),
+            compute_metrics(run.records),
             limits,
             epoch_s,
-            Effort.of(run),
+            ClientHealth.from_run(run),
             certificate,
             None if contradicted else waterfall,
             contradicted,
@@ -67,15 +67,15 @@ class RunResult:
 
     @property
     def valid(self) -> bool | None:
-        """Whether the client kept up: what a saturated one stamps is its own lateness. None: as far as is known"""
+        """Whether the client kept up (a saturated client measures its own delay); None if not certified."""
         return kept_up(self.certificate, [self.effort])
 
 
 def report(done: RunResult) -> dict[str, Any]:
-    """JSON-able. Times in ms, each metric with its definition."""
+    """Convert a result to JSON data. Times in ms, each metric with its definition."""
     return {
         "schema": SCHEMA,
-        **_whom(done.plan),
+        **_target_to_dict(done.plan),
         "load": _load(done.plan),
         "started": _iso(done.epoch_s + done.run.started_s),
         "ended_early": done.run.ended or None,
@@ -89,7 +89,7 @@ def report(done: RunResult) -> dict[str, Any]:
         },
         **_figures(done.run.records, done.metrics, done.limits),
         "patterns": {
-            label: _figures(records, measured(records), done.limits)
+            label: _figures(records, compute_metrics(records), done.limits)
             for label, records in patterns(done.run.records).items()
         },
         "waterfall": None if done.waterfall is None else breakdown_text(done.waterfall),
@@ -97,14 +97,14 @@ def report(done: RunResult) -> dict[str, Any]:
     }
 
 
-def _whom(plan: Plan) -> dict[str, str | None]:
-    """An engine in this process has no URL, no endpoint, and no other name."""
+def _target_to_dict(plan: BenchPlan) -> dict[str, str | None]:
+    """Return the identification of the target; an engine in this process has only a name."""
     target = plan.target
     names = {"url": target.url, "endpoint": target.endpoint.name, "model": target.model, "engine": None}
     return {**dict.fromkeys(names), "engine": plan.engine} if plan.engine else names
 
 
-def _figures(records: Sequence[Record], metrics: Metrics, limits: Sequence[Limits]) -> dict[str, Any]:
+def _figures(records: Sequence[TurnRecord], metrics: RunMetrics, limits: Sequence[GoodputLimits]) -> dict[str, Any]:
     return {
         "requests": {"whole": metrics.n, "failed": metrics.n_failed, "by_failure": metrics.failures},
         "duration_s": metrics.duration_s,
@@ -116,23 +116,23 @@ def _figures(records: Sequence[Record], metrics: Metrics, limits: Sequence[Limit
             {"limits": g.limits.says, "requests_per_s": g.requests_per_s, "share": g.share, "interval": g.interval}
             for g in (goodput(records, one, metrics.duration_s) for one in limits)
         ],
-        "metrics": {name: _metric(name, found) for name, found in metrics.of_requests.items()},
+        "metrics": {name: _metric(name, stats) for name, stats in metrics.of_requests.items()},
     }
 
 
-def _metric(name: str, found: Summary) -> dict[str, Any]:
+def _metric(name: str, stats: Summary) -> dict[str, Any]:
     unit, definition = DEFINITIONS[name]
     return {
-        "unit": unit, "definition": definition, "n": found.n, "mean": found.mean, "std": found.std, "min": found.min,
-        "max": found.max, **{f"p{p}": value for p, value in found.percentiles.items()}, "intervals": found.intervals,
+        "unit": unit, "definition": definition, "n": stats.n, "mean": stats.mean, "std": stats.std, "min": stats.min,
+        "max": stats.max, **{f"p{p}": value for p, value in stats.percentiles.items()}, "intervals": stats.intervals,
     }  # fmt: skip
 
 
-def _rate(rate: Rate) -> dict[str, Any]:
+def _rate(rate: RateEstimate) -> dict[str, Any]:
     return {"value": rate.value, "interval": rate.interval}
 
 
-def _load(plan: Plan) -> dict[str, Any]:
+def _load(plan: BenchPlan) -> dict[str, Any]:
     load, arrivals = plan.load, plan.load.arrivals
     return {
         "concurrency": load.concurrency, "request_rate": arrivals.rate_per_s if arrivals else None,
@@ -142,39 +142,43 @@ def _load(plan: Plan) -> dict[str, Any]:
 
 
 def notes(done: RunResult) -> list[str]:
-    """What a reader of the figures has to know."""
+    """Return the caveats of a result."""
     answers = [r for r in done.run.records if r.answer.failure is None]
-    said = [f"The run ended early: {done.run.ended}."] if done.run.ended else []
-    said += doubts(done.certificate, [done.effort], "in the run")
+    sentences = [f"The run ended early: {done.run.ended}."] if done.run.ended else []
+    sentences += doubts(done.certificate, [done.effort], "in the run")
     kinds: dict[str, str] = {}
     for r in done.run.records:
         if r.answer.failure is not None and r.answer.failure not in NOT_COUNTED:
             kinds.setdefault(str(r.answer.failure), r.answer.detail)
-    said += [f"{done.metrics.failures[kind]} requests failed ({kind}), the first: {why}" for kind, why in kinds.items()]
+    sentences += [
+        f"{done.metrics.failures[kind]} requests failed ({kind}), the first: {why}" for kind, why in kinds.items()
+    ]
     has_output = done.plan.target.endpoint.streams  # embeddings have none
-    wanted = [(r.turn.max_tokens, r.answer.n_output) for r in answers if r.turn.max_tokens and has_output]
-    off = sum(abs(got - asked) > OSL_OFF * asked for asked, got in wanted)
-    if off > len(wanted) / 2:
-        said.append(
-            f"{off} of {len(wanted)} answers were not of the length asked for; --ignore-eos asks for exactly it."
+    lengths = [(r.turn.max_tokens, r.answer.n_output) for r in answers if r.turn.max_tokens and has_output]
+    off = sum(abs(got - n_expected) > OSL_OFF * n_expected for n_expected, got in lengths)
+    if off > len(lengths) / 2:
+        sentences.append(
+            f"{off} of {len(lengths)} answers were not of the length asked for; --ignore-eos asks for exactly it."
         )
     if done.contradicted:
-        said.append("Where the time went is left out: the server tells of requests that took longer than we waited.")
+        sentences.append(
+            "Where the time went is left out: the server tells of requests that took longer than we waited."
+        )
     if answers and all(r.answer.n_prompt is None for r in answers):
-        said.append("The server tells no input lengths: prompts have as many words as tokens were asked for.")
+        sentences.append("The server tells no input lengths: prompts have as many words as tokens were asked for.")
     n_chunks = sum(len(r.answer.chunk_s) for r in answers)
     n_reads = sum(len(set(r.answer.chunk_s)) for r in answers)
     if n_chunks > 1.1 * n_reads:
-        said.append(
+        sentences.append(
             f"{n_chunks / n_reads:.1f} chunks came in one read: times between chunks tell little, ITL is by tokens."
         )
     if done.metrics.n and done.metrics.token_source != "the server's usage" and has_output:
-        said.append(f"Output tokens are from {done.metrics.token_source}.")
-    return said
+        sentences.append(f"Output tokens are from {done.metrics.token_source}.")
+    return sentences
 
 
-def line_of(record: Record, epoch_s: float) -> str:
-    """One request as JSON. Times in ms after its sending; n_intended: what was asked for"""
+def line_of(record: TurnRecord, epoch_s: float) -> str:
+    """Convert one request to a JSON line. Times in ms after sending."""
     a = record.answer
     return json.dumps(
         {

@@ -1,7 +1,7 @@
-"""Drives a load: so many at a time, or as they arrive, until a count or a time is reached; keeps every answer.
+"""Runs a load, closed loop or open loop, until a count or a duration is reached, and records every request.
 
-What was intended stands beside what was done: a request that had to wait here (for a place, or because this client was
-busy) counts from when it should have been sent, too.
+Records have the intended and the actual send time, so latencies can include delays in the client (no free slot, or a
+busy client).
 """
 
 import asyncio
@@ -14,36 +14,36 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.bench.client.core_share import CoreShare
-from millrace.bench.client.request_record import Answer, Failure, Message, Question
+from millrace.bench.client.request_record import BenchMessage, BenchRecord, BenchRequest, Failure
 from millrace.bench.load.arrivals import Arrivals
 from millrace.bench.load.inputs import Session, Turn
 
-FAILURES_IN_A_ROW = 100  # then the run ends: the server is gone
-MOST_AT_A_TIME = 65_536
-_NEVER = 1 << 30  # passes over the middle generation until the next over all
+FAILURES_IN_A_ROW = 100  # end the run: the server is gone
+MAX_AT_A_TIME = 65_536
+_NEVER = 1 << 30  # collections of the middle generation before a full collection
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """concurrency alone: so many sessions at a time, each followed by the next. arrivals: they come on their own, at
-    most `concurrency` of them at a time; with neither, sessions that say when (`at_s`) come then."""
+class RunLoad:
+    """A load. With `concurrency` alone: a closed loop of that many sessions. With `arrivals`: an open loop with at most
+    `concurrency` sessions at a time. With neither: sessions start at their `at_s`."""
 
     concurrency: int | None = None
     arrivals: Arrivals | None = None
     n_sessions: int | None = None
-    duration_s: float | None = None  # none begins later; those that run are waited for
-    ramp_s: float = 0.0  # of concurrency: clients begin one after the other within this time
-    cancel_share: float = 0.0  # of requests, that are cancelled
+    duration_s: float | None = None  # no session starts later; running ones are completed
+    ramp_s: float = 0.0  # closed loop: clients start one after another within this time
+    cancel_share: float = 0.0  # share of requests to cancel
     cancel_after_s: float = 0.0
     seed: int = 0
 
 
 @dataclass(slots=True)
-class Record:
-    """One request: what was wanted, and what came back."""
+class TurnRecord:
+    """One request: the turn that was sent, and its outcome."""
 
     turn: Turn
-    answer: Answer
+    answer: BenchRecord
     session: int
     number: int  # of the turn
     label: str = ""
@@ -52,26 +52,26 @@ class Record:
 class BenchClient(Protocol):
     """The target of a run: a server over HTTP (`client.py`), or an engine in this process (`in_process.py`)."""
 
-    async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
-        """Fills `answer`; failures are in it. Only a cancel raises."""
+    async def ask(self, question: BenchRequest, answer: BenchRecord | None = None) -> BenchRecord:
+        """Send a request and fill `answer`, including failures. Only cancellation raises."""
 
 
 class Run:
-    """records: in the order in which answers ended; ended: why it ended before its time, else ""; wall_s: that it took;
-    share: of a core, that it cost; late_s: of each request that had a place, how much later than due it was begun"""
+    """A run of a load. records: in order of completion; ended: why it ended early, "" otherwise; wall_s: duration
 
-    def __init__(self, client: BenchClient, load: Load, extra: Mapping[str, object] | None = None) -> None:
+    share: CPU share of the client; late_s: start delay of each request that had a free slot
+    """
+
+    def __init__(self, client: BenchClient, load: RunLoad, extra: Mapping[str, object] | None = None) -> None:
         """extra: fields of every request's body"""
-        self.load, self.records, self.ended, self.n_running, self.started_s = load, list[Record](), "", 0, 0.0
+        self.load, self.records, self.ended, self.n_running, self.started_s = load, list[TurnRecord](), "", 0, 0.0
         self.wall_s, self.share, self.late_s = 0.0, CoreShare(), list[float]()
         self._client, self._extra = client, extra or {}
         self._tasks, self._failed_in_a_row, self._n_begun = set[asyncio.Task[None]](), 0, 0
 
     async def drive(self, sessions: Iterator[Session]) -> None:
-        """Until the load is done, or `sessions` are, or `stop` is called. What was sent is in `records`.
-
-        A run that has `ended` before sends nothing.
-        """
+        """Run until the load is done, `sessions` are exhausted, or `stop` is called. A run that has `ended` sends
+        nothing."""
         if self.ended:
             return
         with _without_long_collections():
@@ -90,16 +90,16 @@ class Run:
                 done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if not task.cancelled():
-                        task.result()  # a mistake of ours, or of a file in the middle of its reading, ends the run
+                        task.result()  # a bug, or an error while reading a file, ends the run
         finally:
             self.stop("interrupted")
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.wall_s = self.share.stop()
 
-    def stop(self, why: str) -> None:
-        """Nothing more is sent, and what runs is given up."""
+    def stop(self, reason: str) -> None:
+        """Stop sending, and cancel the running requests."""
         if self._tasks:
-            self.ended = self.ended or why
+            self.ended = self.ended or reason
         for task in self._tasks:
             task.cancel()
 
@@ -121,34 +121,34 @@ class Run:
         return self.load.duration_s is not None and at_s - self.started_s >= self.load.duration_s
 
     async def _client_of(self, i: int, sessions: Iterator[Session]) -> None:
-        """One of `concurrency` users: a session, and then the next."""
+        """Run sessions one after another, as one of `concurrency` users."""
         await _until(self.started_s + i * self.load.ramp_s / (self.load.concurrency or 1))
-        while (found := self._next(sessions)) is not None:
-            await self._session(*found, time.perf_counter())
+        while (numbered := self._next(sessions)) is not None:
+            await self._session(*numbered, time.perf_counter())
 
     async def _arrive(self, sessions: Iterator[Session]) -> None:
         load = self.load
-        places = asyncio.Semaphore(load.concurrency or MOST_AT_A_TIME)
+        places = asyncio.Semaphore(load.concurrency or MAX_AT_A_TIME)
         times = load.arrivals.times(random.Random(f"{load.seed}/arrivals")) if load.arrivals else None
-        while (found := self._next(sessions)) is not None:
-            due_s = self.started_s + (next(times) if times is not None else found[1].at_s or 0.0)
+        while (numbered := self._next(sessions)) is not None:
+            due_s = self.started_s + (next(times) if times is not None else numbered[1].at_s or 0.0)
             if self._is_over(due_s):
                 return
             await _until(due_s)
-            if len(self._tasks) > MOST_AT_A_TIME:
-                return self.stop(f"{MOST_AT_A_TIME} requests wait for an answer: the server does not keep up")
-            self._spawn(self._placed(places, *found, due_s))
+            if len(self._tasks) > MAX_AT_A_TIME:
+                return self.stop(f"{MAX_AT_A_TIME} requests wait for an answer: the server does not keep up")
+            self._spawn(self._placed(places, *numbered, due_s))
         return None
 
     async def _placed(self, places: asyncio.Semaphore, number: int, session: Session, due_s: float) -> None:
         has_place = not places.locked()
         async with places:
-            if has_place:  # what is not waited for a place is this client's own lateness
+            if has_place:  # without waiting for a slot, the delay is the client's own
                 self.late_s.append(time.perf_counter() - due_s)
             await self._session(number, session, due_s)
 
     async def _session(self, number: int, session: Session, due_s: float) -> None:
-        said: list[Message] = []
+        messages: list[BenchMessage] = []
         for i, turn in enumerate(session.turns):
             if i:
                 due_s = time.perf_counter() + turn.pause_s
@@ -156,16 +156,16 @@ class Run:
                 self.late_s.append(time.perf_counter() - due_s)
                 if self.ended or self._is_over(due_s):
                     return
-            said += [Message(*one) for one in turn.history]
-            said.append(Message("user", turn.text))
-            record = Record(turn, Answer(intended_s=due_s), number, i, session.label)
-            n_input = turn.n_input if len(said) == 1 else None
-            await self._ask(Question(tuple(said), turn.max_tokens, self._extra, n_input), record)
+            messages += [BenchMessage(*one) for one in turn.history]
+            messages.append(BenchMessage("user", turn.text))
+            record = TurnRecord(turn, BenchRecord(intended_s=due_s), number, i, session.label)
+            n_input = turn.n_input if len(messages) == 1 else None
+            await self._ask(BenchRequest(tuple(messages), turn.max_tokens, self._extra, n_input), record)
             if record.answer.failure is not None:
                 return
-            said.append(Message("assistant", record.answer.text))
+            messages.append(BenchMessage("assistant", record.answer.text))
 
-    async def _ask(self, question: Question, record: Record) -> None:
+    async def _ask(self, question: BenchRequest, record: TurnRecord) -> None:
         load, answer = self.load, record.answer
         chance = random.Random(f"{load.seed}/cancel/{record.session}/{record.number}").random()
         self.n_running += 1
@@ -182,7 +182,7 @@ class Run:
             answer.end_s = answer.end_s or time.perf_counter()
             self._keep(record)
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: TurnRecord) -> None:
         self.records.append(record)
         failure = record.answer.failure
         self._failed_in_a_row = 0 if failure in (None, Failure.CANCELLED) else self._failed_in_a_row + 1
@@ -192,8 +192,8 @@ class Run:
 
 @contextmanager
 def _without_long_collections() -> Iterator[None]:
-    """Python's collector passes over the young alone: over everything that a process holds it takes half a second and
-    more, in which no stamp is taken, and 3 % of the answers seem to come that much later."""
+    """Disable full garbage collections: they block for half a second or more, which delays the timestamps of about 3 %
+    of the answers."""
     young = gc.get_threshold()
     gc.set_threshold(*young[:2], _NEVER)
     try:
@@ -203,6 +203,6 @@ def _without_long_collections() -> Iterator[None]:
 
 
 async def _until(due_s: float) -> None:
-    """Timers end at whole milliseconds; what is left of one is waited for in turns of the loop."""
+    """Sleep until a time; timers have millisecond resolution, so the rest is waited for in loop iterations."""
     while (left_s := due_s - time.perf_counter()) > 0:
         await asyncio.sleep(left_s)

@@ -1,6 +1,6 @@
-"""What a server says of its own load while it is asked: running, waiting, KV cache, preemptions, from its /metrics.
+"""Load of the server during a run, from its /metrics: running, waiting, KV cache, preemptions.
 
-Names are vLLM's, which Millrace has too; of several models those of the one that is asked, where labels tell.
+Metric names are vLLM's, which Millrace uses, too. If there are several models, labels select the one under test.
 """
 
 import asyncio
@@ -11,23 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.run.run import Run
 
-EVERY_S, MOST_SAMPLES, PATH = 0.25, 100_000, "/metrics"
+EVERY_S, MAX_SAMPLES, PATH = 0.25, 100_000, "/metrics"
 NOTHING = "The server tells nothing of its load: it has no /metrics with vLLM's names."
 _RUNNING, _WAITING, _PREEMPTED = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total"
-_KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the older vLLM's
+_KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the second in older vLLM
 _LINE = re.compile(
     rf"^({'|'.join(map(re.escape, (_RUNNING, _WAITING, _PREEMPTED, *_KV)))})(?:\{{([^}}\n]*)\}})? (\S+)", re.MULTILINE
 )
 _LABEL = re.compile(r'model_name="([^"]*)"')
-FULL, QUEUE = 0.9, 0.5  # share of the KV cache from which it is full; requests in the mean that make a queue
+FULL, QUEUE = 0.9, 0.5  # KV-cache usage that counts as full; mean waiting requests that count as a queue
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """kv: share of the cache in use; None: not told"""
+    """A sample of the metrics. kv: share of the KV cache in use; None: not reported"""
 
     at_s: float
     running: float
@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """Of one run: means and the most; preemptions in it"""
+    """Means and maxima of a run, and its preemptions."""
 
     n_samples: int
     running: float
@@ -50,7 +50,7 @@ class ServerLoad:
 
     @property
     def says(self) -> str:
-        """What limited it, with the figures that say so."""
+        """Describe what limited the server, with the figures."""
         kv = (
             "how full its KV cache was it does not tell"
             if self.kv is None
@@ -69,8 +69,8 @@ class ServerLoad:
 
 
 def read_metrics(text: str, model: str, at_s: float) -> Sample | None:
-    """None where it tells neither what runs nor what waits."""
-    found: dict[str, list[tuple[str | None, float]]] = {}
+    """Parse /metrics; None if running or waiting requests are missing."""
+    by_name: dict[str, list[tuple[str | None, float]]] = {}
     for name, labels, value in _LINE.findall(text):
         label = _LABEL.search(labels)
         try:
@@ -78,23 +78,23 @@ def read_metrics(text: str, model: str, at_s: float) -> Sample | None:
         except ValueError:
             continue
         if math.isfinite(number):
-            found.setdefault(name, []).append((label[1] if label else None, number))
+            by_name.setdefault(name, []).append((label[1] if label else None, number))
 
-    def of(name: str) -> list[float]:
-        values = found.get(name, [])
+    def values_of(name: str) -> list[float]:
+        values = by_name.get(name, [])
         return [v for label, v in values if label == model] or [v for _, v in values]
 
-    if _RUNNING not in found or _WAITING not in found:
+    if _RUNNING not in by_name or _WAITING not in by_name:
         return None
-    kv = next((max(of(name)) for name in _KV if name in found), None)
-    preempted = sum(of(_PREEMPTED)) if _PREEMPTED in found else None
-    return Sample(at_s, sum(of(_RUNNING)), sum(of(_WAITING)), kv, preempted)
+    kv = next((max(values_of(name)) for name in _KV if name in by_name), None)
+    preempted = sum(values_of(_PREEMPTED)) if _PREEMPTED in by_name else None
+    return Sample(at_s, sum(values_of(_RUNNING)), sum(values_of(_WAITING)), kv, preempted)
 
 
 class Watch:
-    """`async with Watch(target) as watch:` looks at the server's metrics until it is left, over its own connection."""
+    """Samples the server's metrics over its own connection: `async with Watch(target) as watch:`."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: BenchTarget) -> None:
         self._client, self._model, self._samples = Client(target), target.model, list[Sample]()
         self._task: asyncio.Task[None] | None = None
 
@@ -111,8 +111,8 @@ class Watch:
         await self._client.__aexit__(kind, error, trace)
 
     async def _look(self) -> None:
-        """A server that tells nothing is not asked again."""
-        while len(self._samples) < MOST_SAMPLES:
+        """Sample periodically; stop if the first sample has no data."""
+        while len(self._samples) < MAX_SAMPLES:
             begin_s = time.perf_counter()
             answer = await self._client.get(PATH, 10 * EVERY_S)
             sample = read_metrics(answer.text, self._model, answer.sent_s) if answer.failure is None else None
@@ -121,10 +121,10 @@ class Watch:
             if sample is not None:
                 self._samples.append(sample)
             took_s = time.perf_counter() - begin_s
-            await asyncio.sleep(max(EVERY_S, min(10 * took_s, 10 * EVERY_S)))  # a tenth of the time, if it is quick
+            await asyncio.sleep(max(EVERY_S, min(10 * took_s, 10 * EVERY_S)))  # at most a tenth of the time, if fast
 
     def during(self, run: Run) -> ServerLoad | None:
-        """None where nothing was told in that time."""
+        """Return the load during a run; None if there are no samples."""
         return server_load([s for s in self._samples if run.started_s <= s.at_s <= run.started_s + run.wall_s])
 
 

@@ -1,4 +1,4 @@
-"""`millrace serve` as a process of its own: started, waited for, stopped, its exit code checked."""
+"""`millrace serve` as a child process: started, awaited, stopped, with its exit code checked."""
 
 import json
 import select
@@ -20,17 +20,17 @@ START_S, STOP_S = 60.0, 40.0
 
 
 class ServerProcess:
-    """`with ServerProcess(engine) as server:` gives a server that is ready; the end stops it."""
+    """A server process: `with ServerProcess(engine) as server:` waits until it is ready, and stops it at the end."""
 
     def __init__(self, model: Path | str | None, flags: Sequence[str] = (), start_s: float = START_S) -> None:
-        """model: None where the flags say what is served. start_s: until it is ready, its engine's build included"""
+        """model: None if the flags name what is served; start_s: start timeout, including the engine's build"""
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         served = [] if model is None else [str(model)]
         command = [sys.executable, "-P", "-m", "millrace", "serve", *served, "--port", "0", "--json", *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors)
         self._start_s = start_s
-        self.url = self.grpc_url = ""  # the second: HOST:PORT, where it speaks gRPC
-        self.ready_s = 0.0  # from the process's start, as it says itself
+        self.url = self.grpc_url = ""  # grpc_url: HOST:PORT, if gRPC is enabled
+        self.ready_s = 0.0  # from the start of the process, as reported by it
 
     def __enter__(self) -> "ServerProcess":
         try:
@@ -50,11 +50,11 @@ class ServerProcess:
         return self._process.pid
 
     def terminate(self) -> None:
-        """SIGTERM: it takes no new requests and finishes those that run."""
+        """Send SIGTERM: the server finishes running requests and accepts no new ones."""
         self._process.send_signal(signal.SIGTERM)
 
     def wait(self) -> float:
-        """Seconds until it has ended. raises MachineError where it does not, or not with exit code 0"""
+        """Wait for the end and return the seconds. raises MachineError on timeout or a nonzero exit code"""
         start_s = time.perf_counter()
         try:
             code = self._process.wait(STOP_S)
@@ -87,10 +87,12 @@ class ServerProcess:
         except urllib.error.URLError:
             return False
 
-    def _failed(self, what: str) -> MachineError:
+    def _failed(self, problem: str) -> MachineError:
         self._errors.seek(0)
-        said = " / ".join(self._errors.read()[-2000:].decode(errors="replace").split("\n")).strip(" /")
-        return MachineError(f"{what}; it said: {said}" if said else what, "a server that works", "report it")
+        log_tail = " / ".join(self._errors.read()[-2000:].decode(errors="replace").split("\n")).strip(" /")
+        return MachineError(
+            f"{problem}; it said: {log_tail}" if log_tail else problem, "a server that works", "report it"
+        )
 
     def _end(self) -> None:
         if self._process.poll() is None:

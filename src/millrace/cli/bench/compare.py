@@ -18,25 +18,26 @@ from millrace.bench.analysis.compare import (
     read_result,
 )
 from millrace.bench.analysis.compare_goodput import GoodputDifference, of_rounds, of_written
-from millrace.bench.analysis.goodput import Limits, check_limits, parse_limits
+from millrace.bench.analysis.goodput import GoodputLimits, check_limits, parse_limits
 from millrace.bench.client.certify import Certificate, certificate_text, certify, doubts
-from millrace.bench.run.plan import Plan, check_server, measure, planned
+from millrace.bench.run.plan import BenchPlan, check_server, make_plan, measure
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench.foreign_flags import reseeded
 from millrace.cli.bench.progress import Begins, driven
 from millrace.cli.console import print_json, table
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
 
-WORSE = 3  # the exit code for CI
+WORSE = 3  # exit code for CI
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """limits: of requests; allow: percent by which B may be worse, of shares in points of a hundred"""
+class CompareBounds:
+    """Criteria of a comparison. limits: for goodput; allow: percent by which B may be worse, percentage points of
+    shares"""
 
-    limits: list[Limits]
+    limits: list[GoodputLimits]
     allow: float
 
 
@@ -50,36 +51,38 @@ def run(
     allow: float,
     goodput: tuple[str, ...],
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> int:
     """Run `millrace bench compare`."""
-    bounds = Bounds(parse_limits(goodput), allow)
+    bounds = CompareBounds(parse_limits(goodput), allow)
     if engines:
         if a is not None or len(engines) != 2:
             raise ConfigError(f"{len(engines)} engines", "--engine A --engine B, and no URL", "name two")
         from millrace.cli.bench.engine import compared_engines  # what runs engines takes a second to import
 
-        told = _told_rounds(compared_engines((engines[0], engines[1]), given, rounds, env, as_json), bounds, None)
+        report = _rounds_report(compared_engines((engines[0], engines[1]), options, rounds, env, as_json), bounds, None)
     elif a is None or b is None:
         raise ConfigError("there are not two to compare", "A and B: URLs or results; or --engine twice", "name both")
     else:
-        told = _compared(a, b, rounds, bounds, as_json, given)
-    if not told["metrics"]:
+        report = _compared(a, b, rounds, bounds, as_json, options)
+    if not report["metrics"]:
         raise MachineError("nothing can be compared", "whole answers of both", "see what each says by itself")
-    print_json(told) if as_json else _show(told)
-    return WORSE if told["worse"] else 0
+    print_json(report) if as_json else _show(report)
+    return WORSE if report["worse"] else 0
 
 
-def _compared(a: str, b: str, rounds: int, bounds: Bounds, quiet: bool, given: dict[str, Any]) -> dict[str, Any]:
-    """Two URLs, or two results."""
+def _compared(
+    a: str, b: str, rounds: int, bounds: CompareBounds, quiet: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Compare two URLs or two results."""
     are_files = [Path(x).exists() for x in (a, b)]
     if are_files[0] != are_files[1]:
         raise ConfigError(
             f"{a} and {b}: one is a file, one is none", "two URLs, or two results", "compare like with like"
         )
     if all(are_files):
-        return _told_written((read_result(Path(a)), read_result(Path(b))), bounds)
-    certify_s, plans = given.pop("certify_s"), (_plans(a, given), _plans(b, given))
+        return _results_report((read_result(Path(a)), read_result(Path(b))), bounds)
+    certify_s, plans = options.pop("certify_s"), (_plans(a, options), _plans(b, options))
     check_limits(bounds.limits, plans[0](0).target.streams)
 
     async def compared(begins: Begins) -> tuple[Certificate | None, tuple[ComparedRun, ComparedRun]]:
@@ -88,23 +91,23 @@ def _compared(a: str, b: str, rounds: int, bounds: Bounds, quiet: bool, given: d
         return certificate, await interleaved(*plans, rounds, begins, lambda plan, on: measure(plan, on, words))
 
     certificate, sides = driven(compared, quiet)
-    return _told_rounds(sides, bounds, certificate)
+    return _rounds_report(sides, bounds, certificate)
 
 
-def _plans(url: str, given: dict[str, Any]) -> Any:
-    load = made(LoadSettings, given)
+def _plans(url: str, options: dict[str, Any]) -> Any:
+    load = make_settings(LoadSettings, options)
 
-    def plan(round_: int) -> Plan:
-        return planned(
-            url, made(TargetSettings, given), reseeded(load, round_), made(InputSettings, given),
-            made(SessionSettings, given),
+    def plan(round_: int) -> BenchPlan:
+        return make_plan(
+            url, make_settings(TargetSettings, options), reseeded(load, round_), make_settings(InputSettings, options),
+            make_settings(SessionSettings, options),
         )  # fmt: skip
 
     return plan
 
 
-def _told_rounds(
-    sides: tuple[ComparedRun, ComparedRun], bounds: Bounds, certificate: Certificate | None
+def _rounds_report(
+    sides: tuple[ComparedRun, ComparedRun], bounds: CompareBounds, certificate: Certificate | None
 ) -> dict[str, Any]:
     ended = [run.ended for side in sides for run in side.runs if run.ended]
     efforts = [effort for side in sides for effort in side.efforts]
@@ -113,31 +116,31 @@ def _told_rounds(
     if ended:
         notes.append(f"The comparison ended early: {ended[0]}.")
     satisfied = [of_rounds(*sides, limits) for limits in bounds.limits]
-    told = _told(compared_rounds(*sides), satisfied, bounds.allow, sides, notes)
-    return {**told, "ended_early": ended[0] if ended else None, **proved}
+    report = _report(compared_rounds(*sides), satisfied, bounds.allow, sides, notes)
+    return {**report, "ended_early": ended[0] if ended else None, **proved}
 
 
-def _told_written(sides: tuple[SavedResult, SavedResult], bounds: Bounds) -> dict[str, Any]:
-    """Their clients were judged when they were measured."""
+def _results_report(sides: tuple[SavedResult, SavedResult], bounds: CompareBounds) -> dict[str, Any]:
+    """Report on saved results; the validity of their clients was determined when they were measured."""
     valid = [side.valid for side in sides]
     notes = [
         f"INVALID: the client of {name} did not keep up when it was measured; measure it again with less load."
         for name, one in zip("AB", valid, strict=True) if one is False
     ]  # fmt: skip
     satisfied = [of_written(*sides, limits) for limits in bounds.limits]
-    told = _told(compared_answers(sides[0].answers, sides[1].answers), satisfied, bounds.allow, sides, notes)
+    report = _report(compared_answers(sides[0].answers, sides[1].answers), satisfied, bounds.allow, sides, notes)
     both = None if None in valid else True
     return {
-        **told, "ended_early": None, "valid": False if False in valid else both,
+        **report, "ended_early": None, "valid": False if False in valid else both,
         "client": None, "client_cpu_share": None,
     }  # fmt: skip
 
 
-def _told(
+def _report(
     differences: list[Difference], satisfied: list[GoodputDifference | None], allow: float,
     sides: tuple[ComparedRun, ComparedRun] | tuple[SavedResult, SavedResult], notes: list[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """More failures are worse, too, and fewer requests that keep the limits."""
+    """Create the report; more failures and lower goodput also count as worse."""
     a, b = sides
     failed, requests = (a.n_failed, b.n_failed), (a.n, b.n)
     alone = only_one_has(a.answers, b.answers)
@@ -153,31 +156,33 @@ def _told(
     }  # fmt: skip
 
 
-def _show(told: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     rows = [
         [d["name"], f"{d['a']:,.2f}", f"{d['b']:,.2f}", f"{d['percent']:+.1f} %", _interval(d["interval"]),
          "-" if d["visible"] is None else f"{d['visible']:.1f} %", d["verdict"]]
-        for d in told["metrics"]
+        for d in report["metrics"]
     ]  # fmt: skip
     click.echo()
     table(["", "A", "B", "B over A", "95 %", "visible", "B is"], rows)
     click.echo("  visible: what would have been seen four times out of five")
-    for one in told["goodput"]:
+    for one in report["goodput"]:
         low, high = one["interval"]
         click.echo(
             f"  {one['limits']}: {one['a']:.1%} of A's requests, {one['b']:.1%} of B's "
             f"[{one['of_b'][0]:.1%}, {one['of_b'][1]:.1%}]; {one['points']:+.1f} points ({low:+.1f} to {high:+.1f}): "
             f"{one['verdict']}"
         )
-    if told["client"]:
-        click.echo(f"  client: {told['client']}")
-    for said in told["notes"]:
-        click.echo(f"  {said}")
-    if any(told["failed"]):
-        of = [f"{n} of {name}'s {all_}" for name, n, all_ in zip("AB", told["failed"], told["requests"], strict=True)]
+    if report["client"]:
+        click.echo(f"  client: {report['client']}")
+    for sentence in report["notes"]:
+        click.echo(f"  {sentence}")
+    if any(report["failed"]):
+        of = [
+            f"{n} of {name}'s {all_}" for name, n, all_ in zip("AB", report["failed"], report["requests"], strict=True)
+        ]
         click.echo(f"  Failed requests: {', '.join(of)}.")
-    if told["worse"]:
-        click.echo(f"  B is worse by more than {told['allowed_percent']:g} %: {', '.join(told['worse'])}.")
+    if report["worse"]:
+        click.echo(f"  B is worse by more than {report['allowed_percent']:g} %: {', '.join(report['worse'])}.")
 
 
 def _interval(interval: tuple[float, float] | None) -> str:

@@ -1,4 +1,4 @@
-"""`millrace bench compare`: which of two servers, or of two results, is faster, and how surely."""
+"""Options of `millrace bench compare`: compares two servers or results, with confidence intervals."""
 
 from typing import Any
 
@@ -21,7 +21,11 @@ Examples:
 @click.argument("a", required=False)
 @click.argument("b", required=False)
 @click.option(
-    "--engine", "engines", multiple=True, metavar="MODEL", help="In place of A and of B: engines, without HTTP."
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="MODEL",
+    help="Engines in this process instead of A and B; give it twice.",
 )
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option(
@@ -29,7 +33,7 @@ Examples:
     type=click.IntRange(3, 1000),
     default=10,
     show_default=True,
-    help="Rounds of each, in turns: A B, B A, ...",
+    help="Rounds of each side, alternating: A B, B A, ...",
 )
 @click.option(
     "--allow",
@@ -37,10 +41,13 @@ Examples:
     default=0.0,
     show_default=True,
     metavar="PERCENT",
-    help="Exit with 3 only where B is surely worse by more than this.",
+    help="Exit with 3 only if B is worse by more than this with confidence.",
 )
 @click.option(
-    "--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits: which share of requests keeps them; or {READING}."
+    "--goodput",
+    multiple=True,
+    metavar="METRIC:MS",
+    help=f"Latency limits, to compare the shares of good requests; or {READING}.",
 )
 @certify_option
 @json_option
@@ -55,14 +62,14 @@ def command(
     allow: float,
     goodput: tuple[str, ...],
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> int:
     """Compare two servers, two engines or two results: is B faster than A?
 
-    A and B are URLs, asked the same in turns (--request-count and --duration-s are those of a round), or folders that
-    `millrace bench -o` wrote; or --engine A --engine B, models or engines in this process. Each difference comes with
-    its interval of 95 % and the smallest that would have been seen. The exit code is 3 where B is surely worse.
+    A and B are URLs, which get the same requests in alternating rounds (--request-count and --duration-s are per
+    round), or folders of `millrace bench -o`; or --engine A --engine B, models or engines in this process. Each
+    difference has a 95 % interval and the smallest detectable effect. The exit code is 3 if B is worse with confidence.
     """  # fmt: skip
     from millrace.cli.bench.compare import run  # imported when it runs: --help needs none of it
 
-    return run(env, a=a, b=b, engines=engines, rounds=rounds, allow=allow, goodput=goodput, as_json=as_json, **given)
+    return run(env, a=a, b=b, engines=engines, rounds=rounds, allow=allow, goodput=goodput, as_json=as_json, **options)

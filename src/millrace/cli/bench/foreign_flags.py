@@ -52,11 +52,11 @@ def ready_folder(output: Path | None, names: Collection[str]) -> None:
         note(f"  {output} holds an earlier result; its files will be overwritten")
 
 
-def ready_file(output: Path | None, *others: Path) -> None:
+def ready_file(output: Path | None, *files: Path) -> None:
     """The same of one file; others: that will be written beside it. raises ConfigError"""
     if output is None:
         return
-    _try(output, output.parent, [path.name for path in (output, *others)])
+    _try(output, output.parent, [path.name for path in (output, *files)])
     if output.is_file():
         note(f"  {output} is there; it will be overwritten")
 
@@ -79,7 +79,7 @@ def _try(output: Path, folder: Path, names: Collection[str]) -> None:
         raise ConfigError(f"--output {output} cannot be written: {error.strerror}", expected, mend) from None
 
 
-def told_and_written(tell: Callable[[], None], output: Path | None, write: Callable[[Path], Sequence[str]]) -> None:
+def show_and_write(tell: Callable[[], None], output: Path | None, write: Callable[[Path], Sequence[str]]) -> None:
     """The figures first: no failing file takes them away; and the files also where nobody reads the figures on (a
     closed pipe). write: gives the names of its files. raises MachineError where it cannot"""
     try:
@@ -103,17 +103,17 @@ def reseeded(load: LoadSettings, n: int) -> LoadSettings:
 
 def translate_flags(arguments: Sequence[str], aliases: Mapping[str, str] = ALIASES) -> list[str]:
     """`--request-count=5` and `--request-count 5` both; several limits may follow one --goodput."""
-    found: list[str] = []
+    translated: list[str] = []
     in_goodput = False
     for argument in arguments:
         flag, equals, value = argument.partition("=")
-        if in_goodput and found[-1] != "--goodput" and _LIMIT.fullmatch(argument):
-            found += ["--goodput", argument]
+        if in_goodput and translated[-1] != "--goodput" and _LIMIT.fullmatch(argument):
+            translated += ["--goodput", argument]
             continue
-        in_goodput = argument == "--goodput" or (in_goodput and found[-1] == "--goodput")
+        in_goodput = argument == "--goodput" or (in_goodput and translated[-1] == "--goodput")
         ours = aliases.get(flag) if flag.startswith("-") else None
         if ours is None:
-            found.append(argument)
+            translated.append(argument)
         elif ours:  # "": a flag that says what is so here anyway
-            found.append(ours + equals + value)
-    return found
+            translated.append(ours + equals + value)
+    return translated

@@ -6,18 +6,18 @@ from typing import Any
 
 import click
 
-from millrace.bench.infer.latency_curves import Line, earlier
+from millrace.bench.infer.latency_curves import LatencyCurve, read_curves
 from millrace.bench.infer.measure import infer, infer_plan
-from millrace.bench.infer.results import PICTURE, answered, report, write_results
+from millrace.bench.infer.results import PICTURE, report, with_answers, write_results
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
-from millrace.cli.bench.foreign_flags import check_pictures, ready_folder, told_and_written
+from millrace.cli.bench.foreign_flags import check_pictures, ready_folder, show_and_write
 from millrace.cli.bench.progress import driven
 from millrace.cli.console import heading, print_json, table
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.errors import ConfigError, MachineError
 
-_MOST_BESIDE = 16
-NAMES = ("report.html", "summary.json", PICTURE)  # of files that may be in the way
+_MAX_BESIDE = 16
+NAMES = ("report.html", "summary.json", PICTURE)  # files that would be overwritten
 
 
 def run(
@@ -25,27 +25,27 @@ def run(
     url_given: str | None,
     certify_s: float,
     output: Path | None,
-    beside: tuple[Path, ...],
+    earlier: tuple[Path, ...],
     as_png: bool,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Run `millrace bench infer`."""
     targets = [target for target in (url, url_given) if target]
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench infer http://HOST:PORT", "give it, once")
     check_pictures(output, as_png)
-    others = _others(beside, output)
-    plan = infer_plan(targets[0], made(ModelSettings, given), made(LevelSettings, given))
+    earlier_curves = _read_earlier(earlier, output)
+    plan = infer_plan(targets[0], make_settings(ModelSettings, options), make_settings(LevelSettings, options))
     ready_folder(output, NAMES)
     done = driven(lambda begins: infer(plan, certify_s, begins), quiet=as_json)
-    told = report(done)
-    told_and_written(
-        lambda: print_json(told) if as_json else _show(told),
+    document = report(done)
+    show_and_write(
+        lambda: print_json(document) if as_json else _show(document),
         output,
-        lambda folder: write_results(folder, done, as_png, others),
+        lambda folder: write_results(folder, done, as_png, earlier_curves),
     )
-    if not answered(done.points):
+    if not with_answers(done.points):
         kinds = {kind for p in done.points for kind in p.metrics.failures}
         raise MachineError(
             f"no request was answered ({', '.join(sorted(kinds)) or done.ended})", "one whole answer at least",
@@ -53,25 +53,25 @@ def run(
         )  # fmt: skip
 
 
-def _others(beside: Sequence[Path], output: Path | None) -> list[Line]:
-    """Read before anything is measured. raises ConfigError"""
-    if beside and output is None:
+def _read_earlier(paths: Sequence[Path], output: Path | None) -> list[LatencyCurve]:
+    """Read earlier results before measuring. raises ConfigError"""
+    if paths and output is None:
         raise ConfigError("--beside without -o", "a folder for the page that they are drawn on", "give -o FOLDER")
-    if len(beside) > _MOST_BESIDE:
-        raise ConfigError(f"--beside {len(beside)} times", f"at most {_MOST_BESIDE}", "leave some out")
-    return [line for path in beside for line in earlier(path)]
+    if len(paths) > _MAX_BESIDE:
+        raise ConfigError(f"--beside {len(paths)} times", f"at most {_MAX_BESIDE}", "leave some out")
+    return [line for path in paths for line in read_curves(path)]
 
 
-def _show(told: dict[str, Any]) -> None:
-    model, points = told["model"], told["points"]
+def _show(document: dict[str, Any]) -> None:
+    model, points = document["model"], document["points"]
     click.echo()
     heading(f"{model['name']}: instances: {model['instances'] or 'the server does not say'}")
     load = "concurrency" if points and points[0]["concurrency"] else "requests/s"
     table(["batch", load, "inferences/s", "p50, ms", "p90", "p99", "server: queue, ms", "computing", "failed"],
           [_row(p) for p in points])  # fmt: skip
     click.echo()
-    for said in (told["verdict"], *told["notes"]):
-        click.echo(f"  {said}")
+    for sentence in (document["verdict"], *document["notes"]):
+        click.echo(f"  {sentence}")
 
 
 def _row(p: dict[str, Any]) -> list[str]:

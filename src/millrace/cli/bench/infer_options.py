@@ -1,4 +1,4 @@
-"""`millrace bench infer`: tensor models over KServe's protocol, by batch size and load."""
+"""Options of `millrace bench infer`: tensor models over KServe's protocol, by batch size and load."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ Examples:
 
 
 class Infer(ForeignFlags):
-    """It knows perf_analyzer's flags."""
+    """A command that accepts perf_analyzer's flags."""
 
     aliases = ALIASES
 
@@ -27,13 +27,14 @@ class Infer(ForeignFlags):
 @click.option("--url", "url_given", hidden=True, help="The URL, as perf_analyzer takes it.")
 @settings_options(ModelSettings, LevelSettings)
 @certify_option
-@click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there: a page, JSON, CSV.")
+@click.option("-o", "--output", type=Path, metavar="FOLDER", help="Folder for results: an HTML page, JSON, CSV.")
 @click.option(
     "--beside",
+    "earlier",
     type=Path,
     metavar="FOLDER",
     multiple=True,
-    help="Draw an earlier result beside this one, as of another number of instances. May be given several times.",
+    help="Earlier result to draw for comparison, e.g. with another number of instances. May be given several times.",
 )
 @png_option
 @json_option
@@ -42,16 +43,16 @@ def command(
     url_given: str | None,
     certify_s: float,
     output: Path | None,
-    beside: tuple[Path, ...],
+    earlier: tuple[Path, ...],
     as_png: bool,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Measure inferences a second against latency.
 
     URL is any server of KServe's protocol (Triton, KServe, MLServer, OpenVINO): http://HOST:PORT, or HOST:PORT with
-    --protocol grpc. Every batch size is measured at every load. Flags of perf_analyzer are taken where they mean the
-    same. Ctrl-C ends it and reports the levels that are done.
+    --protocol grpc. Every batch size is measured at every load. Equivalent flags of perf_analyzer are accepted. Ctrl-C
+    ends the measurement and reports the completed levels.
     """
     from millrace.cli.bench.infer import run  # imported when it runs: --help needs none of it
 
@@ -60,8 +61,8 @@ def command(
         url_given=url_given,
         certify_s=certify_s,
         output=output,
-        beside=beside,
+        earlier=earlier,
         as_png=as_png,
         as_json=as_json,
-        **given,
+        **options,
     )

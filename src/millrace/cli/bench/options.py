@@ -1,4 +1,4 @@
-"""`millrace bench`: a load on a server, and what its users would feel of it."""
+"""Options of `millrace bench`: runs a load on a server and measures latencies and throughput."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,14 +24,14 @@ Examples:
   millrace bench --engine ./llama-3.1-8b --device cuda --random-weights --precision fp8 --max-batch 512
   millrace bench URL --model M --pattern short/long --pattern long/short:2 --json
   millrace bench sweep --help        raise the load until a limit breaks
-  millrace bench compare --help      two servers or results: which is faster, and how surely
+  millrace bench compare --help      two servers or results: which is faster, with confidence
   millrace bench infer --help        tensor models over KServe's protocol"""
 
 PARTS = {"sweep": sweep_options.command, "compare": compare_options.command, "infer": infer_options.command}
 
 
 class Bench(ForeignFlags):
-    """`bench URL ...`, or `bench sweep ...` and its like, which are commands of their own."""
+    """`bench URL ...`, with subcommands such as `bench sweep ...`."""
 
     parts: Mapping[str, click.Command] = PARTS
 
@@ -48,11 +48,11 @@ class Bench(ForeignFlags):
 @click.argument("url", required=False)
 @click.option("--url", "url_given", hidden=True, help="The URL, as other tools take it.")
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
-@click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
+@click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Latency limits of good requests; or {READING}.")
 @click.option("--engine", metavar="MODEL", help="Instead of a URL: a model or engine in this process, without HTTP.")
 @settings_options(BuildSettings, RunSettings)
 @certify_option
-@click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
+@click.option("-o", "--output", type=Path, metavar="FOLDER", help="Folder for results, also in other tools' formats.")
 @png_option
 @json_option
 @click.pass_obj
@@ -66,13 +66,13 @@ def command(
     certify_s: float,
     output: Path | None,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Measure what users of a server feel.
 
-    URL is any server of OpenAI's protocol. Flags of GenAI-Perf, AIPerf and `vllm bench serve` are taken where they mean
-    the same. Ctrl-C ends the run and reports what there is. With --engine, all requests are queued at once unless
-    --concurrency or --request-rate says otherwise, and prompts are random tokens.
+    URL is any server of OpenAI's protocol. Equivalent flags of GenAI-Perf, AIPerf and `vllm bench serve` are accepted.
+    Ctrl-C ends the run and reports the results so far. With --engine, all requests are queued at once unless
+    --concurrency or --request-rate is given, and prompts are random tokens.
     """
     from millrace.cli.bench.run import run  # imported when it runs: --help needs none of it
 
@@ -85,5 +85,5 @@ def command(
         certify_s=certify_s,
         output=output,
         as_json=as_json,
-        **given,
+        **options,
     )

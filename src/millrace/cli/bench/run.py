@@ -8,18 +8,18 @@ import click
 import uvloop
 
 from millrace.bench.analysis.goodput import check_limits, parse_limits
-from millrace.bench.analysis.latency_breakdown import TO_END, Waterfall, join_client_server_traces, traced
+from millrace.bench.analysis.latency_breakdown import TO_END, Waterfall, fetch_traces, join_client_server_traces
 from millrace.bench.analysis.metrics import good
 from millrace.bench.client.certify import Certificate, certify
 from millrace.bench.report.exports import NAMES, write_results
 from millrace.bench.report.results import RunResult, report
-from millrace.bench.run.plan import Plan, check_server, measure, planned
+from millrace.bench.run.plan import BenchPlan, check_server, make_plan, measure
 from millrace.bench.run.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import check_pictures, ready_folder, told_and_written
+from millrace.cli.bench.foreign_flags import check_pictures, ready_folder, show_and_write
 from millrace.cli.bench.progress import Begins, driven
 from millrace.cli.console import heading, note, pairs, print_json, table
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
@@ -44,53 +44,58 @@ def run(
     certify_s: float,
     output: Path | None,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Run `millrace bench`."""
     targets = [target for target in (url, url_given, engine) if target]
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
-    build, runs = made(BuildSettings, given), made(RunSettings, given)
+    build, runs = make_settings(BuildSettings, options), make_settings(RunSettings, options)
     if engine is None:
         _check_no_engine(build, runs)
     limits = parse_limits(goodput)
-    check_pictures(output, as_png := given.pop("as_png"))
+    check_pictures(output, as_png := options.pop("as_png"))
     if engine is None:
-        plan = planned(
-            targets[0], made(TargetSettings, given), made(LoadSettings, given), made(InputSettings, given),
-            made(SessionSettings, given),
-        )  # fmt: skip
+        plan = make_plan(
+            targets[0],
+            make_settings(TargetSettings, options),
+            make_settings(LoadSettings, options),
+            make_settings(InputSettings, options),
+            make_settings(SessionSettings, options),
+        )
         check_limits(limits, plan.target.streams)
         ready_folder(output, NAMES)
         certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
     else:
         from millrace.cli.bench.engine import (
             in_process,
-            planned_in_process,
+            make_in_process_plan,
         )  # what runs engines takes a second to import
 
-        plan = planned_in_process(engine, given)
+        plan = make_in_process_plan(engine, options)
         ready_folder(output, NAMES)
         certificate, run = None, in_process(engine, plan, build, runs, env, quiet=as_json)
-    done = RunResult.of(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
-    told = report(done)
-    told_and_written(
-        lambda: print_json(told) if as_json else show(told), output, lambda folder: write_results(folder, done, as_png)
+    done = RunResult.from_run(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
+    document = report(done)
+    show_and_write(
+        lambda: print_json(document) if as_json else show(document),
+        output,
+        lambda folder: write_results(folder, done, as_png),
     )
     if not done.metrics.n:
         raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
 
 
-def _check_no_engine(*given: Settings) -> None:
-    """raises ConfigError for what is said of an engine in this process, where there is none"""
-    for settings in given:
+def _check_no_engine(*groups: Settings) -> None:
+    """Refuse settings of an in-process engine if there is none. raises ConfigError"""
+    for settings in groups:
         if settings.changed_fields:
             what = f"{flag_of(settings.changed_fields[0])} is given for a server"
             raise ConfigError(what, "--engine MODEL, which runs here", "leave it out")
 
 
-async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
-    """A server that does not answer is found before the client is tried."""
+async def _measured(plan: BenchPlan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
+    """Check the server, certify the client, and run the plan."""
     words = await check_server(plan)
     certificate = await certify(plan, certify_s) if certify_s else None
     if certificate is not None and not quiet:
@@ -98,59 +103,60 @@ async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -
     return certificate, await measure(plan, begins, words)
 
 
-def _traced(plan: Plan, run: Run) -> Waterfall | None:
-    """Ctrl-C leaves it out: what was measured stands without it."""
+def _traced(plan: BenchPlan, run: Run) -> Waterfall | None:
+    """Fetch the server's traces; Ctrl-C skips them."""
     answers = good(run.records)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return join_client_server_traces(answers, runner.run(traced(plan.target, answers)))
+            return join_client_server_traces(answers, runner.run(fetch_traces(plan.target, answers)))
     except KeyboardInterrupt:
         return None
 
 
-def show(told: dict[str, Any]) -> None:
-    """The report, for people."""
-    failed = told["requests"]["failed"]
+def show(document: dict[str, Any]) -> None:
+    """Print a report."""
+    failed = document["requests"]["failed"]
     click.echo()
     heading(
-        f"{told['requests']['whole']} answers in {told['duration_s']:.1f} s" + (f", {failed} failed" * bool(failed))
+        f"{document['requests']['whole']} answers in {document['duration_s']:.1f} s"
+        + (f", {failed} failed" * bool(failed))
     )
-    rate, requests = told["output_tokens_per_s"], told["requests_per_s"]
+    rate, requests = document["output_tokens_per_s"], document["requests_per_s"]
     rows = [
         ("output tokens/s", f"{rate['value']:,.1f}{_interval(rate['interval'])}"),
         ("requests/s", f"{requests['value']:,.2f}{_interval(requests['interval'], 2)}"),
-        ("at a time", f"{told['mean_concurrency']:.1f} requests in the mean"),
+        ("at a time", f"{document['mean_concurrency']:.1f} requests in the mean"),
     ]
     rows += [
         ("goodput", f"{g['requests_per_s']:.2f} requests/s, {g['share']:.0%}{_percent(g['interval'])}: {g['limits']}")
-        for g in told["goodput"]
+        for g in document["goodput"]
     ]
     pairs(rows)
     click.echo()
-    _metrics(told["metrics"])
-    for label, part in told["patterns"].items():
+    _metrics(document["metrics"])
+    for label, part in document["patterns"].items():
         click.echo()
         heading(f"{label}: {part['requests']['whole']} answers, {part['output_tokens_per_s']['value']:,.1f} tokens/s")
         _metrics(part["metrics"])
-    if told["waterfall"]:
-        _waterfall(told["waterfall"])
-    if told["notes"]:
+    if document["waterfall"]:
+        _waterfall(document["waterfall"])
+    if document["notes"]:
         click.echo()
-    for said in told["notes"]:
-        click.echo(f"  {said}")
+    for sentence in document["notes"]:
+        click.echo(f"  {sentence}")
 
 
-def _waterfall(told: dict[str, Any]) -> None:
+def _waterfall(document: dict[str, Any]) -> None:
     click.echo()
-    heading(f"where the time went, of {told['n']} requests that the server tells of")
+    heading(f"where the time went, of {document['n']} requests that the server tells of")
     rows = []
-    for name, part in (("ms to the first token", told["to_first_token"]), ("ms to its end", told["to_end"])):
+    for name, part in (("ms to the first token", document["to_first_token"]), ("ms to its end", document["to_end"])):
         slowest = part["slowest"]
         rows.append([name, *(_stage(part["mean_ms"].get(stage)) for stage in TO_END)])
         if slowest:
             rows.append([f"  the {slowest['n']} slowest", *(_stage(slowest["mean_ms"].get(s)) for s in TO_END)])
     table(["", *TO_END], rows)
-    slowest = told["to_first_token"]["slowest"]
+    slowest = document["to_first_token"]["slowest"]
     if slowest:
         click.echo(f"  to the first token, {slowest['says']}")
 

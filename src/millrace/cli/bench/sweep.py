@@ -8,18 +8,28 @@ from typing import Any
 
 import click
 
-from millrace.bench.analysis.metrics import measured
+from millrace.bench.analysis.metrics import compute_metrics
 from millrace.bench.client.certify import Certificate, certificate_text, certify, doubts, kept_up
-from millrace.bench.client.client_load import Effort
+from millrace.bench.client.client_load import ClientHealth
 from millrace.bench.report.sweep_page import sweep_page, sweep_plot
-from millrace.bench.run.plan import Plan, measure, planned
+from millrace.bench.run.plan import BenchPlan, make_plan, measure
 from millrace.bench.run.server_load import Watch
-from millrace.bench.run.sweep import Best, LevelResult, Point, SweepLimits, best, limited, on_front, swept, throughput
+from millrace.bench.run.sweep import (
+    Best,
+    LevelResult,
+    SweepLimits,
+    SweepPoint,
+    best,
+    limiting_factor,
+    on_front,
+    run_sweep,
+    throughput,
+)
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import check_pictures, ready_file, reseeded, told_and_written
+from millrace.cli.bench.foreign_flags import check_pictures, ready_file, reseeded, show_and_write
 from millrace.cli.bench.progress import Begins, driven
 from millrace.cli.console import pairs, print_json, table
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.errors import ConfigError, MachineError
 from millrace.report.png import png
 
@@ -29,94 +39,104 @@ NAMES = {"within": "best within limits", "latency": "lowest latency", "throughpu
 
 
 def run(
-    url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **given: Any
+    url: str, by: str, first: float, max_level: float, output: Path | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
     """Run `millrace bench sweep`."""
-    _agree(by, first, most, given)
-    check_pictures(output, as_png := given.pop("as_png"))
-    certify_s = given.pop("certify_s")
-    if given["duration_s"] is None and given["request_count"] is None:
-        given["duration_s"] = EACH_S
-    limits = SweepLimits(given.pop("ttft_ms"), given.pop("itl_ms"), int(given.pop("percentile")))
-    level = _level(url, by, given)
+    _agree(by, first, max_level, options)
+    check_pictures(output, as_png := options.pop("as_png"))
+    certify_s = options.pop("certify_s")
+    if options["duration_s"] is None and options["request_count"] is None:
+        options["duration_s"] = EACH_S
+    limits = SweepLimits(options.pop("ttft_ms"), options.pop("itl_ms"), int(options.pop("percentile")))
+    level = _level(url, by, options)
     limits.check(level(first, 0).target.streams)
     ready_file(output, *([output.with_suffix(".png")] if output and as_png else []))
 
-    async def sweep(begins: Begins) -> tuple[list[Point], Best | None, Certificate | None]:
+    async def sweep(begins: Begins) -> tuple[list[SweepPoint], Best | None, Certificate | None]:
         numbers = count()
-        points = await swept(
-            first, most, by == "concurrency", limits, lambda at: _run(level(at, next(numbers)), limits, begins)
+        points = await run_sweep(
+            first, max_level, by == "concurrency", limits, lambda at: _run(level(at, next(numbers)), limits, begins)
         )
-        found = best(points)
-        certified = certify(level(found.throughput.level, 0), certify_s) if found and certify_s else None
-        return points, found, await certified if certified else None
+        best_points = best(points)
+        certified = certify(level(best_points.throughput.level, 0), certify_s) if best_points and certify_s else None
+        return points, best_points, await certified if certified else None
 
-    points, found, certificate = driven(sweep, as_json)
-    if found is None:
+    points, best_points, certificate = driven(sweep, as_json)
+    if best_points is None:
         raise MachineError("no request was answered", "one whole answer at least", "ask one level: millrace bench URL")
     efforts = [p.effort for p in points]
-    told = {**_told(by, points, found, limits, certificate), **certificate_text(certificate, efforts)}
-    told["notes"] = doubts(certificate, efforts, f"at {_levels_invalid(points) or 'most'}")
+    document = {**_document(by, points, best_points, limits, certificate), **certificate_text(certificate, efforts)}
+    document["notes"] = doubts(certificate, efforts, f"at {_levels_invalid(points) or 'most'}")
 
     def write(file: Path) -> list[str]:
-        file.write_text(sweep_page(url, by, points, found, limits, certificate, told["notes"]), encoding="utf-8")
+        file.write_text(
+            sweep_page(url, by, points, best_points, limits, certificate, document["notes"]), encoding="utf-8"
+        )
         if as_png:
             file.with_suffix(".png").write_bytes(png(sweep_plot(points)))
         return [file.name]
 
-    told_and_written(lambda: print_json(told) if as_json else _show(told), output, write)
+    show_and_write(lambda: print_json(document) if as_json else _show(document), output, write)
 
 
-def _levels_invalid(points: list[Point]) -> str:
+def _levels_invalid(points: list[SweepPoint]) -> str:
     return " and ".join(f"{p.level:g}" for p in points if not p.effort.keeps_up)
 
 
-def _agree(by: str, first: float, most: float, given: dict[str, Any]) -> None:
-    if by == "concurrency" and given["concurrency"] is not None:
+def _agree(by: str, first: float, max_level: float, options: dict[str, Any]) -> None:
+    if by == "concurrency" and options["concurrency"] is not None:
         raise ConfigError("--concurrency in a sweep of it", "--from and --most", "leave it out")
-    if given["request_rate"] is not None:
+    if options["request_rate"] is not None:
         raise ConfigError("--request-rate in a sweep", "--by rate --from X --most Y", "leave it out")
-    if most < first:
-        raise ConfigError(f"--most {most:g} is below --from {first:g}", "the other way round", "correct them")
+    if max_level < first:
+        raise ConfigError(f"--most {max_level:g} is below --from {first:g}", "the other way round", "correct them")
     if by == "concurrency" and first != round(first):
         raise ConfigError(f"--from {first:g}", "a whole number of users", "correct it")
 
 
-def _level(url: str, by: str, given: dict[str, Any]) -> Callable[[float, int], Plan]:
-    """Of a level, and how many were before: each asks new texts, for what a server remembers of the last would make the
-    next seem faster."""
-    load = made(LoadSettings, given)
+def _level(url: str, by: str, options: dict[str, Any]) -> Callable[[float, int], BenchPlan]:
+    """Return a function from level and its number to a plan; each level uses new texts, so that prefix caches do not
+    speed it up."""
+    load = make_settings(LoadSettings, options)
 
-    def plan(level: float, n: int) -> Plan:
+    def plan(level: float, n: int) -> BenchPlan:
         at = replace(load, concurrency=round(level)) if by == "concurrency" else replace(load, request_rate=level)
         at = reseeded(at, n)
-        return planned(url, made(TargetSettings, given), at, made(InputSettings, given), made(SessionSettings, given))
+        return make_plan(
+            url,
+            make_settings(TargetSettings, options),
+            at,
+            make_settings(InputSettings, options),
+            make_settings(SessionSettings, options),
+        )
 
     return plan
 
 
-async def _run(plan: Plan, limits: SweepLimits, begins: Begins) -> LevelResult | None:
+async def _run(plan: BenchPlan, limits: SweepLimits, begins: Begins) -> LevelResult | None:
     async with Watch(plan.target) as watch:
         done = await measure(plan, begins)
     if done.ended == "Ctrl-C":
         return None
     surely = limits.surely_keeps(done.records)
-    return LevelResult(measured(done.records), watch.during(done), Effort.of(done), surely, done.ended)
+    return LevelResult(
+        compute_metrics(done.records), watch.during(done), ClientHealth.from_run(done), surely, done.ended
+    )
 
 
-def _told(
-    by: str, points: list[Point], found: Best, limits: SweepLimits, certificate: Certificate | None
+def _document(
+    by: str, points: list[SweepPoint], best_points: Best, limits: SweepLimits, certificate: Certificate | None
 ) -> dict[str, Any]:  # fmt: skip
-    told = {p.level: _point(p, certificate) for p in points}
-    chosen = {name: getattr(found, name) for name in NAMES}
+    by_level = {p.level: _point(p, certificate) for p in points}
+    chosen = {name: getattr(best_points, name) for name in NAMES}
     return {
-        "by": by, "limits": limits.says, "limited_by": limited(points), "ranked_by": throughput(points).unit,
-        "points": list(told.values()), "front": [p.level for p in on_front(points)],
-        **{name: None if point is None else told[point.level] for name, point in chosen.items()},
+        "by": by, "limits": limits.says, "limited_by": limiting_factor(points), "ranked_by": throughput(points).unit,
+        "points": list(by_level.values()), "front": [p.level for p in on_front(points)],
+        **{name: None if point is None else by_level[point.level] for name, point in chosen.items()},
     }  # fmt: skip
 
 
-def _point(p: Point, certificate: Certificate | None) -> dict[str, Any]:
+def _point(p: SweepPoint, certificate: Certificate | None) -> dict[str, Any]:
     names = ("time_to_first_token", "inter_token_latency", "request_latency")
     return {
         "level": p.level, "keeps": p.keeps, "surely": p.surely, "verdict": p.verdict, "ended_early": p.ended or None,
@@ -136,7 +156,7 @@ def _point(p: Point, certificate: Certificate | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(told: dict[str, Any]) -> None:
+def _show(document: dict[str, Any]) -> None:
     def ms(p: dict[str, Any], name: str) -> str:
         return "-" if p[name]["p50"] is None else f"{p[name]['p50']:,.1f} / {p[name]['p90']:,.1f}"
 
@@ -144,24 +164,24 @@ def _show(told: dict[str, Any]) -> None:
         [f"{p['level']:g}", f"{p['output_tokens_per_s']:,.1f}", f"{p['requests_per_s']:,.2f}",
          ms(p, "time_to_first_token"), ms(p, "inter_token_latency"),
          p["verdict"] + (", INVALID" if p["valid"] is False else "")]
-        for p in told["points"]
+        for p in document["points"]
     ]  # fmt: skip
     click.echo()
-    table([told["by"], "tokens/s", "requests/s", "TTFT p50 / p90, ms", "ITL p50 / p90, ms", "kept"], rows)
-    click.echo(f"  kept: {told['limits']}")
+    table([document["by"], "tokens/s", "requests/s", "TTFT p50 / p90, ms", "ITL p50 / p90, ms", "kept"], rows)
+    click.echo(f"  kept: {document['limits']}")
     click.echo()
-    unit = told["ranked_by"]
-    pairs([(says.format(unit=unit), _said(told["by"], unit, told[name])) for name, says in NAMES.items()])
-    if told["within"] and told["within"]["surely"] is None:
-        click.echo(f"  At {told['within']['level']:g} too few requests were asked to say that it keeps the limits.")
-    click.echo(f"  {told['limited_by']}")
-    if told["client"]:
-        click.echo(f"  client: {told['client']}")
-    for said in told["notes"]:
-        click.echo(f"  {said}")
+    unit = document["ranked_by"]
+    pairs([(says.format(unit=unit), _level_text(document["by"], unit, document[name])) for name, says in NAMES.items()])
+    if document["within"] and document["within"]["surely"] is None:
+        click.echo(f"  At {document['within']['level']:g} too few requests were asked to say that it keeps the limits.")
+    click.echo(f"  {document['limited_by']}")
+    if document["client"]:
+        click.echo(f"  client: {document['client']}")
+    for sentence in document["notes"]:
+        click.echo(f"  {sentence}")
 
 
-def _said(by: str, unit: str, p: dict[str, Any] | None) -> str:
+def _level_text(by: str, unit: str, p: dict[str, Any] | None) -> str:
     if p is None:
         return "none"
     rate, latency_ms = p[RATES[unit]], p["request_latency"]["p50"]

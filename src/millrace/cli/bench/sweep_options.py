@@ -1,4 +1,4 @@
-"""`millrace bench sweep`: how much load a server takes within limits."""
+"""Options of `millrace bench sweep`: finds the highest load of a server within latency limits."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ Examples:
     type=click.Choice(["concurrency", "rate"]),
     default="concurrency",
     show_default=True,
-    help="What grows: users at a time, or requests a second.",
+    help="Load to increase: concurrent users, or requests per second.",
 )
 @click.option(
     "--from",
@@ -31,30 +31,30 @@ Examples:
     type=click.FloatRange(1e-6, 65_536),
     default=1.0,
     show_default=True,
-    help="Where it begins; each next is twice as much.",
+    help="First level; each further level is twice as high.",
 )
-@click.option("--most", type=click.FloatRange(1e-6, 65_536), default=256.0, show_default=True, help="Where it ends.")
-@click.option("--ttft-ms", type=click.FloatRange(0.001), metavar="X", help="The most that a first token may take.")
-@click.option("--itl-ms", type=click.FloatRange(0.001), metavar="X", help="The most that each further token may take.")
+@click.option("--most", type=click.FloatRange(1e-6, 65_536), default=256.0, show_default=True, help="Last level.")
+@click.option("--ttft-ms", type=click.FloatRange(0.001), metavar="X", help="Limit on the time to the first token.")
+@click.option("--itl-ms", type=click.FloatRange(0.001), metavar="X", help="Limit on the time between tokens.")
 @click.option(
     "--percentile",
     type=click.Choice(["50", "75", "90", "95", "99"]),
     default="90",
     show_default=True,
-    help="Percent of the requests that keep this.",
+    help="Percentile of requests that must meet the limits.",
 )
 @certify_option
-@click.option("-o", "--output", type=Path, metavar="FILE", help="Write an offline page there.")
+@click.option("-o", "--output", type=Path, metavar="FILE", help="File for an offline HTML page.")
 @png_option
 @json_option
 def command(
-    url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **given: Any
+    url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
     """Raise the load until a limit breaks, and find the best below.
 
-    Each level lasts --duration-s (10 unless said, or --request-count). Ctrl-C ends the sweep and reports what there is.
-    At the end the client proves itself at the level of most tokens/s.
+    Each level lasts --duration-s (default 10, or --request-count). Ctrl-C ends the sweep and reports the levels so far.
+    At the end the client is certified at the level with the most tokens/s.
     """
     from millrace.cli.bench.sweep import run  # imported when it runs: --help needs none of it
 
-    run(url=url, by=by, first=first, most=most, output=output, as_json=as_json, **given)
+    run(url=url, by=by, first=first, max_level=most, output=output, as_json=as_json, **options)

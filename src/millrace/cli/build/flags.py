@@ -1,4 +1,4 @@
-"""What `millrace build` takes beside the settings of a build."""
+"""Traffic settings of `millrace build`."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ PARTS = ("all", "day", "night", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficSettings(Settings):
-    """What an engine is to be made for."""
+    """The traffic to build an engine for."""
 
     traffic: str | None = setting(
         None,
-        "a recording of `millrace serve --record`, or a trace with lengths: it decides context, batch, KV memory and "
-        "the rows that are timed, where no flag says them",
+        "a recording of `millrace serve --record`, or a trace with lengths: it determines context, batch, KV memory "
+        "and the timed row counts, unless flags do",
         metavar="FILE",
     )
     traffic_covers: float | None = setting(
-        None, "percent of the recorded requests that must fit into the context; default: 100", low=50, high=100
+        None, "percent of recorded requests that must fit into the context; default: 100", low=50, high=100
     )
     traffic_part: str | None = setting(
         None,
-        "which part of a recording whose days and nights differ: both builds two engines; default: all",
+        "part of a recording whose days and nights differ; both builds two engines; default: all",
         choices=PARTS,
     )
 

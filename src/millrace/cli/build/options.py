@@ -34,7 +34,7 @@ w8a8:32 has its activations in groups of 32, which divide those of the weights.
 @click.pass_context
 def command(
     ctx: click.Context, /, model: str, output: Path, precision_map: Path | None, device: str, as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Compile a checkpoint into an engine folder for this machine.
 
@@ -43,4 +43,4 @@ def command(
     """
     from millrace.cli.build.run import run  # imported when it runs: --help needs none of it
 
-    run(ctx, model=model, output=output, precision_map=precision_map, device=device, as_json=as_json, **given)
+    run(ctx, model=model, output=output, precision_map=precision_map, device=device, as_json=as_json, **options)

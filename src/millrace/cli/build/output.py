@@ -1,16 +1,16 @@
-"""What `millrace build --traffic` tells: choices and savings in the bytes of the engine that was built."""
+"""Output of `millrace build --traffic`: choices and savings in bytes of the engine that was built."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from millrace.cli.build.traffic import Choice, Chosen, percent, span
+from millrace.cli.build.traffic import ChosenSettings, TrafficChoice, percent, span
 from millrace.cli.console import heading, pairs, size
 from millrace.cli.engine_tables import Tables
 from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat, page_bytes
 from millrace.machine.cpu import memory
 from millrace.runtime.memory_plan import RESERVE
-from millrace.tune.day_night import Part
+from millrace.tune.day_night import DayPart
 from millrace.tune.traffic import BUSY, Proposal
 
 NAMES = {"max_context": "max context", "max_batch": "max batch", "tune_rows": "tuned rows", "tune": "tuning"}
@@ -19,22 +19,22 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Choices in the bytes of the engine that was built. page: bytes of a KV page; int8: of one with int8's format"""
+    """Traffic choices with the sizes of the built engine. page: bytes of a KV page; int8: of a page in int8 format"""
 
-    chosen: Chosen
+    chosen: ChosenSettings
     page: int
     int8: int
     free: int
 
     @classmethod
-    def of(cls, found: Chosen, tables: Tables) -> "Figures":
+    def from_choices(cls, choices: ChosenSettings, tables: Tables) -> "Figures":
         engine, cpu = tables.engine, tables.engine.manifest.cpu
         int8 = page_bytes(tuple(replace(cache, format=KvFormat.INT8) for cache in engine.caches))
         fixed = cpu.weights_bytes + cpu.activation_bytes + RESERVE
-        return cls(found, engine.page_bytes, int8, memory().available_bytes - fixed)
+        return cls(choices, engine.page_bytes, int8, memory().available_bytes - fixed)
 
     def kv_pages(self, proposal: Proposal, context: int, batch: int) -> int:
-        """With beginnings that come again, up to what all sequences at full context take; at least one of these."""
+        """Return KV pages including shared prefixes, at least one sequence and at most the batch at full context."""
         each = -(-context // PAGE_TOKENS)
         return max(min(proposal.pages_kept, each * batch), proposal.pages_running, each)
 
@@ -53,21 +53,21 @@ class Figures:
 
     @property
     def flag(self) -> str:
-        """Whole MiB, which hold the pages."""
+        """Return the --kv-memory flag in whole MiB."""
         return f"--kv-memory {-(-self.kv_bytes // MIB)}M"
 
-    def why(self) -> str:
+    def reason(self) -> str:
         p = self.chosen.proposal
         if p.batch is None:
             return f"{self.chosen.value('max_batch')} requests in a row held no more, {BUSY:g} % of the time"
-        said = f"at {BUSY:g} % of the arrivals those that ran held no more than {size(p.pages_running * self.page)}"
+        text = f"at {BUSY:g} % of the arrivals those that ran held no more than {size(p.pages_running * self.page)}"
         if p.pages_kept > p.pages_running:
             all_of = "" if self.pages >= p.pages_kept else f" (all would take {size(p.pages_kept * self.page)})"
-            said += f"; the rest keeps beginnings that come again{all_of}"
-        return said + (f"; {percent(p.again)} of the prompts' tokens had come before" if p.again else "")
+            text += f"; the rest keeps beginnings that come again{all_of}"
+        return text + (f"; {percent(p.again)} of the prompts' tokens had come before" if p.again else "")
 
     def hint(self) -> str:
-        """Where the memory that is free does not hold it."""
+        """Return a hint if free memory is insufficient; "" otherwise."""
         if self.kv_bytes <= self.free:
             return ""
         smaller = f", or --kv-cache-dtype int8 ({size(self.pages * self.int8)})" if self.int8 < self.page else ""
@@ -78,7 +78,7 @@ class Figures:
         choices = [
             *map(asdict, c.choices),
             {"setting": "kv_memory", "value": self.kv_bytes, "default": self.default_kv_bytes, "source": "traffic",
-             "why": self.why(), "flag": self.flag, "hint": self.hint() or None},
+             "why": self.reason(), "flag": self.flag, "hint": self.hint() or None},
         ]  # fmt: skip
         return {
             "file": c.name, "requests": len(c.recording), "span_s": c.recording.span_s, "part": c.part,
@@ -92,7 +92,7 @@ class Figures:
             "parts": [self._part(part, proposal) for part, proposal in c.parts],
         }  # fmt: skip
 
-    def _part(self, part: Part, p: Proposal) -> dict[str, Any]:
+    def _part(self, part: DayPart, p: Proposal) -> dict[str, Any]:
         batch = p.batch or self.chosen.default("max_batch")
         return {
             "part": part.name, "first_hour": part.first, "end_hour": part.end, "requests": p.n,
@@ -102,16 +102,16 @@ class Figures:
 
 
 def show_traffic(figures: Figures) -> None:
-    """The screen before a build's own."""
+    """Print the choices made from traffic."""
     c, p = figures.chosen, figures.chosen.proposal
-    told = figures.summary()
+    summary = figures.summary()
     of = "" if c.part == "all" else f", {p.n:,} of them by {c.part}"
     heading(f"{c.name}: {len(c.recording):,} requests in {span(c.recording.span_s)}{of}")
     rows = [(name, _lengths(p.lengths[name])) for name in ("input", "output")]
     rows += [
         (NAMES[choice.setting], _line(choice, _shown(choice.value), _shown(choice.default))) for choice in c.choices
     ]
-    kv = Choice("kv_memory", None, None, "traffic", figures.why())
+    kv = TrafficChoice("kv_memory", None, None, "traffic", figures.reason())
     rows += [("KV memory", _line(kv, size(figures.kv_bytes), size(figures.default_kv_bytes)))]
     rows += [("", hint)] if (hint := figures.hint()) else []
     rows += [("saved", _saved(figures))]
@@ -119,13 +119,13 @@ def show_traffic(figures: Figures) -> None:
         if c.recording.span_s < 24 * 3600:
             rows += [("hours", f"the recording spans {span(c.recording.span_s)}, and tells nothing of other hours")]
     else:
-        rows += [(part["part"], _of_part(part, c.recording.dated)) for part in told["parts"]]
+        rows += [(part["part"], _of_part(part, c.recording.dated)) for part in summary["parts"]]
         if c.part == "all":
             rows += [("", "this engine serves all hours; --traffic-part day, night or both builds one for each")]
     pairs(rows)
 
 
-def _line(choice: Choice, value: str, default: str) -> str:
+def _line(choice: TrafficChoice, value: str, default: str) -> str:
     by = {"flag": "as its flag says", "default": "the default", "traffic": f"default {default}"}[choice.source]
     return f"{value} ({by}): {choice.why}"
 
@@ -134,25 +134,25 @@ def _shown(value: Any) -> str:
     return f"{value:g} s" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _lengths(told: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {n:,}" for name, n in told.items()) + " tokens"
+def _lengths(lengths: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n:,}" for name, n in lengths.items()) + " tokens"
 
 
 def _saved(figures: Figures) -> str:
     c = figures.chosen
-    found = [
+    parts = [
         _less("KV memory", figures.kv_bytes, figures.default_kv_bytes, size),
         _less("context", c.value("max_context"), c.default("max_context"), lambda n: f"{n:,.0f} tokens"),
         _less("tuning", c.value("tune"), c.default("tune"), lambda s: f"{s:g} s"),
     ]
-    return "; ".join(found)
+    return "; ".join(parts)
 
 
-def _less(what: str, now: float, before: float, shown: Any) -> str:
+def _less(label: str, now: float, before: float, shown: Any) -> str:
     if now == before:
-        return f"{what} as by default"
+        return f"{label} as by default"
     change = 1 - now / before if before else 0.0
-    return f"{what} {shown(now)} rather than {shown(before)} ({abs(change):.0%} {'less' if change > 0 else 'more'})"
+    return f"{label} {shown(now)} rather than {shown(before)} ({abs(change):.0%} {'less' if change > 0 else 'more'})"
 
 
 def _of_part(part: Mapping[str, Any], dated: bool) -> str:

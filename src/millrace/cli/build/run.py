@@ -12,10 +12,10 @@ from click.core import ParameterSource
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.build.flags import TrafficSettings
 from millrace.cli.build.output import Figures, show_traffic
-from millrace.cli.build.traffic import Chosen, chosen
+from millrace.cli.build.traffic import ChosenSettings, choose_settings
 from millrace.cli.console import heading, pairs, print_json, progress, size
 from millrace.cli.engine_tables import Tables, tuned
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.cli.signals import raise_on_sigterm
 from millrace.compile.builder import Builder
 from millrace.compile.disk_space_check import check_new
@@ -33,14 +33,14 @@ from millrace.tune.accuracy_pricing import pricing
 
 def run(
     ctx: click.Context, /, model: str, output: Path, precision_map: Path | None, device: str, as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Run `millrace build`."""
     started_s = time.perf_counter()
-    build, traffic = made(BuildSettings, given), made(TrafficSettings, given)
+    build, traffic = make_settings(BuildSettings, options), make_settings(TrafficSettings, options)
     precisions = _read_map(precision_map, build) if precision_map else None
     tune_said = ctx.get_parameter_source("tune") is not ParameterSource.DEFAULT
-    told, env = [], ctx.obj
+    results, env = [], ctx.obj
     with raise_on_sigterm(), progress(as_json) as report:
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
@@ -50,10 +50,10 @@ def run(
             _check_traffic(traffic, device)
             check_gpu_has(device, folder, build, precisions)
             build = build if tune_said or build.tune_rows else replace(build, tune=0)
-        engines: list[tuple[Path, BuildSettings, Chosen | None]] = [(output, build, None)]
+        engines: list[tuple[Path, BuildSettings, ChosenSettings | None]] = [(output, build, None)]
         if traffic.traffic is not None:
-            found = chosen(folder, traffic, build, tune_said=tune_said)
-            engines = [(_beside(output, suffix), c.settings(build), c) for suffix, c in found]
+            choices = choose_settings(folder, traffic, build, tune_said=tune_said)
+            engines = [(_with_suffix(output, suffix), c.settings(build), c) for suffix, c in choices]
         for path, _, _ in engines:
             check_new(path)
         for path, settings, by in engines:
@@ -63,17 +63,17 @@ def run(
             ).write(path)  # fmt: skip
             engine = Engine.open(path)
             seconds, started_s = time.perf_counter() - started_s, time.perf_counter()
-            told.append((Tables(engine), seconds, by))
+            results.append((Tables(engine), seconds, by))
     if as_json:
-        summaries = [_summary(*one) for one in told]
+        summaries = [_summary(*one) for one in results]
         print_json(summaries[0] if len(summaries) == 1 else summaries)
     else:
-        for one in told:
+        for one in results:
             show(*one, for_gpu=for_gpu)
 
 
 def _check_traffic(traffic: TrafficSettings, device: str) -> None:
-    """raises ConfigError: what follows from traffic is timed and counted with this CPU's kernels and memory"""
+    """Refuse --traffic for a GPU: its choices use this CPU's kernels and memory. raises ConfigError"""
     if traffic.traffic is not None:
         raise ConfigError(
             f"--traffic is given, and --device is {device}", "one of them: traffic chooses sizes for a CPU",
@@ -81,13 +81,13 @@ def _check_traffic(traffic: TrafficSettings, device: str) -> None:
         )  # fmt: skip
 
 
-def _beside(output: Path, suffix: str) -> Path:
-    """tiny.engine with -day is tiny-day.engine."""
+def _with_suffix(output: Path, suffix: str) -> Path:
+    """Insert a suffix: tiny.engine with -day is tiny-day.engine."""
     return output.with_name(f"{output.stem}{suffix}{output.suffix}") if suffix else output
 
 
-def _summary(tables: Tables, seconds: float, by: Chosen | None) -> dict[str, Any]:
-    traffic = {} if by is None else {"traffic": Figures.of(by, tables).summary()}
+def _summary(tables: Tables, seconds: float, by: ChosenSettings | None) -> dict[str, Any]:
+    traffic = {} if by is None else {"traffic": Figures.from_choices(by, tables).summary()}
     return {**tables.summary(), **traffic, "seconds": seconds}
 
 
@@ -103,17 +103,17 @@ def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
         data = read_given(path, _MAP_BYTES)
         if len(data) > _MAP_BYTES:
             raise ConfigError(f"{path} has more than {_MAP_BYTES >> 20} MiB", "a map of precisions", "correct the file")
-        asked = json.loads(data, object_pairs_hook=reject_duplicate_keys)
+        precisions = json.loads(data, object_pairs_hook=reject_duplicate_keys)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSON file", "see `millrace build --help`") from error
-    if not isinstance(asked, dict) or not all(isinstance(v, str) for v in asked.values()):
+    if not isinstance(precisions, dict) or not all(isinstance(v, str) for v in precisions.values()):
         raise ConfigError(f"{path} is no map of names", 'an object like {"default": "w4a8"}', "correct the file")
-    return asked
+    return precisions
 
 
-def show(tables: Tables, seconds: float, by: Chosen | None = None, *, for_gpu: bool = False) -> None:
-    """The closing screen of a build."""
-    figures = None if by is None else Figures.of(by, tables)
+def show(tables: Tables, seconds: float, by: ChosenSettings | None = None, *, for_gpu: bool = False) -> None:
+    """Print the summary of a build."""
+    figures = None if by is None else Figures.from_choices(by, tables)
     if figures is not None:
         show_traffic(figures)
     serve = (

@@ -23,7 +23,7 @@ Examples:
 @settings_options(SamplingFlags, BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
-def command(env: Env, /, model: str, system: str | None, as_json: bool, **given: Any) -> None:
+def command(env: Env, /, model: str, system: str | None, as_json: bool, **options: Any) -> None:
     """Chat with MODEL in this terminal.
 
     /help lists the commands; Ctrl-C stops an answer, twice leaves. What is pasted is one message. From a pipe every
@@ -31,4 +31,4 @@ def command(env: Env, /, model: str, system: str | None, as_json: bool, **given:
     """
     from millrace.cli.chat.run import run  # imported when it runs: --help needs none of it
 
-    run(env, model=model, system=system, as_json=as_json, **given)
+    run(env, model=model, system=system, as_json=as_json, **options)

@@ -13,7 +13,7 @@ from typing import Any
 from millrace.cli.chat.chat_screen import JsonScreen, Screen, Terminal
 from millrace.cli.local_generation import chat_ids, stream
 from millrace.cli.open_model import opened
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.cli.sampling_flags import SamplingFlags, as_options
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
@@ -33,7 +33,7 @@ HELP = {
 }
 LEAVE = ("/exit", "/quit", "/bye")  # the last two are other programs' names for it
 # Other programs' commands, and what is meant here.
-OTHERS = {
+OTHER_COMMANDS = {
     "/set": "set when the chat starts: millrace chat MODEL --temperature 0, --max-tokens 64, --seed 7",
     "/clear": "called /reset here",
     "/load": "named when the chat starts: millrace chat MODEL",
@@ -42,10 +42,10 @@ NO_SYSTEM = ("none", '""', "''")
 _NAMES = [key.split()[0] for key in HELP if key.startswith("/")]
 
 
-def run(env: Env, /, model: str, system: str | None, as_json: bool, **given: Any) -> None:
+def run(env: Env, /, model: str, system: str | None, as_json: bool, **options: Any) -> None:
     """Run `millrace chat`."""
-    params = made(SamplingFlags, given).params()
-    build, run = made(BuildSettings, given), made(RunSettings, given)
+    params = make_settings(SamplingFlags, options).params()
+    build, run = make_settings(BuildSettings, options), make_settings(RunSettings, options)
     with opened(model, build, run, env, sequences=1, quiet=as_json) as model_opened:
         chat = Chat(model_opened, params, _screen(as_json, env.plain_terminal), system)
         chat.check()
@@ -59,7 +59,7 @@ def message(role: str, text: str) -> dict[str, object]:
 
 @dataclass
 class Chat:
-    """The conversation and its loop."""
+    """A conversation and its input loop."""
 
     model: RunningModel
     params: SamplingParams
@@ -72,7 +72,7 @@ class Chat:
         self._loop = self.model.loop()
 
     def check(self) -> None:
-        """Fails now, and not after the first message, where the model has no chat template."""
+        """Fail at once if the model has no chat template."""
         chat_ids(self.model, [message("user", "Hi")])
 
     def run(self) -> None:
@@ -92,9 +92,9 @@ class Chat:
                 self.screen.mistake(error)
 
     def _answer(self, text: str) -> None:
-        """raises RequestError where the conversation has outgrown the context; then this message is not kept"""
-        asked = [*self.messages, message("user", text)]
-        ids = chat_ids(self.model, [*self._opening(), *asked])
+        """Answer a message. raises RequestError if the conversation exceeds the context; the message is then dropped"""
+        messages = [*self.messages, message("user", text)]
+        ids = chat_ids(self.model, [*self._opening(), *messages])
         if self.messages and len(ids) >= self._loop.limits.max_context:
             raise RequestError(
                 f"the conversation is full: with this message it has {len(ids)} tokens",
@@ -102,7 +102,7 @@ class Chat:
             )  # fmt: skip
         with as_options(), _interruptible() as stopped:
             answered = stream(self._loop, ids, self.params, self.screen.part, stopped)
-        self.messages = [*asked, message("assistant", answered.texts[0])]
+        self.messages = [*messages, message("assistant", answered.texts[0])]
         self.screen.answered(answered)
         answered.raise_error()
 
@@ -119,7 +119,7 @@ class Chat:
             case "/save":
                 self._save(rest.strip())
             case _:
-                what = f"this is {OTHERS[name]}" if name in OTHERS else nearest(name, _NAMES)
+                what = f"this is {OTHER_COMMANDS[name]}" if name in OTHER_COMMANDS else nearest(name, _NAMES)
                 raise ConfigError(f"there is no command {name}", what, "/help lists them")
 
     def _set_system(self, text: str) -> None:
@@ -133,12 +133,12 @@ class Chat:
     def _save(self, name: str) -> None:
         if not name:
             raise ConfigError("/save has no file", "/save FILE", "name the file to write")
-        whole = {"messages": [*self._opening(), *self.messages]}
+        document = {"messages": [*self._opening(), *self.messages]}
         file = Path(name).expanduser()
         try:
             if file.exists() and not self.screen.confirm(f"{name} is already there. Overwrite it?"):
                 raise ConfigError(f"{name} is already there", "a new file", "name another; nothing was written")
-            file.write_text(json.dumps(whole, indent=2) + "\n")
+            file.write_text(json.dumps(document, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"cannot write {name}: {error}", "a file in a folder that exists", "name another"
@@ -159,7 +159,7 @@ def _is_command(text: str) -> bool:
         return False
     name, *rest = text.split()
     alone = not rest and "/" not in name[1:]
-    return alone or name in OTHERS or close_matches(name, _NAMES) is not None
+    return alone or name in OTHER_COMMANDS or close_matches(name, _NAMES) is not None
 
 
 @contextmanager

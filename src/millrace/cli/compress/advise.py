@@ -1,4 +1,4 @@
-"""`millrace compress --advise`: every method on this machine for this model, side by side, and which to take."""
+"""`millrace compress --advise`: compares all methods for a model on this machine, and recommends one."""
 
 import shlex
 import tempfile
@@ -13,7 +13,14 @@ import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress.output import show_advice
-from millrace.cli.compress.request import CompressOptions, Sampling, opened, readable, said_if_untold, statistics_for
+from millrace.cli.compress.request import (
+    CompressOptions,
+    Sampling,
+    opened,
+    readable,
+    statistics_for,
+    warn_if_unpredictable,
+)
 from millrace.cli.console import Progress, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.eval.request import precision_of
 from millrace.cli.signals import raise_on_sigterm
@@ -52,32 +59,40 @@ from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.open_engine import RunningModel, open_engine
 from millrace.runtime.settings import RunSettings
 
-_TUNE_S, _MOST_BATCH = 2.0, 1024
+_TUNE_S, _MAX_BATCH = 2.0, 1024
 
 
-def advised(
-    asked: CompressOptions, /, presets: str | None, batch: int | None, calibration: str | None, dry_run: bool, **_: Any
+def run_advice(
+    options: CompressOptions,
+    /,
+    presets: str | None,
+    batch: int | None,
+    calibration: str | None,
+    dry_run: bool,
+    **_: Any,
 ) -> None:
-    """Which checkpoint to make, for what. raises ConfigError for a batch that is no large one, and unknown presets"""
-    if batch is not None and not 2 <= batch <= _MOST_BATCH:
+    """Run `--advise`. raises ConfigError for a batch out of range, or unknown presets"""
+    if batch is not None and not 2 <= batch <= _MAX_BATCH:
         raise ConfigError(
-            f"--batch is {batch}: --advise measures one sequence and a large batch", f"2 to {_MOST_BATCH}", "correct it"
+            f"--batch is {batch}: --advise measures one sequence and a large batch", f"2 to {_MAX_BATCH}", "correct it"
         )
-    trials = _Trials(_names(presets), batch or BATCH, asked.output, calibration, asked.sampling)
+    trials = _Trials(_names(presets), batch or BATCH, options.output, calibration, options.sampling)
     if dry_run:
-        with progress(asked.as_json) as report:
-            checkpoint = readable(opened(asked.model, asked.env, report))
-        asked.sampling.check("--advise", _calibrated(trials), calibration, dry_run=True)
-        show_advice(checkpoint, trials.names, asked.sampling, asked.as_json)
+        with progress(options.as_json) as report:
+            checkpoint = readable(opened(options.model, options.env, report))
+        options.sampling.check("--advise", _calibrated(trials), calibration, dry_run=True)
+        show_advice(checkpoint, trials.names, options.sampling, options.as_json)
         return
-    with raise_on_sigterm(), progress(asked.as_json) as report:
-        rows, about = _advised(asked.model, trials, asked.env, report)
-    if asked.as_json:
-        found = {a.target: a.words for a in advice(rows, about)}
-        commands = _commands(asked.model, rows, about, asked.sampling)
-        print_json(msgspec.to_builtins({"about": about, "rows": rows, "advice": found, "commands": commands}))
+    with raise_on_sigterm(), progress(options.as_json) as report:
+        rows, about = _measure_methods(options.model, trials, options.env, report)
+    if options.as_json:
+        advice_by_target = {a.target: a.words for a in advice(rows, about)}
+        commands = _commands(options.model, rows, about, options.sampling)
+        print_json(
+            msgspec.to_builtins({"about": about, "rows": rows, "advice": advice_by_target, "commands": commands})
+        )
     else:
-        _show(asked.model, rows, about, trials)
+        _show(options.model, rows, about, trials)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,58 +112,68 @@ def _names(presets: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _calibrated(asked: _Trials) -> bool:
-    """Whether any of them needs statistics."""
-    return any(PRESETS[name].usual.calibrated for name in asked.names)
+def _calibrated(trials: _Trials) -> bool:
+    """Whether any method needs calibration statistics."""
+    return any(PRESETS[name].usual.calibrated for name in trials.names)
 
 
-def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[list[MethodRow], ComparisonInputs]:
+def _measure_methods(
+    model: str, trials: _Trials, env: Env, report: Progress
+) -> tuple[list[MethodRow], ComparisonInputs]:
     checkpoint = readable(opened(model, env, report))
-    calibrated = _calibrated(asked)
-    asked.sampling.check("--advise", calibrated, asked.calibration)
-    measured = Calibration.open(asked.calibration)
+    calibrated = _calibrated(trials)
+    trials.sampling.check("--advise", calibrated, trials.calibration)
+    measured = Calibration.open(trials.calibration)
     text = windows_for(checkpoint, measured)
     if calibrated:
-        asked.sampling.check_text(checkpoint, measured)
-    known = asked.sampling.text(checkpoint) if calibrated else ""
+        trials.sampling.check_text(checkpoint, measured)
+    text_digest = trials.sampling.text(checkpoint) if calibrated else ""
     about = ComparisonInputs(
-        model=checkpoint.identity(), source=checkpoint.folder.name, batch=asked.batch, machine=cpu_model(),
-        text=digest_of(text), threads=usable_cores(), isa=usable_isas()[0], bytes_before=checkpoint.tensors.nbytes,
-    )  # fmt: skip
-    open_folder(asked.folder, about)  # before anything that takes minutes
-    wanted = [(name, precision) for name in asked.names for precision in precisions_of(PRESETS[name])]
+        model=checkpoint.identity(),
+        source=checkpoint.folder.name,
+        batch=trials.batch,
+        machine=cpu_model(),
+        text=digest_of(text),
+        threads=usable_cores(),
+        isa=usable_isas()[0],
+        bytes_before=checkpoint.tensors.nbytes,
+    )
+    open_folder(trials.folder, about)  # before anything that takes minutes
+    variants = [(name, precision) for name in trials.names for precision in precisions_of(PRESETS[name])]
     left: dict[str, list[str]] = {}
-    for name, precision in wanted:
-        own = read_row(asked.folder, name, known)
-        if not (own and own.refused) and read_row(asked.folder, name, known, precision) is None:
+    for name, precision in variants:
+        own = read_row(trials.folder, name, text_digest)
+        if not (own and own.refused) and read_row(trials.folder, name, text_digest, precision) is None:
             left.setdefault(name, []).append(precision)
     with ExitStack() as stack:
         statistics, seconds = None, None
         if any(PRESETS[name].usual.calibrated for name in left):
-            fresh = asked.sampling.statistics is None or not asked.sampling.statistics.exists()
+            fresh = trials.sampling.statistics is None or not trials.sampling.statistics.exists()
             started_s = time.perf_counter()
             job = plan(checkpoint, PRESETS["int8-wo"])
-            statistics = stack.enter_context(statistics_for(job, asked.folder, asked.sampling, report))
+            statistics = stack.enter_context(statistics_for(job, trials.folder, trials.sampling, report))
             seconds = time.perf_counter() - started_s if fresh else None
         if left:
-            work = stack.enter_context(staging_folder(asked.folder / "methods", "search"))
+            work = stack.enter_context(staging_folder(trials.folder / "methods", "search"))
             _, folder = model_folder(model, env, report)
-            source = stack.enter_context(_engine(folder, work / "source", asked.batch, report))
-            trial = _Trial(checkpoint, Reference.of(checkpoint, text, report), source, statistics, work, asked.batch)
+            source = stack.enter_context(_engine(folder, work / "source", trials.batch, report))
+            trial = _Trial(checkpoint, Reference.of(checkpoint, text, report), source, statistics, work, trials.batch)
             for number, name in enumerate(left):
                 report(name, number, len(left))
-                for made in trial.rows(name, left[name], seconds, report):
-                    write_row(asked.folder, made)
-                    seconds = None if made.statistics else seconds
-        rows = [row for name, precision in wanted if (row := read_row(asked.folder, name, known, precision))]
-        write_page(asked.folder, rows, about, size, _commands(model, rows, about, asked.sampling))
-    said_if_untold(max((row.loss.source_perplexity for row in rows if row.loss is not None), default=0.0), checkpoint)
+                for measured_row in trial.rows(name, left[name], seconds, report):
+                    write_row(trials.folder, measured_row)
+                    seconds = None if measured_row.statistics else seconds
+        rows = [row for name, precision in variants if (row := read_row(trials.folder, name, text_digest, precision))]
+        write_page(trials.folder, rows, about, size, _commands(model, rows, about, trials.sampling))
+    warn_if_unpredictable(
+        max((row.loss.source_perplexity for row in rows if row.loss is not None), default=0.0), checkpoint
+    )
     return rows, about
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What all methods are measured beside. work: a folder for what is made and goes again"""
+    """The reference for all methods. work: a temporary folder"""
 
     checkpoint: Checkpoint
     reference: Reference
@@ -160,30 +185,36 @@ class _Trial:
     def rows(
         self, name: str, precisions: Sequence[str], statistics_s: float | None, report: Progress
     ) -> Iterator[MethodRow]:
-        """Of one folder, a row for each precision. statistics_s: what collecting took, for the first row"""
+        """Yield a row for each precision of a method. statistics_s: time to collect statistics, for the first row"""
         try:
             job = plan(self.checkpoint, PRESETS[name])
         except CheckpointError as error:  # a method that a layer of this model cannot take
             yield MethodRow(name=name, refused=error.what)
             return
 
-        def said(what: str, done: int, total: int) -> None:
-            report(f"{name}: {what}", done, total)
+        def report_step(label: str, done: int, total: int) -> None:
+            report(f"{name}: {label}", done, total)
 
         with tempfile.TemporaryDirectory(dir=self.work) as folder:
             out, started_s = Path(folder) / name, time.perf_counter()
-            self._made(job, out, said)
+            self._compress(job, out, report_step)
             seconds = time.perf_counter() - started_s
             used = self.statistics.about.text if self.statistics and job.calibrated else ""
             for precision in precisions:
                 yield MethodRow(
-                    name=name, precision=precision, statistics=used, bits_per_weight=job.bits_per_weight,
-                    bytes=job.bytes_after, seconds=seconds, statistics_s=statistics_s if job.calibrated else None,
-                    loss=self._loss(out, precision, said), speed=self._speed(out, precision, Path(folder), said),
-                )  # fmt: skip
+                    name=name,
+                    precision=precision,
+                    statistics=used,
+                    bits_per_weight=job.bits_per_weight,
+                    bytes=job.bytes_after,
+                    seconds=seconds,
+                    statistics_s=statistics_s if job.calibrated else None,
+                    loss=self._loss(out, precision, report_step),
+                    speed=self._speed(out, precision, Path(folder), report_step),
+                )
                 statistics_s = None
 
-    def _made(self, job: CompressionPlan, out: Path, report: Progress) -> None:
+    def _compress(self, job: CompressionPlan, out: Path, report: Progress) -> None:
         if job.calibrated:
             assert self.statistics is not None, "asked for before"
             compress(job, out, by_statistics(self.statistics), report)
@@ -191,44 +222,48 @@ class _Trial:
             compress(job, out, by_rounding, report)
 
     def _loss(self, out: Path, precision: str, report: Progress) -> Loss:
-        made, build = Checkpoint.open(out), BuildSettings(precision=precision or None)
-        asked = asked_precision(build, Source.from_checkpoint(made).own_precision)
-        return loss_of(self.reference, made, report, asked)
+        compressed, build = Checkpoint.open(out), BuildSettings(precision=precision or None)
+        precision_map = asked_precision(build, Source.from_checkpoint(compressed).own_precision)
+        return loss_of(self.reference, compressed, report, precision_map)
 
     def _speed(self, out: Path, precision: str, folder: Path, report: Progress) -> Speeds:
-        with _engine(out, folder / f"engine{precision}", self.batch, report, precision or None) as made:
-            found = paces(self.source.native, made.native, report, ROUNDS, (1, self.batch))
+        with _engine(out, folder / f"engine{precision}", self.batch, report, precision or None) as compressed:
+            measured = paces(self.source.native, compressed.native, report, ROUNDS, (1, self.batch))
             return Speeds(
-                machine=cpu_model(), threads=usable_cores(), isa=made.isa, paces=found,
-                source_precision=precision_of(self.source), made_precision=precision_of(made),
-            )  # fmt: skip
+                machine=cpu_model(),
+                threads=usable_cores(),
+                isa=compressed.isa,
+                paces=measured,
+                source_precision=precision_of(self.source),
+                made_precision=precision_of(compressed),
+            )
 
 
 @contextmanager
 def _engine(
     checkpoint: Path, folder: Path, batch: int, report: Progress, precision: str | None = None
 ) -> Iterator[RunningModel]:
-    """Built beside all else, with this machine's tactics, and loaded. raises MachineError where memory holds it not"""
+    """Build an engine tuned for this machine, and load it. raises MachineError if memory is insufficient"""
     build = BuildSettings(precision=precision, tune=_TUNE_S, evaluate=False, max_batch=max(batch, 1))
     engine = build_engine(checkpoint.name, checkpoint, folder, build, progress=report)
-    with closing(open_engine(checkpoint.name, engine, RunSettings(), batch)) as found:
-        yield found
+    with closing(open_engine(checkpoint.name, engine, RunSettings(), batch)) as model:
+        yield model
 
 
 def _commands(model: str, rows: Sequence[MethodRow], about: ComparisonInputs, sampling: Sampling) -> list[str]:
-    """That make what is advised, each once."""
-    found: dict[str, None] = {}
+    """Return the commands that produce the recommended checkpoints, each once."""
+    commands: dict[str, None] = {}
     for row in (row for each in advice(rows, about) for row in each.rows):
-        made = f"{about.source.removesuffix('.gguf')}-{row.name}"
+        output = f"{about.source.removesuffix('.gguf')}-{row.name}"
         text = sampling.options if PRESETS[row.name].usual.calibrated else []
-        found[shlex.join(["millrace", "compress", model, "-o", made, "--recipe", row.name, *text])] = None
+        commands[shlex.join(["millrace", "compress", model, "-o", output, "--recipe", row.name, *text])] = None
         if row.precision:
-            build = ["millrace", "build", made, "-o", f"{made}.engine", "--precision", row.precision]
-            found[shlex.join(build)] = None
-    return list(found)
+            build = ["millrace", "build", output, "-o", f"{output}.engine", "--precision", row.precision]
+            commands[shlex.join(build)] = None
+    return list(commands)
 
 
-def _show(model: str, rows: Sequence[MethodRow], about: ComparisonInputs, asked: _Trials) -> None:
+def _show(model: str, rows: Sequence[MethodRow], about: ComparisonInputs, trials: _Trials) -> None:
     heading(f"{about.source} on {about.machine}, {about.threads} threads, {about.isa}")
     table([h.replace("N", str(about.batch)) for h in HEADER], cells(rows, about, size))
     note("speeds: tokens a second, and in brackets times the source's in the same rounds")
@@ -236,8 +271,8 @@ def _show(model: str, rows: Sequence[MethodRow], about: ComparisonInputs, asked:
         note("as w4a8: the same checkpoint, its 4-bit weights with 8-bit activations; its own are 16-bit")
     heading("which to take")
     pairs([(each.target, each.words) for each in advice(rows, about)])
-    commands = _commands(model, rows, about, asked.sampling)
+    commands = _commands(model, rows, about, trials.sampling)
     if commands:
         heading("to make it")
         pairs([("", line) for line in commands])
-    note(f"{asked.folder / PAGE} has it as a page")
+    note(f"{trials.folder / PAGE} has it as a page")

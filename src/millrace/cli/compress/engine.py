@@ -1,4 +1,4 @@
-"""`millrace compress --engine`: what was made becomes an engine at once, as `millrace build` makes one unasked."""
+"""`millrace compress --engine`: builds an engine from the result with the defaults of `millrace build`."""
 
 import time
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from millrace.tune.accuracy_pricing import pricing
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """seconds: that the build took"""
+    """A built engine. seconds: build time"""
 
     tables: Tables
     seconds: float
@@ -32,22 +32,29 @@ class Built:
 
 
 def check_engine(engine: Path | None, out: Path) -> None:
-    """Before anything is made. raises EngineError for a folder that is there, ConfigError for one within the other"""
+    """Check the engine folder. raises EngineError if it exists, ConfigError if one folder is inside the other"""
     if engine is None:
         return
     check_new(engine)
-    made, place = out.resolve(), engine.resolve()
-    if made == place or made in place.parents or place in made.parents:
+    out_folder, place = out.resolve(), engine.resolve()
+    if out_folder == place or out_folder in place.parents or place in out_folder.parents:
         raise ConfigError(f"--engine {engine} and -o {out} are one in the other", "two folders", "name another")
 
 
-def built(asked: CompressOptions) -> Built | None:
-    """Of the folder that was made. None where no engine was asked for"""
-    if asked.engine is None:
+def build_output(options: CompressOptions) -> Built | None:
+    """Build an engine from the output; None if not requested."""
+    if options.engine is None:
         return None
     started_s = time.perf_counter()
-    with raise_on_sigterm(), progress(asked.as_json) as report:
+    with raise_on_sigterm(), progress(options.as_json) as report:
         engine = build_engine(
-            asked.output.name, asked.output, asked.engine, BuildSettings(), asked.env.cache, None, report, pricing
+            options.output.name,
+            options.output,
+            options.engine,
+            BuildSettings(),
+            options.env.cache,
+            None,
+            report,
+            pricing,
         )
     return Built(Tables(engine), time.perf_counter() - started_s)

@@ -1,4 +1,4 @@
-"""Options of `millrace compress`, by what takes them."""
+"""Option groups of `millrace compress`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +8,8 @@ import click
 
 from millrace.compress.presets import BATCH, ROWS, CompressionTarget
 
-QUESTIONS = 10  # of each subject, where nobody says: some minutes for a small model
-_MOST_ROWS = 4096
+QUESTIONS = 10  # default per subject: some minutes for a small model
+_MAX_ROWS = 4096
 Command = Callable[..., Any]
 _OF_ADVICE = (
     click.option("--advise", is_flag=True, help="Make no checkpoint: compare methods on this machine, and recommend "
@@ -25,18 +25,27 @@ def advise_options(command: Command) -> Command:
 
 
 _OF_BUDGET = (
-    click.option("--max-loss", metavar="1%|kl:0.01",
-                 help="Instead of --recipe: search the cheapest mix of formats that loses at most so much. 1%: growth "
-                      "of perplexity, on the text and as KL foretells it; kl:0.01: nats a token."),
-    click.option("--target", type=click.Choice([*map(str, CompressionTarget)]),
-                 help="What to minimise with --max-loss: "
-                 "the time of a step of few rows or of many, timed on this machine, or bytes; default: latency."),
-    click.option("--batch", type=click.IntRange(1, _MOST_ROWS), metavar="N",
-                 help=f"Rows of a step, with --max-loss; default: {ROWS[CompressionTarget.LATENCY]} for latency, "
-                      f"{ROWS[CompressionTarget.THROUGHPUT]} for throughput. "
-                      "With --advise: sequences of the large batch; "
-                      f"default: {BATCH}."),
-)  # fmt: skip
+    click.option(
+        "--max-loss",
+        metavar="1%|kl:0.01",
+        help="Instead of --recipe: search the cheapest mix of formats within this loss. 1%: increase of "
+        "perplexity, both measured and predicted from KL; kl:0.01: nats per token.",
+    ),
+    click.option(
+        "--target",
+        type=click.Choice([*map(str, CompressionTarget)]),
+        help="What --max-loss minimises: the time of a "
+        "step with few or many rows, measured on this machine, or bytes; default: latency.",
+    ),
+    click.option(
+        "--batch",
+        type=click.IntRange(1, _MAX_ROWS),
+        metavar="N",
+        help=f"With --max-loss, rows of a step; default: {ROWS[CompressionTarget.LATENCY]} for latency, "
+        f"{ROWS[CompressionTarget.THROUGHPUT]} for throughput. With --advise, sequences of the large batch; "
+        f"default: {BATCH}.",
+    ),
+)
 
 
 def budget_options(command: Command) -> Command:
@@ -46,18 +55,18 @@ def budget_options(command: Command) -> Command:
 
 
 def proof_options(command: Command) -> Command:
-    """Those that `AccuracyProofOptions` takes."""
+    """Add the options of `AccuracyProofOptions`."""
     for option in (
         click.option("--questions", type=click.IntRange(1), metavar="N",
-                     help=f"Of each subject of MMLU; default: {QUESTIONS}."),
+                     help=f"Questions per subject of MMLU; default: {QUESTIONS}."),
         click.option("--mmlu", type=click.Path(path_type=Path), metavar="FOLDER",
-                     help="Also ask both models MMLU's questions, and tell which answers flipped."),
+                     help="Also run MMLU on both models, and report the answers that changed."),
         click.option("--measure-speed", is_flag=True,
-                     help="Also measure prefill and decode of both: two engines are built and cached for it."),
+                     help="Also measure prefill and decode speed of both models, which builds and caches two engines."),
         click.option("--calibration", metavar="FILE",
-                     help="Text in UTF-8 to measure the loss on; default: some pages that come along."),
+                     help="UTF-8 text to measure the loss on; default: a bundled text."),
         click.option("--evaluate/--no-evaluate", default=True,
-                     help="Measure what it costs in answers, beside the source."),
+                     help="Measure the accuracy loss compared with the source."),
     ):  # fmt: skip
         command = option(command)
     return command

@@ -1,4 +1,4 @@
-"""`millrace compress`: a float checkpoint becomes a smaller one, with the proof beside it."""
+"""Options of `millrace compress`: quantises a float checkpoint, and measures what that costs."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from millrace.compress.presets import ABOUT, SAMPLES
 from millrace.env import Env
 from millrace.evaluate.sizes import LENGTH
 
-_MOST_SAMPLES = 4096
+_MAX_SAMPLES = 4096
 
 EPILOG = "\n".join([
     "\b", "Examples:",
@@ -30,37 +30,38 @@ EPILOG = "\n".join([
 @click.command(epilog=EPILOG)
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="FOLDER",
-              help="The folder to write; must not exist, but for --measure and --advise.")  # fmt: skip
+              help="The folder to write; must not exist, except for --measure and --advise.")  # fmt: skip
 @click.option("--recipe", metavar="NAME|FILE", help="A preset, or a recipe as .toml or .json; see below.")
 @click.option("--measure", "again", is_flag=True,
-              help="Make nothing: measure the folder that is there, as after a run that was ended.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Say what would be done and what it needs, from the headers alone.")
+              help="Only measure an existing folder, e.g. after an interrupted run.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Show what would be done and what it needs, from the headers alone.")
 @click.option(
     "--samples-from",
     metavar="FILE",
-    help="Text in UTF-8 to collect statistics on, for recipes that need some; not what is measured on.",
+    help="UTF-8 text for calibration statistics, for recipes that need them; must differ from the text of the loss.",
 )
 @click.option(
     "--samples",
-    type=click.IntRange(1, _MOST_SAMPLES),
+    type=click.IntRange(1, _MAX_SAMPLES),
     metavar="N",
-    help=f"Samples of {LENGTH} tokens, spread over it; default: {SAMPLES}.",
+    help=f"Number of samples of {LENGTH} tokens, spread over the text; default: {SAMPLES}.",
 )
 @click.option("--statistics", type=click.Path(path_type=Path), metavar="FOLDER",
-              help="Keep statistics there: what is there is gone on with, and other recipes need no text.")  # fmt: skip
+              help="Folder for calibration statistics. An interrupted run resumes from it, and later recipes reuse it "
+                   "without a text.")  # fmt: skip
 @click.option("--engine", type=click.Path(path_type=Path), metavar="FOLDER",
-              help="Build an engine of the result there, too, as `millrace build` does; must not exist.")  # fmt: skip
+              help="Also build an engine of the result there, like `millrace build`; must not exist.")  # fmt: skip
 @proof_options
 @budget_options
 @advise_options
 @json_option
 @click.pass_obj
-def command(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) -> None:
+def command(env: Env, /, model: str, output: Path, as_json: bool, **options: Any) -> None:
     """Make a smaller checkpoint of one, and prove it.
 
     MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The new folder has the format of compressed-tensors;
-    it is read again before it counts.
+    it is read back and checked before it is moved into place.
     """
     from millrace.cli.compress.run import run  # imported when it runs: --help needs none of it
 
-    run(env, model=model, output=output, as_json=as_json, **given)
+    run(env, model=model, output=output, as_json=as_json, **options)

@@ -1,4 +1,4 @@
-"""What `millrace compress` tells of a job: afterwards, and with `--dry-run` before, from the headers alone."""
+"""Output of `millrace compress`, including `--dry-run`, which uses only the checkpoint's headers."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,14 +24,14 @@ WORST = 3  # layers that are named
 
 def about(job: CompressionPlan) -> dict[str, Any]:
     return {
-        "recipe": job.recipe.name, "layers": len(job.treated), "kept": _kept(job), "weights": job.n_weights,
+        "recipe": job.recipe.name, "layers": len(job.treated), "kept": _untreated(job), "weights": job.n_weights,
         "bits_per_weight": job.bits_per_weight, "bytes_before": job.bytes_before, "bytes_after": job.bytes_after,
         "notes": list(job.notes),
     }  # fmt: skip
 
 
-def show_plan(job: CompressionPlan, asked: Sampling, measures: bool, as_json: bool) -> None:
-    tokens = asked.n * LENGTH
+def show_plan(job: CompressionPlan, sampling: Sampling, measures: bool, as_json: bool) -> None:
+    tokens = sampling.n * LENGTH
     first = needs(job, tokens) if job.calibrated else None
     memory = job.memory_bytes + (first.memory_bytes if first else 0)
     measuring = memory_bytes(job.checkpoint, fp8=any(form.meets_fp8 for _, form in job.layers.values()))
@@ -48,8 +48,8 @@ def show_plan(job: CompressionPlan, asked: Sampling, measures: bool, as_json: bo
     notes(job)
 
 
-def show_search(job: CompressionPlan, asked: SearchGoal, sampling: Sampling, as_json: bool) -> None:
-    """Of `--max-loss`: every format of every layer is rounded once, and a few mixes are made and measured."""
+def show_search(job: CompressionPlan, goal: SearchGoal, sampling: Sampling, as_json: bool) -> None:
+    """Print the plan of `--max-loss`: all formats of all layers are rounded once, then some mixes are measured."""
     tokens = sampling.n * LENGTH
     first, formats = needs(job, tokens), stored_formats(job)
     seconds, disk = rounding_seconds(job), most_bytes(job)
@@ -61,7 +61,7 @@ def show_search(job: CompressionPlan, asked: SearchGoal, sampling: Sampling, as_
             "statistics": asdict(first),
         })  # fmt: skip
         return
-    heading(f"--max-loss {asked.bound.format_value(asked.bound.bound)}: nothing was written")
+    heading(f"--max-loss {goal.bound.format_value(goal.bound.bound)}: nothing was written")
     pairs([
         ("layers", f"{len(job.layers)} linear layers of {count(job.n_weights)} weights, each as {', '.join(formats)}"),
         ("disk", f"at most {size(disk)} meanwhile"),
@@ -72,14 +72,14 @@ def show_search(job: CompressionPlan, asked: SearchGoal, sampling: Sampling, as_
 
 
 def show_advice(checkpoint: Checkpoint, names: Sequence[str], sampling: Sampling, as_json: bool) -> None:
-    """Of `--advise`: what each method would make, or why a layer cannot take it."""
+    """Print the plan of `--advise`: the result of each method, or why a layer cannot use it."""
     rows: dict[str, CompressionPlan | str] = {name: _planned(checkpoint, name) for name in names}
     jobs = [job for job in rows.values() if isinstance(job, CompressionPlan)]
     tokens = sampling.n * LENGTH
     first = needs(jobs[0], tokens) if any(job.calibrated for job in jobs) else None
     if as_json:
-        told = {name: {"refused": row} if isinstance(row, str) else _figures(row) for name, row in rows.items()}
-        print_json({"methods": told, "statistics": None if first is None else asdict(first)})
+        methods = {name: {"refused": row} if isinstance(row, str) else _figures(row) for name, row in rows.items()}
+        print_json({"methods": methods, "statistics": None if first is None else asdict(first)})
         return
     heading(f"--advise: {len(jobs)} of {len(rows)} methods can be tried, nothing was written")
     table(("method", "bits a weight", "bytes", "memory", "seconds to make", ""), [
@@ -115,16 +115,16 @@ def _statistics(first: Needs, tokens: int) -> str:
 
 
 def sizes(job: CompressionPlan) -> list[tuple[str, str]]:
-    kept = f", {', '.join(_kept(job)[:4])} left as floats" if _kept(job) else ""
+    ignored_text = f", {', '.join(_untreated(job)[:4])} left as floats" if _untreated(job) else ""
     return [
-        ("layers", f"{len(job.treated)} linear layers of {count(job.n_weights)} weights{kept}"),
+        ("layers", f"{len(job.treated)} linear layers of {count(job.n_weights)} weights{ignored_text}"),
         ("bits", f"{job.bits_per_weight:.3f} a weight of these, scales included"),
         ("bytes", f"{size(job.bytes_before)} -> {size(job.bytes_after)}"),
     ]  # fmt: skip
 
 
-def _kept(job: CompressionPlan) -> list[str]:
-    """Linear layers to which nothing is done."""
+def _untreated(job: CompressionPlan) -> list[str]:
+    """Return the linear layers that stay unchanged."""
     return [name for name in job.ignored if name not in job.sparse]
 
 
@@ -133,6 +133,6 @@ def notes(job: CompressionPlan) -> None:
         note(f"note: {text}")
 
 
-def worst(made: CompressionResult) -> list[tuple[str, str]]:
-    rows = [f"{name} {error:.2%}" for name, error in made.worst[:WORST]]
+def worst(result: CompressionResult) -> list[tuple[str, str]]:
+    rows = [f"{name} {error:.2%}" for name, error in result.worst[:WORST]]
     return [("lost most", ", ".join(rows) + " of their energy")] if rows else []

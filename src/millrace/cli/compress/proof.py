@@ -1,6 +1,6 @@
-"""What `millrace compress` measures of a folder that it made, beside its source; also alone, with --measure.
+"""Measurements of a compressed checkpoint compared with its source; also alone, with --measure.
 
-Each figure is in the folder's record as soon as it is there: what a run that was ended had measured stays.
+Each figure is written to the folder's record as soon as it is available, so an interrupted run keeps its results.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress.flags import QUESTIONS
-from millrace.cli.compress.request import command_line, one_text, said_if_untold
+from millrace.cli.compress.request import command_line, one_text, warn_if_unpredictable
 from millrace.cli.console import Progress, note, progress
 from millrace.cli.eval.questions import answers_to_mmlu
 from millrace.cli.eval.request import EvalOptions, precision_of
@@ -35,12 +35,12 @@ from millrace.evaluate.text_windows import Windows
 from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.settings import RunSettings
 
-TUNE_S = 2.0  # as `millrace build` has it: of the engines that are cached
+TUNE_S = 2.0  # the default of `millrace build`, so that cached engines are reused
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyProofOptions:
-    """What is to be measured. text: None for no loss; mmlu: a folder that was read once and found right"""
+    """What to measure. text: None skips the loss; mmlu: a folder that has been validated"""
 
     text: Calibration | None
     measure_speed: bool
@@ -48,10 +48,10 @@ class AccuracyProofOptions:
     questions: int
 
     @classmethod
-    def asked(
+    def from_flags(
         cls, *, evaluate: bool, calibration: str | None, measure_speed: bool, mmlu: Path | None, questions: int | None
     ) -> "AccuracyProofOptions":
-        """raises ConfigError for options that do not go together, and files that are not what they should be"""
+        """Create from flags. raises ConfigError for options that do not go together, or invalid files"""
         if calibration is not None and not evaluate:
             raise ConfigError("--calibration is given, and nothing is measured", "one of both", "leave one out")
         if mmlu is not None:
@@ -63,46 +63,47 @@ class AccuracyProofOptions:
 
     @property
     def asks(self) -> bool:
-        """For anything."""
+        """Whether anything is to be measured."""
         return self.text is not None or self.measure_speed or self.mmlu is not None
 
     def windows(self, source: Checkpoint) -> Windows | str:
-        """What the loss is measured on, or why there is none. raises ConfigError for a text that is too short"""
+        """Return the windows to measure the loss on, or why there are none. raises ConfigError if the text is too
+        short"""
         if self.text is None:
             return "--no-evaluate was given"
         return unmeasurable_reason(source) or windows_for(source, self.text)
 
     def loss(self, model: str, source: Checkpoint, out: Path, read: Windows | str, report: Progress) -> dict[str, Any]:
-        """Into the record. model: as it was typed"""
+        """Measure and record the loss. model: as typed"""
         if isinstance(read, str):
             write_page(out, {"loss": {"not_measured": read}})
             return {"loss": {"not_measured": read}}
         assert self.text is not None
-        found = asdict(measure(source, Checkpoint.open(out), read, report).on(self.text))
-        said_if_untold(found["source_perplexity"], source)
-        return _kept(out, "loss", found, model)
+        loss = asdict(measure(source, Checkpoint.open(out), read, report).on(self.text))
+        warn_if_unpredictable(loss["source_perplexity"], source)
+        return _record(out, "loss", loss, model)
 
     def more(self, model: str, out: Path, env: Env, quiet: bool) -> dict[str, Any]:
-        """Speed and questions, where they are asked for, into the record."""
-        found: dict[str, Any] = {}
+        """Measure and record speed and MMLU, if requested."""
+        results: dict[str, Any] = {}
         if self.measure_speed:
-            found |= _kept(out, "speed", msgspec.to_builtins(_speeds(model, out, env, quiet)), model)
+            results |= _record(out, "speed", msgspec.to_builtins(_speeds(model, out, env, quiet)), model)
         if self.mmlu is not None:
             flips = _questions(model, out, self.mmlu, self.questions, (env, quiet))
-            found |= _kept(out, "mmlu", msgspec.to_builtins(flips), model)
-        return found
+            results |= _record(out, "mmlu", msgspec.to_builtins(flips), model)
+        return results
 
 
-def _kept(out: Path, what: str, found: dict[str, Any], model: str) -> dict[str, Any]:
-    """Into the record, with the command that measured it."""
-    write_page(out, {what: found, "commands": {**read_record(out).commands, what: command_line(model)}})
-    return {what: found}
+def _record(out: Path, key: str, value: dict[str, Any], model: str) -> dict[str, Any]:
+    """Write a result to the record, with the command that measured it."""
+    write_page(out, {key: value, "commands": {**read_record(out).commands, key: command_line(model)}})
+    return {key: value}
 
 
 def measure_again(
     model: str, source: Checkpoint, out: Path, proof: AccuracyProofOptions, report: Progress
 ) -> dict[str, Any]:
-    """Of a folder that is there. raises ConfigError for one that is not, or was made of another model"""
+    """Measure an existing folder. raises ConfigError if it is missing, or was made from another model"""
     record = read_record(out)
     if record.model and record.model != source.identity():
         raise ConfigError(
@@ -118,7 +119,7 @@ def measure_again(
 
 @contextmanager
 def said_if_ended(model: str, out: Path) -> Iterator[None]:
-    """Around measuring: a folder that is whole is kept, and how it is measured later is said."""
+    """Print how to measure a complete folder later if measuring is interrupted."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MillraceError):
@@ -126,52 +127,53 @@ def said_if_ended(model: str, out: Path) -> Iterator[None]:
         raise
 
 
-def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """To be shown, of what `AccuracyProofOptions` found."""
-    return [*_loss(found.get("loss", {})), *_speed(found.get("speed")), *_mmlu(found.get("mmlu"))]
+def rows_of(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Format the results of `AccuracyProofOptions` as rows."""
+    return [*_loss(results.get("loss", {})), *_speed(results.get("speed")), *_mmlu(results.get("mmlu"))]
 
 
 def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
-    """Engines as `millrace serve` builds and caches them. raises MachineError where memory holds no two"""
+    """Measure the speed of both engines, built and cached like by `millrace serve`. raises MachineError if memory is
+    insufficient for both"""
     build, run = BuildSettings(tune=TUNE_S), RunSettings()
     needed = -(-TOKENS // Source.from_checkpoint(Checkpoint.open(out)).max_context)  # KV pages of so many full contexts
     with (
         opened(model, build, run, env, sequences=needed, quiet=quiet, one_table=True) as source,
-        opened(str(out), build, run, env, sequences=needed, quiet=quiet, one_table=True) as made,
+        opened(str(out), build, run, env, sequences=needed, quiet=quiet, one_table=True) as compressed,
         progress(quiet) as report,
     ):
         return Speeds(
-            machine=cpu_model(), threads=usable_cores(), isa=made.isa, source_precision=precision_of(source),
-            made_precision=precision_of(made), paces=paces(source.native, made.native, report),
+            machine=cpu_model(), threads=usable_cores(), isa=compressed.isa, source_precision=precision_of(source),
+            made_precision=precision_of(compressed), paces=paces(source.native, compressed.native, report),
         )  # fmt: skip
 
 
-def _questions(model: str, out: Path, folder: Path, n: int, how: tuple[Env, bool]) -> Flips:
-    env, quiet = how
+def _questions(model: str, out: Path, folder: Path, n: int, context: tuple[Env, bool]) -> Flips:
+    env, quiet = context
     both = [
         answers_to_mmlu(EvalOptions(
             model=name, task="mmlu", build=BuildSettings(tune=TUNE_S), run=RunSettings(), env=env, as_json=quiet,
             data=folder, definition=LM_EVAL, limit=n,
         )) for name in (model, str(out))
     ]  # fmt: skip
-    source, made = both
-    flips = results_path(made, source)[RIGHT]
+    source, compressed = both
+    flips = results_path(compressed, source)[RIGHT]
     rights = [sum(one.right for one in each.records.values()) for each in both]
     return Flips(
-        task=made.about.task, questions=flips.n, source_precision=source.about.precision,
-        made_precision=made.about.precision, source_right=rights[0], made_right=rights[1],
+        task=compressed.about.task, questions=flips.n, source_precision=source.about.precision,
+        made_precision=compressed.about.precision, source_right=rights[0], made_right=rights[1],
         source_interval=wilson(rights[0], flips.n), made_interval=wilson(rights[1], flips.n),
         became_right=flips.gained, became_wrong=flips.lost, chose_otherwise=flips.changed,
-        difference=flips.difference, interval=flips.interval, p_value=flips.p_value, digest=made.about.data,
+        difference=flips.difference, interval=flips.interval, p_value=flips.p_value, digest=compressed.about.data,
     )  # fmt: skip
 
 
-def _loss(found: dict[str, Any]) -> list[tuple[str, str]]:
-    if not found:
+def _loss(record: dict[str, Any]) -> list[tuple[str, str]]:
+    if not record:
         return []
-    if "not_measured" in found:
-        return [("loss", f"not measured: {found['not_measured']}")]
-    loss = msgspec.convert(found, Loss)
+    if "not_measured" in record:
+        return [("loss", f"not measured: {record['not_measured']}")]
+    loss = msgspec.convert(record, Loss)
     return [
         ("KL", f"{loss.kl:.3g} nats a token, beside the source in fp32, on {loss.tokens:,} tokens ({loss.precision})"),
         ("perplexity", f"{loss.perplexity:.3f}, the source's {loss.source_perplexity:.3f}"),
@@ -180,27 +182,27 @@ def _loss(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _simulated(found: SimulatedLoss | None) -> list[tuple[str, str]]:
-    if found is None:
+def _simulated(simulated: SimulatedLoss | None) -> list[tuple[str, str]]:
+    if simulated is None:
         return []
-    said = f"KL {found.kl:.3g}, perplexity {found.perplexity:.3f}, same token {found.agreement:.1%}"
-    return [("elsewhere", f"with FP8 activations, simulated: {said}")]
+    text = f"KL {simulated.kl:.3g}, perplexity {simulated.perplexity:.3f}, same token {simulated.agreement:.1%}"
+    return [("elsewhere", f"with FP8 activations, simulated: {text}")]
 
 
-def _speed(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if found is None:
+def _speed(record: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if record is None:
         return []
     rows = [
         f"{pace['work']}: {pace['source']['median']:,.0f} -> {pace['made']['median']:,.0f} tokens/s"
-        for pace in found["paces"]
+        for pace in record["paces"]
     ]
     return [("speed" if not i else "", row) for i, row in enumerate(rows)]
 
 
-def _mmlu(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if found is None:
+def _mmlu(record: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if record is None:
         return []
-    n, (low, high) = found["questions"], found["interval"]
-    said = f"{found['source_right'] / n:.1%} -> {found['made_right'] / n:.1%} of {n:,} questions"
-    flips = f"{found['became_right']} became right, {found['became_wrong']} wrong"
-    return [("MMLU", f"{said} ({low:+.1%} to {high:+.1%}); {flips}")]
+    n, (low, high) = record["questions"], record["interval"]
+    text = f"{record['source_right'] / n:.1%} -> {record['made_right'] / n:.1%} of {n:,} questions"
+    flips = f"{record['became_right']} became right, {record['became_wrong']} wrong"
+    return [("MMLU", f"{text} ({low:+.1%} to {high:+.1%}); {flips}")]

@@ -1,4 +1,4 @@
-"""What `millrace compress` asks of its options in every form: a checkpoint, and statistics of a text."""
+"""Common options of `millrace compress`: the checkpoint, and calibration statistics of a text."""
 
 import shlex
 from collections.abc import Iterator
@@ -36,8 +36,10 @@ from millrace.evaluate.text_windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class CompressOptions:
-    """What every way of `millrace compress` is asked with. model: as it was typed; sampling: what statistics are of;
-    engine: the folder of one to build of what was made, or None"""
+    """Options of all forms of `millrace compress`. model: as typed; sampling: source of calibration statistics
+
+    engine: folder of an engine to build from the result, or None
+    """
 
     env: Env
     model: str
@@ -49,7 +51,7 @@ class CompressOptions:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Where statistics come from."""
+    """Source of calibration statistics."""
 
     samples_from: str | None
     samples: int | None
@@ -61,15 +63,15 @@ class Sampling:
 
     @property
     def options(self) -> list[str]:
-        """Of a command line: the same statistics again."""
-        kept = [] if self.statistics is None else ["--statistics", str(self.statistics)]
+        """Return the flags that reuse the same statistics."""
+        statistics_flags = [] if self.statistics is None else ["--statistics", str(self.statistics)]
         if self.samples_from is None:
-            return kept
+            return statistics_flags
         n = [] if self.samples is None else ["--samples", str(self.samples)]
-        return ["--samples-from", self.samples_from, *n, *kept]
+        return ["--samples-from", self.samples_from, *n, *statistics_flags]
 
     def check(self, asks: str, needed: bool, calibration: str | None, dry_run: bool = False) -> None:
-        """asks: who needs statistics, or does not, in words. raises ConfigError for options that do not go together"""
+        """Check options against whether statistics are needed. asks: what needs them, for errors. raises ConfigError"""
         if not needed:
             if self != Sampling(None, None, None):
                 raise ConfigError(
@@ -92,20 +94,20 @@ class Sampling:
             )  # fmt: skip
 
     def check_folder(self, out: Path, *, makes: bool) -> None:
-        """makes: whether `out` is a folder that is made whole at the end. raises ConfigError where both are in one"""
+        """Refuse statistics inside the output. makes: `out` is moved into place at the end. raises ConfigError"""
         if self.statistics is None:
             return
-        place, made = self.statistics.resolve(), out.resolve()
-        if place == made or (makes and made in place.parents):
+        place, output = self.statistics.resolve(), out.resolve()
+        if place == output or (makes and output in place.parents):
             raise ConfigError(
-                f"--statistics {self.statistics} is {'in ' if place != made else ''}the folder of -o",
+                f"--statistics {self.statistics} is {'in ' if place != output else ''}the folder of -o",
                 "two: what statistics are kept in is there before the output is", "name another folder for statistics",
             )  # fmt: skip
 
     def check_text(self, checkpoint: Checkpoint, measured: Calibration) -> None:
-        """raises ConfigError where statistics are, or will be, of the text that is measured on, whatever its name."""
-        found = self.statistics is not None and (self.statistics / ABOUT).is_file()
-        if self.statistics is not None and found:
+        """Refuse statistics of the same text that the loss is measured on, whatever its name. raises ConfigError"""
+        has_statistics = self.statistics is not None and (self.statistics / ABOUT).is_file()
+        if self.statistics is not None and has_statistics:
             about = read_about(self.statistics)
             same = is_of(checkpoint, measured.content, about.text, about.tokens)
         else:
@@ -114,52 +116,52 @@ class Sampling:
             raise one_text(measured)
 
     def text(self, checkpoint: Checkpoint) -> str:
-        """Digest of what statistics are of; none are collected. raises ConfigError where there are none, and no text"""
+        """Return the digest of the calibration text, without collecting statistics. raises ConfigError if unknown"""
         if self.samples_from is not None:
             return digest_of(sampled(checkpoint, self.samples_from, self.n))
         assert self.statistics is not None, "checked before"
         return statistics_of(checkpoint, None, self.statistics, lambda *_: None).about.text
 
     def temporary_bytes(self, job: CompressionPlan) -> int:
-        """Of statistics beside the output."""
+        """Return the bytes of temporary statistics next to the output."""
         if self.statistics is not None:
             return 0
-        found = needs(job, self.n * LENGTH)
-        return found.disk_bytes + found.carried_bytes
+        requirements = needs(job, self.n * LENGTH)
+        return requirements.disk_bytes + requirements.carried_bytes
 
 
 def one_text(measured: Calibration) -> ConfigError:
-    said = "the bundled text" if measured.file is None else f"--calibration {measured.file}"
+    name = "the bundled text" if measured.file is None else f"--calibration {measured.file}"
     return ConfigError(
-        f"{said} is the text that statistics are of", "two: what is fitted to a text looks better on it",
+        f"{name} is the text that statistics are of", "two: what is fitted to a text looks better on it",
         "name another with --calibration, or measure nothing: --no-evaluate",
     )  # fmt: skip
 
 
 @contextmanager
 def statistics_for(
-    job: CompressionPlan, out: Path, asked: Sampling, report: Progress
+    job: CompressionPlan, out: Path, sampling: Sampling, report: Progress
 ) -> Iterator[CalibrationStatistics]:
-    """Of the job's model. Those that nobody keeps lie beside the output, and are gone afterwards."""
+    """Collect or read statistics of the job's model; temporary ones lie next to the output and are removed."""
     text: Windows | None = None
-    if asked.samples_from is not None:
-        text = sampled(job.checkpoint, asked.samples_from, asked.n)
-    if asked.statistics is not None:
-        yield statistics_of(job.checkpoint, text, asked.statistics, report)
+    if sampling.samples_from is not None:
+        text = sampled(job.checkpoint, sampling.samples_from, sampling.n)
+    if sampling.statistics is not None:
+        yield statistics_of(job.checkpoint, text, sampling.statistics, report)
         return
     with staging_folder(out, "statistics") as folder:
         yield statistics_of(job.checkpoint, text, folder / "kept", report)
 
 
-def said_if_untold(perplexity: float, source: Checkpoint) -> None:
-    """perplexity: the source's own, of the text that losses are measured on"""
+def warn_if_unpredictable(perplexity: float, source: Checkpoint) -> None:
+    """Warn if the source itself predicts the text worse than chance. perplexity: of the source on that text"""
     if perplexity > source.decoder.vocab_size:
         note("The source itself tells this text worse than guessing among all its tokens does: perplexities say "
              "little. Measure on a text of the kind it knows (--calibration)")  # fmt: skip
 
 
 def opened(model: str, env: Env, report: Progress) -> Checkpoint:
-    """raises ConfigError for an engine"""
+    """Open a checkpoint. raises ConfigError for an engine"""
     _, folder = model_folder(model, env, report)
     if (folder / MANIFEST).is_file():
         raise ConfigError(f"{folder} is an engine", "a checkpoint", "name the checkpoint it was built from")
@@ -167,7 +169,7 @@ def opened(model: str, env: Env, report: Progress) -> Checkpoint:
 
 
 def readable(checkpoint: Checkpoint) -> Checkpoint:
-    """raises CheckpointError for a model that reads no text, of which no loss can be measured"""
+    """Refuse models whose loss cannot be measured. raises CheckpointError"""
     without = unmeasurable_reason(checkpoint)
     if without:
         raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
@@ -175,12 +177,12 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def command_line(model: str) -> str:
-    """What was typed, in the order of --help."""
-    context, said = click.get_current_context(), ["millrace", "compress", model]
+    """Return the command line, in the order of --help."""
+    context, words = click.get_current_context(), ["millrace", "compress", model]
     for option in context.command.params:
         name = option.name or ""
         if isinstance(option, click.Option) and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             value = context.params[name]
-            said += [option.secondary_opts[0] if value is False else option.opts[-1]]
-            said += [] if isinstance(value, bool) else [str(value)]
-    return shlex.join(said)
+            words += [option.secondary_opts[0] if value is False else option.opts[-1]]
+            words += [] if isinstance(value, bool) else [str(value)]
+    return shlex.join(words)

@@ -9,9 +9,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from millrace.cli.compress.advise import advised
-from millrace.cli.compress.budget import searched
-from millrace.cli.compress.engine import built, check_engine
+from millrace.cli.compress.advise import run_advice
+from millrace.cli.compress.budget import run_search
+from millrace.cli.compress.engine import build_output, check_engine
 from millrace.cli.compress.output import WORST, about, notes, show_plan, sizes, worst
 from millrace.cli.compress.proof import AccuracyProofOptions, measure_again, rows_of, said_if_ended
 from millrace.cli.compress.request import CompressOptions, Sampling, command_line, opened, statistics_for
@@ -27,7 +27,7 @@ from millrace.compress.report.page import write_page
 from millrace.env import Env
 from millrace.errors import ConfigError
 
-# Which way was chosen, by the option that does, and what each takes beside MODEL, -o and --json.
+# Modes by the option that selects them, and the options of each in addition to MODEL, -o and --json.
 _WAYS = {"--recipe": "recipe", "--measure": "again", "--max-loss": "max_loss", "--advise": "advise"}
 _TEXTS, _PROOF = ("samples_from", "samples", "statistics"), ("measure_speed", "mmlu", "questions", "evaluate")
 _TAKES = {
@@ -38,22 +38,22 @@ _TAKES = {
 }
 
 
-def run(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) -> None:
+def run(env: Env, /, model: str, output: Path, as_json: bool, **options: Any) -> None:
     """Run `millrace compress`."""
     run: dict[str, Callable[..., None]] = {
-        "--recipe": _by_recipe, "--measure": _measure_again, "--max-loss": searched, "--advise": advised,
+        "--recipe": _by_recipe, "--measure": _measure_again, "--max-loss": run_search, "--advise": run_advice,
     }  # fmt: skip
-    way = _way(given)
-    sampling = Sampling(*map(given.pop, _TEXTS))
+    way = _way(options)
+    sampling = Sampling(*map(options.pop, _TEXTS))
     sampling.check_folder(output, makes=way != "--advise")
-    engine: Path | None = given.pop("engine")
+    engine: Path | None = options.pop("engine")
     check_engine(engine, output)
-    run[way](CompressOptions(env, model, output, as_json, sampling, engine), **given)
+    run[way](CompressOptions(env, model, output, as_json, sampling, engine), **options)
 
 
-def _way(given: dict[str, Any]) -> str:
-    """raises ConfigError for none, for several, and for an option that it does not take"""
-    chosen = [way for way, name in _WAYS.items() if given[name] not in (None, False)]
+def _way(options: dict[str, Any]) -> str:
+    """Return the selected mode. raises ConfigError for none, several, or options that it does not take"""
+    chosen = [way for way, name in _WAYS.items() if options[name] not in (None, False)]
     if not chosen:
         raise ConfigError(
             "no recipe is named", "a preset, or a file",
@@ -64,9 +64,9 @@ def _way(given: dict[str, Any]) -> str:
     (way,) = chosen
     takes, context = (_WAYS[way], *_TAKES[way]), click.get_current_context()
     flags = {option.name: option.opts[-1] for option in context.command.params if isinstance(option, click.Option)}
-    for name in given:
+    for name in options:
         if name not in takes and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            flag = "--no-evaluate" if name == "evaluate" and not given[name] else flags[name]
+            flag = "--no-evaluate" if name == "evaluate" and not options[name] else flags[name]
             raise ConfigError(
                 f"{flag} is given, and {way} does not take it",
                 "of options " + ", ".join(flags[name] for name in _TAKES[way]),
@@ -75,67 +75,67 @@ def _way(given: dict[str, Any]) -> str:
     return way
 
 
-def _by_recipe(asked: CompressOptions, /, recipe: str, dry_run: bool, **more: Any) -> None:
-    started_s, model, output, sampling = time.perf_counter(), asked.model, asked.output, asked.sampling
-    proof = AccuracyProofOptions.asked(**_of_proof(more))
+def _by_recipe(options: CompressOptions, /, recipe: str, dry_run: bool, **more: Any) -> None:
+    started_s, model, output, sampling = time.perf_counter(), options.model, options.output, options.sampling
+    proof = AccuracyProofOptions.from_flags(**_of_proof(more))
     calibration: str | None = more["calibration"]
-    with raise_on_sigterm(), progress(asked.as_json) as report:
-        checkpoint = opened(model, asked.env, report)
+    with raise_on_sigterm(), progress(options.as_json) as report:
+        checkpoint = opened(model, options.env, report)
         job = plan(checkpoint, read_recipe(recipe))
         sampling.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
         check_place(output, job.bytes_after + (sampling.temporary_bytes(job) if job.calibrated else 0))
-        read = proof.windows(checkpoint)  # a text too short is said at once, by a dry run too
+        read = proof.windows(checkpoint)  # reports a text that is too short at once, also in a dry run
         if job.calibrated and proof.text is not None and not dry_run:
             sampling.check_text(checkpoint, proof.text)
         if not dry_run:
             with _way_of(job, output, sampling, report) as (way, used):
-                made = compress(job, output, way, report)
+                result = compress(job, output, way, report)
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**used, "command": command_line(model), "seconds": seconds})
             with said_if_ended(model, output):
-                found = proof.loss(model, checkpoint, output, read, report)
+                losses = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
-        show_plan(job, sampling, more["evaluate"] and not unmeasurable_reason(checkpoint), asked.as_json)
+        show_plan(job, sampling, more["evaluate"] and not unmeasurable_reason(checkpoint), options.as_json)
         return
     with said_if_ended(model, output):
-        found |= proof.more(model, output, asked.env, asked.as_json)
-    seconds, engine = time.perf_counter() - started_s, built(asked)
-    said = {**about(job), "folder": str(output), "seconds": seconds, **found, "worst": dict(made.worst[:WORST])}
-    said |= {} if engine is None else {"engine": engine.summary()}
-    if asked.as_json:
-        print_json(said)
+        losses |= proof.more(model, output, options.env, options.as_json)
+    seconds, engine = time.perf_counter() - started_s, build_output(options)
+    document = {**about(job), "folder": str(output), "seconds": seconds, **losses, "worst": dict(result.worst[:WORST])}
+    document |= {} if engine is None else {"engine": engine.summary()}
+    if options.as_json:
+        print_json(document)
         return
     heading(f"{output} ({job.recipe.name}), read again and found right")
-    pairs([*sizes(job), *rows_of(found), *worst(made), ("time", f"{seconds:.1f} s")])
+    pairs([*sizes(job), *rows_of(losses), *worst(result), ("time", f"{seconds:.1f} s")])
     notes(job)
     if engine is not None:
         engine.show()
 
 
-def _of_proof(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in ("calibration", *_PROOF)}
+def _of_proof(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("calibration", *_PROOF)}
 
 
-def _measure_again(asked: CompressOptions, /, **more: Any) -> None:
-    model, out = asked.model, asked.output
-    proof = AccuracyProofOptions.asked(**_of_proof(more))
+def _measure_again(options: CompressOptions, /, **more: Any) -> None:
+    model, out = options.model, options.output
+    proof = AccuracyProofOptions.from_flags(**_of_proof(more))
     if not proof.asks:
         raise ConfigError("--measure is given, and nothing is to be measured", "one of both", "leave --no-evaluate out")
-    with raise_on_sigterm(), progress(asked.as_json) as report:
-        found = measure_again(model, opened(model, asked.env, report), out, proof, report)
-    found |= proof.more(model, out, asked.env, asked.as_json)
-    if asked.as_json:
-        print_json({"folder": str(out), **found})
+    with raise_on_sigterm(), progress(options.as_json) as report:
+        results = measure_again(model, opened(model, options.env, report), out, proof, report)
+    results |= proof.more(model, out, options.env, options.as_json)
+    if options.as_json:
+        print_json({"folder": str(out), **results})
         return
     heading(f"{out}, measured beside {model}")
-    pairs(rows_of(found))
+    pairs(rows_of(results))
 
 
 @contextmanager
-def _way_of(job: CompressionPlan, out: Path, asked: Sampling, report: Any) -> Iterator[tuple[Way, dict[str, Any]]]:
-    """How the job is done, and what is to be recorded of it."""
+def _way_of(job: CompressionPlan, out: Path, sampling: Sampling, report: Any) -> Iterator[tuple[Way, dict[str, Any]]]:
+    """Yield the compression method, and what to record about it."""
     if not job.calibrated:
         yield by_rounding, {}
         return
-    with statistics_for(job, out, asked, report) as found:
-        yield by_statistics(found), {"statistics": found.about.recorded}
+    with statistics_for(job, out, sampling, report) as statistics:
+        yield by_statistics(statistics), {"statistics": statistics.about.recorded}

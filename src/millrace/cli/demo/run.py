@@ -55,12 +55,12 @@ def run(as_json: bool) -> None:
     """Run `millrace demo`."""
     say = (lambda text: None) if as_json else note
     with tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder:
-        told = _journey(Path(folder), say, as_json)
-        report = _report(told)
+        results = _journey(Path(folder), say, as_json)
+        report = _report(results)
         if as_json:
             print_json(report)
         else:
-            _show(told, report)
+            _show(results, report)
 
 
 def _journey(folder: Path, say: Any, quiet: bool) -> DemoReport:
@@ -105,8 +105,8 @@ def _load() -> list[DemoChatRequest]:
 def _stop(server: ServerProcess) -> float:
     """SIGTERM while an answer is running: it must still come in full. raises MachineError"""
     started, heard = threading.Event(), list[ChatResult]()
-    asked = DemoChatRequest(QUESTION, LOAD_TOKENS, seed=2, ignore_eos=True)
-    reader = threading.Thread(target=lambda: heard.append(ask(server.url, asked, lambda text: started.set())))
+    request = DemoChatRequest(QUESTION, LOAD_TOKENS, seed=2, ignore_eos=True)
+    reader = threading.Thread(target=lambda: heard.append(ask(server.url, request, lambda text: started.set())))
     reader.start()
     started.wait(30)
     server.terminate()
@@ -122,8 +122,8 @@ def _without_http(engine: Engine) -> float:
     model = open_engine("tiny", engine, RunSettings())
     try:
         loop = model.loop()
-        prompts = [loop.tokenizer.encode(asked.text) for asked in _load()]
-        params = [SamplingParams(max_tokens=LOAD_TOKENS, seed=asked.seed, ignore_eos=True) for asked in _load()]
+        prompts = [loop.tokenizer.encode(request.text) for request in _load()]
+        params = [SamplingParams(max_tokens=LOAD_TOKENS, seed=request.seed, ignore_eos=True) for request in _load()]
         return max(_rate(loop, prompts, params) for _ in range(3))
     finally:
         model.close()
@@ -135,55 +135,55 @@ def _rate(loop: EngineLoop, prompts: list[list[int]], params: list[SamplingParam
     return sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - start_s)
 
 
-def _report(told: DemoReport) -> dict[str, Any]:
+def _report(results: DemoReport) -> dict[str, Any]:
     """JSON-able."""
-    heard = told.answers
+    heard = results.answers
     ttft, gaps, pauses = (
         [h.ttft_s for h in heard],
         [h.inter_token_s for h in heard],
         [p for h in heard for p in h.pauses_s],
     )
     n_context = sum(h.n_prompt + h.n_output // 2 for h in heard) // len(heard)
-    bound = DecodeWork.of(told.tables.engine).bound(told.roofline, CONCURRENCY, CONCURRENCY * n_context)
-    rate = sum(h.n_output for h in heard) / told.load_s
+    bound = DecodeWork.of(results.tables.engine).bound(results.roofline, CONCURRENCY, CONCURRENCY * n_context)
+    rate = sum(h.n_output for h in heard) / results.load_s
     limit = CONCURRENCY / bound.seconds
     return {
         "machine": cpu_model(),
         "cores": usable_cores(),
-        "load_before": told.busy,
-        "engine": told.tables.summary(),
-        "build_s": told.build_s,
-        "ready_s": told.ready_s,
-        "answer": told.answer.text,
+        "load_before": results.busy,
+        "engine": results.tables.summary(),
+        "build_s": results.build_s,
+        "ready_s": results.ready_s,
+        "answer": results.answer.text,
         "load": {
             "concurrency": CONCURRENCY,
             "requests": len(heard),
             "tokens_each": LOAD_TOKENS,
-            "seconds": told.load_s,
+            "seconds": results.load_s,
         },
         "ttft_s": {"p50": quantile(ttft, 0.5), "p99": quantile(ttft, 0.99)},
         "inter_token_s": {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99)},
         "pause_s": {"p50": quantile(pauses, 0.5), "p99": quantile(pauses, 0.99)},
         "tokens_per_s": rate,
-        "engine_tokens_per_s": told.engine_tokens_per_s,
+        "engine_tokens_per_s": results.engine_tokens_per_s,
         "limit": {"tokens_per_s": limit, "bound_by": bound.by, "step_s": bound.seconds},
         "share_of_limit": rate / limit,
-        "engine_share_of_limit": told.engine_tokens_per_s / limit,
-        "stop_s": told.stop_s,
-        "roofline": told.roofline.as_dict(),
+        "engine_share_of_limit": results.engine_tokens_per_s / limit,
+        "stop_s": results.stop_s,
+        "roofline": results.roofline.as_dict(),
     }
 
 
-def _show(told: DemoReport, report: dict[str, Any]) -> None:
-    m, memory = told.tables.engine.manifest, told.tables.memory()
+def _show(results: DemoReport, report: dict[str, Any]) -> None:
+    m, memory = results.tables.engine.manifest, results.tables.memory()
     ttft, gaps, limit = report["ttft_s"], report["inter_token_s"], report["limit"]
     heading("What was built")
     pairs(
         [
-            ("model", f"{m.model_name}, {count(m.n_parameters)} parameters in {told.tables.precision()}"),
-            ("engine", f"{len(told.tables.calls)} steps, weights {size(memory['weights_bytes'])}, "
-                       f"KV {size(memory['kv_bytes_per_sequence'])} a sequence, built in {told.build_s:.1f} s"),
-            ("ready", f"{told.ready_s:.1f} s after the server's process started"),
+            ("model", f"{m.model_name}, {count(m.n_parameters)} parameters in {results.tables.precision()}"),
+            ("engine", f"{len(results.tables.calls)} steps, weights {size(memory['weights_bytes'])}, "
+                       f"KV {size(memory['kv_bytes_per_sequence'])} a sequence, built in {results.build_s:.1f} s"),
+            ("ready", f"{results.ready_s:.1f} s after the server's process started"),
         ]
     )  # fmt: skip
     click.echo()
@@ -198,12 +198,12 @@ def _show(told: DemoReport, report: dict[str, Any]) -> None:
             ("limit here", f"{limit['tokens_per_s']:,.0f} a second by {limit['bound_by']}; "
                            f"served {report['share_of_limit']:.1%} of it, "
                            f"the engine alone {report['engine_share_of_limit']:.1%}"),
-            ("stopped", f"by SIGTERM in {told.stop_s:.1f} s, the running answer finished first"),
+            ("stopped", f"by SIGTERM in {results.stop_s:.1f} s, the running answer finished first"),
         ]
     )  # fmt: skip
-    if told.busy > report["cores"] / 2:
+    if results.busy > report["cores"] / 2:
         click.echo(
-            f"  Other processes were busy here (load {told.busy:.1f}): on an idle machine all of this is faster."
+            f"  Other processes were busy here (load {results.busy:.1f}): on an idle machine all of this is faster."
         )
     click.echo()
     heading("Where to go next")

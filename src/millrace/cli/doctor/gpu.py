@@ -19,32 +19,32 @@ if TYPE_CHECKING:  # PyTorch is imported where there is a GPU
 _NO_MORE = {True: "fp32", False: "what layers do"}  # float32 all multiply, and codes of INT8 become floats
 
 
-def examined(device: str, as_json: bool) -> None:
+def examine_gpu(device: str, as_json: bool) -> None:
     """raises ConfigError for a name that nobody knows, MachineError for a GPU that is not here or fails"""
-    known = known_gpu(device)
-    has, found = multiplied(known.architecture), list(abilities(known))
-    rates = _measured(known.here, has) if known.here else None
+    gpu = known_gpu(device)
+    has, support = multiplied(gpu.architecture), list(abilities(gpu))
+    rates = _measured(gpu.here, has) if gpu.here else None
     if as_json:
         able = {
             one.requested.removeprefix("--"): {"multiplies": list(one.needed), "why_not": one.why_not or None}
-            for one in found
+            for one in support
         }
-        told: dict[str, Any] = {"device": known.about, "architecture": known.architecture, "multiplies": list(has)}
-        if known.here and rates:
-            told |= {"free_bytes": known.here.free_bytes, "multiprocessors": known.here.multiprocessors}
-            told["measured"] = asdict(rates)
-        print_json({**told, "asked": able})
+        document: dict[str, Any] = {"device": gpu.about, "architecture": gpu.architecture, "multiplies": list(has)}
+        if gpu.here and rates:
+            document |= {"free_bytes": gpu.here.free_bytes, "multiprocessors": gpu.here.multiprocessors}
+            document["measured"] = asdict(rates)
+        print_json({**document, "asked": able})
         return
-    heading(known.about)
+    heading(gpu.about)
     pairs([("multiplies", ", ".join(has) or "nothing that is known here")])
-    if known.here and rates:
-        pairs([("free memory", size(known.here.free_bytes)), ("multiprocessors", str(known.here.multiprocessors))])
-        table(("measured", "a second", "of its datasheet"), _rows(rates, _datasheet(known.here.name)))
+    if gpu.here and rates:
+        pairs([("free memory", size(gpu.here.free_bytes)), ("multiprocessors", str(gpu.here.multiprocessors))])
+        table(("measured", "a second", "of its datasheet"), _rows(rates, _datasheet(gpu.here.name)))
     table(("asked for", "multiplies", "here"), [
         (one.requested, ", ".join(one.needed) or _NO_MORE[one.of_layers], "refused" if one.why_not else "yes")
-        for one in found
+        for one in support
     ])  # fmt: skip
-    for why in dict.fromkeys(one.why_not for one in found if one.why_not):
+    for why in dict.fromkeys(one.why_not for one in support if one.why_not):
         note(f"refused: {why}")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from millrace.cli.console import heading, note, pairs, print_json, size, table
-from millrace.cli.doctor.gpu import examined
+from millrace.cli.doctor.gpu import examine_gpu
 from millrace.compile.cache.rooflines import keep_roofline
 from millrace.engine.cuda.device_lookup import CPU
 from millrace.engine.roofline_probe import roofline_here
@@ -36,7 +36,7 @@ def run(env: Env, threads: int | None, isa: str | None, device: str | None, as_j
         if threads is not None or isa is not None:
             raise ConfigError(f"--{'threads' if isa is None else 'isa'} beside --device {device}",
                               "one of both: that is about a CPU's kernels", "leave one out")  # fmt: skip
-        examined(device, as_json)
+        examine_gpu(device, as_json)
         return
     usable = usable_isas()
     if isa is not None and isa not in usable:
@@ -53,14 +53,14 @@ def run(env: Env, threads: int | None, isa: str | None, device: str | None, as_j
     facts = _facts(usable, huge_page_share())
     roofline = roofline_here(isa or usable[0], threads or usable_cores())
     warnings = _warnings(facts)
-    kept, why_not = _keep(env, isa or usable[0], roofline, facts)
+    saved_in, why_not = _keep(env, isa or usable[0], roofline, facts)
     if as_json:
         print_json(
-            {**facts, "measured_with": isa or usable[0], **roofline.as_dict(), "kept": kept, "warnings": warnings}
+            {**facts, "measured_with": isa or usable[0], **roofline.as_dict(), "kept": saved_in, "warnings": warnings}
         )
         return
     _show(facts, isa or usable[0], roofline)
-    note(f"Kept in {kept}: /metrics of `millrace serve` has it." if kept else f"Not kept: {why_not}.")
+    note(f"Kept in {saved_in}: /metrics of `millrace serve` has it." if saved_in else f"Not kept: {why_not}.")
     for what, mend in warnings:
         note(f"{click.style('warning:', fg='yellow', bold=True)} {what}\n  to mend: {mend}")
 
@@ -100,16 +100,16 @@ def _is_busy(facts: dict[str, Any]) -> bool:
 
 def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """(what holds this machine back, how to mend it)."""
-    found = []
+    warnings = []
     if facts["huge_pages"] == "never":
-        found.append(
+        warnings.append(
             (
                 "huge pages are switched off: large weights are read more slowly",
                 "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
             )
         )
     elif facts["huge_page_share"] < 0.5:
-        found.append(
+        warnings.append(
             (
                 f"a test allocation got only {facts['huge_page_share']:.0%} of its memory on huge pages",
                 "free memory, or compact it: echo 1 | sudo tee /proc/sys/vm/compact_memory",
@@ -117,7 +117,7 @@ def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
         )
     quota = facts["cores_by_quota"]
     if quota is not None and quota < facts["cores_by_affinity"]:
-        found.append(
+        warnings.append(
             (
                 f"the cgroup allows {quota:g} cores' worth of time on {facts['cores_by_affinity']} cores: threads that "
                 "run over it are stopped for a while",
@@ -126,19 +126,19 @@ def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if "avx512" not in facts["isas"]:
         lacking = ", ".join(facts["lacking"].get("avx512", ())) or "support in this build"
-        found.append(
+        warnings.append(
             (f"no AVX-512 with VNNI and BF16 (lacking: {lacking})", "nothing; a newer CPU is several times faster")
         )
     if _is_busy(facts):
-        found.append(
+        warnings.append(
             (
                 f"other processes are busy here (load {facts['load']:.1f}): the measured rates are too low",
                 "stop them, and measure again",
             )
         )
     if facts["memory_available_bytes"] < LOW_MEMORY_BYTES:
-        found.append((f"only {size(facts['memory_available_bytes'])} of memory are available", "free memory"))
-    return found
+        warnings.append((f"only {size(facts['memory_available_bytes'])} of memory are available", "free memory"))
+    return warnings
 
 
 def _show(facts: dict[str, Any], isa: str, roofline: Roofline) -> None:

@@ -41,7 +41,7 @@ Examples:
 @settings_options(BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
-def command(env: Env, /, model: str, task: str, as_json: bool, **given: Any) -> None:
+def command(env: Env, /, model: str, task: str, as_json: bool, **options: Any) -> None:
     """Measure a model's answers.
 
     What was answered is kept as it comes: a run that was ended goes on where it was, and one that is done is shown
@@ -49,4 +49,4 @@ def command(env: Env, /, model: str, task: str, as_json: bool, **given: Any) -> 
     """
     from millrace.cli.eval.run import run  # imported when it runs: --help needs none of it
 
-    run(env, model=model, task=task, as_json=as_json, **given)
+    run(env, model=model, task=task, as_json=as_json, **options)

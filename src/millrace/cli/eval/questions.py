@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol
 
 from millrace.api.offline_generate import incoming
 from millrace.cli.console import Progress, heading, pairs, print_json, progress, table
-from millrace.cli.eval.request import EvalOptions, about, told
+from millrace.cli.eval.request import EvalOptions, about, about_to_dict
 from millrace.cli.local_generation import chat_ids
 from millrace.cli.open_model import opened
 from millrace.compile.settings import BuildSettings
@@ -55,102 +55,107 @@ class _Grouped(Protocol):
     def groups(self, tokenizer: Any, room: int) -> Sequence[multiple_choice.Group]: ...
 
 
-def of_mmlu(asked: EvalOptions) -> None:
-    _evaluate(asked, _mmlu(asked))
+def of_mmlu(options: EvalOptions) -> None:
+    _evaluate(options, _mmlu(options))
 
 
-def answers_to_mmlu(asked: EvalOptions) -> Results[ChosenAnswer]:
+def answers_to_mmlu(options: EvalOptions) -> Results[ChosenAnswer]:
     """Without showing anything; those that were answered before among them."""
-    return _results(asked, _mmlu(asked), asked.model, asked.build, asked.out)
+    return _results(options, _mmlu(options), options.model, options.build, options.out)
 
 
-def _mmlu(asked: EvalOptions) -> _Task[ChosenAnswer]:
-    assert asked.data is not None, "the command has looked"
-    shots = MAX_SHOTS if asked.shots is None else asked.shots
-    mmlu = Mmlu(read_subjects(asked.data, asked.subject, asked.limit), asked.definition, shots)
+def _mmlu(options: EvalOptions) -> _Task[ChosenAnswer]:
+    assert options.data is not None, "the command has looked"
+    shots = MAX_SHOTS if options.shots is None else options.shots
+    mmlu = Mmlu(read_subjects(options.data, options.subject, options.limit), options.definition, shots)
     mmlu.check_examples()
     lost = "examples" if mmlu.definition == ORIGINAL else "their beginning"
     return _Task(mmlu.name, mmlu.digest, mmlu.n, ChosenAnswer, partial(_choose, mmlu), lost)
 
 
-def of_a_file(asked: EvalOptions) -> None:
-    questions = read_questions(Path(asked.task), asked.limit)
+def of_a_file(options: EvalOptions) -> None:
+    questions = read_questions(Path(options.task), options.limit)
     n = len(questions.lines)
     if questions.is_choice:
         name = f"{questions.name}, multiple choice"
-        _evaluate(asked, _Task(name, questions.digest, n, ChosenAnswer, partial(_choose, questions)))
+        _evaluate(options, _Task(name, questions.digest, n, ChosenAnswer, partial(_choose, questions)))
     else:
         name, judged = f"{questions.name}, generated", judges(questions)
-        _evaluate(asked, _Task(name, questions.digest, n, GeneratedAnswer, partial(_generate, questions, judged)))
+        _evaluate(options, _Task(name, questions.digest, n, GeneratedAnswer, partial(_generate, questions, judged)))
 
 
-def _choose(of: _Grouped, found: RunningModel, kept: ResumableResults[ChosenAnswer], report: Progress) -> None:
-    groups = of.groups(found.tokenizer, found.executor.limits.context_tokens)
-    multiple_choice.answer(found.native, groups, kept, report)
+def _choose(
+    questions: _Grouped, model: RunningModel, results: ResumableResults[ChosenAnswer], report: Progress
+) -> None:
+    groups = questions.groups(model.tokenizer, model.executor.limits.context_tokens)
+    multiple_choice.answer(model.native, groups, results, report)
 
 
 def _generate(
-    of: Questions,
+    questions: Questions,
     judged: Sequence[Judge],
-    found: RunningModel,
-    kept: ResumableResults[GeneratedAnswer],
+    model: RunningModel,
+    results: ResumableResults[GeneratedAnswer],
     report: Progress,
 ) -> None:
-    room = found.executor.limits.context_tokens
-    asked = asks(of, judged, found.tokenizer, partial(chat_ids, found), room)
-    generation.answer(_greedily(found.loop(found.for_throughput())), asked, len(of.lines), kept, report)
+    room = model.executor.limits.context_tokens
+    tasks = asks(questions, judged, model.tokenizer, partial(chat_ids, model), room)
+    generation.answer(_greedily(model.loop(model.for_throughput())), tasks, len(questions.lines), results, report)
 
 
 def _greedily(loop: EngineLoop) -> Generates:
     """raises MachineError where an answer failed"""
 
-    def generates(asked: Sequence[GenerationTask]) -> Generator[tuple[int, str], None, None]:
+    def generates(tasks: Sequence[GenerationTask]) -> Generator[tuple[int, str], None, None]:
         params = [
             SamplingParams(
                 temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=one.max_tokens, stop=one.stop
             )
-            for one in asked
+            for one in tasks
         ]
-        prompts = [{"prompt_token_ids": one.ids} for one in asked]
+        prompts = [{"prompt_token_ids": one.ids} for one in tasks]
         with closing(incoming(loop, prompts, params)) as arrived:
             for i, output, _ in arrived:
                 if output.finished:
-                    (said,) = output.outputs
-                    if said.finish_reason == FinishReason.ERROR:
-                        what = f"an answer failed: {said.error}"
+                    (choice,) = output.outputs
+                    if choice.finish_reason == FinishReason.ERROR:
+                        what = f"an answer failed: {choice.error}"
                         raise MachineError(what, "a finite answer", "try another --precision")
-                    yield i, said.text
+                    yield i, choice.text
 
     return generates
 
 
-def _evaluate(asked: EvalOptions, task: _Task[J]) -> None:
+def _evaluate(options: EvalOptions, task: _Task[J]) -> None:
     other, theirs = None, BuildSettings()
-    if asked.against is not None and Path(asked.against).suffix == ".jsonl":
-        other = read(Path(asked.against), task.kind)
+    if options.against is not None and Path(options.against).suffix == ".jsonl":
+        other = read(Path(options.against), task.kind)
         check_same(other, task.name, task.digest, task.n)  # now: answers may take hours
-    elif asked.against is not None:
-        theirs = asked.build_of_other(asked.against)  # now, too: there may be no such model
-    mine = _results(asked, task, asked.model, asked.build, asked.out)
-    if asked.against is not None and other is None:
-        other = _results(asked, task, asked.against, theirs, None)
+    elif options.against is not None:
+        theirs = options.build_of_other(options.against)  # now, too: there may be no such model
+    mine = _results(options, task, options.model, options.build, options.out)
+    if options.against is not None and other is None:
+        other = _results(options, task, options.against, theirs, None)
     compared = results_path(mine, other) if other else {}
-    if asked.as_json:
-        print_json({**_told(mine), **({"against": _compared(other, compared)} if other else {})})
+    if options.as_json:
+        print_json({**_results_to_dict(mine), **({"against": _compared(other, compared)} if other else {})})
         return
     _show(mine, task.lost)
     if other:
         _show_compared(other, compared)
 
 
-def _results(asked: EvalOptions, task: _Task[J], model: str, build: BuildSettings, out: Path | None) -> Results[J]:
+def _results(options: EvalOptions, task: _Task[J], model: str, build: BuildSettings, out: Path | None) -> Results[J]:
     """All questions, those that were answered before among them."""
-    quiet = asked.as_json
-    with opened(model, build, asked.run, asked.env, quiet=quiet, one_table=True) as found, progress(quiet) as report:
-        mine = about(found, task.name, task.digest)
-        with closing(ResumableResults(asked.kept_at(mine, out), mine, task.kind)) as kept:
-            task.answer(found, kept, report)
-    answered = Results(mine, kept.records)
+    quiet = options.as_json
+    with (
+        opened(model, build, options.run, options.env, quiet=quiet, one_table=True) as opened_model,
+        progress(quiet) as report,
+    ):
+        mine = about(opened_model, task.name, task.digest)
+        with closing(ResumableResults(options.kept_at(mine, out), mine, task.kind)) as results:
+            task.answer(opened_model, results, report)
+    answered = Results(mine, results.records)
     check_whole(answered, task.n)
     return answered
 
@@ -177,17 +182,17 @@ def _show_compared(other: Results[J], compared: Mapping[str, Paired]) -> None:
     for name, one in compared.items():
         low, high = (f"{end:+.2%}" for end in one.interval)
         of = "" if name == RIGHT else " per byte"
-        said = f"{one.difference:+.2%} ({low} to {high}), p {one.p_value:.2g} (McNemar)"
+        text = f"{one.difference:+.2%} ({low} to {high}), p {one.p_value:.2g} (McNemar)"
         flips = f"{one.gained:,} became right, {one.lost:,} wrong; {one.changed:,} chose otherwise"
-        rows += [(f"difference{of}", said), (f"flips{of}", flips)]
+        rows += [(f"difference{of}", text), (f"flips{of}", flips)]
     pairs(rows)
 
 
 def _by_group(mine: Results[J]) -> dict[str, list[J]]:
-    found: dict[str, list[J]] = {}
+    groups: dict[str, list[J]] = {}
     for (group, _), one in mine.records.items():
-        found.setdefault(group, []).append(one)
-    return dict(sorted(found.items()))
+        groups.setdefault(group, []).append(one)
+    return dict(sorted(groups.items()))
 
 
 def _verdicts(some: Sequence[J], measure: str = RIGHT) -> list[Verdict]:
@@ -217,13 +222,13 @@ def _share(right: int, n: int) -> tuple[str, str]:
     return f"{right / n:.2%}", f"({low:.1%} to {high:.1%})"
 
 
-def _told(mine: Results[J]) -> dict[str, Any]:
+def _results_to_dict(mine: Results[J]) -> dict[str, Any]:
     n, rights = len(mine.records), _rights(mine)
     counted = {
         name: {"right": right, "share": right / n, "interval": wilson(right, n)} for name, right in rights.items()
     }
     return {
-        **told(mine.about), "questions": n, **counted[RIGHT],
+        **about_to_dict(mine.about), "questions": n, **counted[RIGHT],
         **({"per_byte": counted[PER_BYTE]} if PER_BYTE in counted else {}), "cut": _n_cut(mine),
         "gave_up": _n_gave_up(mine),
         "subjects": {

@@ -46,15 +46,15 @@ class EvalOptions:
         return BuildSettings(precision=precision, max_context=self.build.max_context, tune=self.build.tune)
 
 
-def precision_of(found: RunningModel) -> str:
-    return ", ".join(f"{name} {p}" for name, p in found.engine.manifest.precision.items())
+def precision_of(model: RunningModel) -> str:
+    return ", ".join(f"{name} {p}" for name, p in model.engine.manifest.precision.items())
 
 
-def about(found: RunningModel, task: str, data: str) -> About:
-    return About(found.name, found.engine.manifest.identity, precision_of(found), task, data)
+def about(model: RunningModel, task: str, data: str) -> About:
+    return About(model.name, model.engine.manifest.identity, precision_of(model), task, data)
 
 
-def told(about: About) -> dict[str, Any]:
+def about_to_dict(about: About) -> dict[str, Any]:
     """JSON-able."""
     return {
         "model": about.model, "engine": about.engine, "precision": about.precision, "task": about.task,

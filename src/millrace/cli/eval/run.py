@@ -6,7 +6,7 @@ from typing import Any
 from millrace.cli.eval.questions import of_a_file, of_mmlu
 from millrace.cli.eval.request import EvalOptions
 from millrace.cli.eval.texts import agreement_with, perplexity_of
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.device_lookup import CPU
 from millrace.env import Env
@@ -27,23 +27,23 @@ _TAKES = {
 _TASKS = {"mmlu": of_mmlu, "wikitext": perplexity_of, "kl": agreement_with, FILE: of_a_file}
 
 
-def run(env: Env, /, model: str, task: str, as_json: bool, **given: Any) -> None:
+def run(env: Env, /, model: str, task: str, as_json: bool, **options: Any) -> None:
     """Run `millrace eval`."""
     kind = FILE if Path(task).suffix == ".jsonl" else task
     if kind not in _TASKS:
         raise ConfigError(f"--task is {task!r:.80}", nearest(task, _TASKS), "correct --task")
-    taken = _taken(kind, given)
-    build, run = made(BuildSettings, given), made(RunSettings, given)
+    task_options = _task_options(kind, options)
+    build, run = make_settings(BuildSettings, options), make_settings(RunSettings, options)
     if run.device != CPU:
         what = f"--device is {run.device}, and --task {kind} reads logits as the CPU's executor keeps them"
         raise ConfigError(what, "the CPU", "leave --device out")
-    _TASKS[kind](EvalOptions(model=model, task=task, build=build, run=run, env=env, as_json=as_json, **taken))
+    _TASKS[kind](EvalOptions(model=model, task=task, build=build, run=run, env=env, as_json=as_json, **task_options))
 
 
-def _taken(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+def _task_options(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options of tasks. raises ConfigError for one that this task does not take, or lacks"""
     takes = _TAKES[kind]
-    named = {name: given[name] for name in sorted({name for names in _TAKES.values() for name in names})}
+    named = {name: options[name] for name in sorted({name for names in _TAKES.values() for name in names})}
     for name, value in named.items():
         if value not in (None, ()) and name not in takes:
             raise ConfigError(
@@ -53,10 +53,10 @@ def _taken(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     if "data" in takes and named["data"] is None:
         what = "MMLU's folder" if kind == "mmlu" else "a text file"
         raise ConfigError(f"--task {kind} has no --data", what, "name it: nothing is downloaded")
-    known = _DEFINITIONS.get(kind, ())
-    if named["definition"] is None and known:
-        named["definition"] = known[0]
-    elif known and named["definition"] not in known:
-        expected = nearest(named["definition"], known)
+    definitions = _DEFINITIONS.get(kind, ())
+    if named["definition"] is None and definitions:
+        named["definition"] = definitions[0]
+    elif definitions and named["definition"] not in definitions:
+        expected = nearest(named["definition"], definitions)
         raise ConfigError(f"--definition is {named['definition']!r:.80}", expected, f"choose one of {kind}'s")
     return named

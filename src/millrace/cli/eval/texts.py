@@ -7,7 +7,7 @@ import numpy as np
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.console import heading, pairs, print_json, progress
-from millrace.cli.eval.request import EvalOptions, about, as_json, precision_of, told, with_error
+from millrace.cli.eval.request import EvalOptions, about, about_to_dict, as_json, precision_of, with_error
 from millrace.cli.open_model import opened
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.source import Source
@@ -23,27 +23,27 @@ from millrace.evaluate.text_files import read_text
 from millrace.evaluate.text_windows import Windows, windows
 from millrace.runtime.open_engine import RunningModel
 
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 _ERRORS = {True: "over documents", False: "over tokens, as if they were independent"}
 
 
-def perplexity_of(asked: EvalOptions) -> None:
-    text = _text(asked)
+def perplexity_of(options: EvalOptions) -> None:
+    text = _text(options)
     with opened(
-        asked.model, asked.build, asked.run, asked.env, sequences=1, quiet=asked.as_json, one_table=True
-    ) as found:
-        context = found.executor.limits.context_tokens
-        read = cut(asked.definition, text, found.tokenizer, asked.window, context)
-        mine = about(found, read.name, digest(text))
+        options.model, options.build, options.run, options.env, sequences=1, quiet=options.as_json, one_table=True
+    ) as model:
+        context = model.executor.limits.context_tokens
+        read = cut(options.definition, text, model.tokenizer, options.window, context)
+        mine = about(model, read.name, digest(text))
         with (
-            closing(ResumableResults(asked.kept_at(mine, asked.out), mine, Sums)) as kept,
-            progress(asked.as_json) as report,
+            closing(ResumableResults(options.kept_at(mine, options.out), mine, Sums)) as results,
+            progress(options.as_json) as report,
         ):
-            sums = measure(found.native, read, asked.limit, kept, report)
-    values, n = perplexities(asked.definition, sums), sum(one.n for one in sums)
-    if asked.as_json:
+            sums = measure(model.native, read, options.limit, results, report)
+    values, n = perplexities(options.definition, sums), sum(one.n for one in sums)
+    if options.as_json:
         print_json({
-            **told(mine), "definition": read.definition, "window": read.window, "bos": read.bos, "tokens": n,
+            **about_to_dict(mine), "definition": read.definition, "window": read.window, "bos": read.bos, "tokens": n,
             read.unit: len(sums), **{name.replace(" ", "_"): as_json(mean) for name, mean in values.items()},
         })  # fmt: skip
         return
@@ -66,69 +66,83 @@ def _read(read: WindowedText, n_units: int, n: int) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def agreement_with(asked: EvalOptions) -> None:
-    text, model = _text(asked), asked.against or asked.model
-    build = asked.build_of_other(model, None if asked.against else _own_float(asked))
-    quiet = asked.as_json
+def agreement_with(options: EvalOptions) -> None:
+    text, model = _text(options), options.against or options.model
+    build = options.build_of_other(model, None if options.against else _own_float(options))
+    quiet = options.as_json
     with (
-        opened(model, build, asked.run, asked.env, sequences=1, quiet=quiet, one_table=True) as reference,
-        opened(asked.model, asked.build, asked.run, asked.env, sequences=1, quiet=quiet, one_table=True) as found,
+        opened(model, build, options.run, options.env, sequences=1, quiet=quiet, one_table=True) as reference,
+        opened(
+            options.model, options.build, options.run, options.env, sequences=1, quiet=quiet, one_table=True
+        ) as compared,
     ):
-        mine, read = _beside(asked, text, found, reference)
+        mine, read = _prepare_comparison(options, text, compared, reference)
         with (
-            closing(ResumableResults(asked.kept_at(mine, asked.out), mine, AgreementReport)) as kept,
+            closing(ResumableResults(options.kept_at(mine, options.out), mine, AgreementReport)) as results,
             progress(quiet) as report,
         ):
-            tokens = compare(found.native, reference.native, read, asked.limit, kept, report)
+            tokens = compare(compared.native, reference.native, read, options.limit, results, report)
         other = {"model": reference.name, "precision": precision_of(reference)}
-        bos = "at each window" if found.tokenizer.special_around[0] else "none"
-    result, (n_windows, window) = agreement(tokens), read.ids[: asked.limit].shape
+        bos = "at each window" if compared.tokenizer.special_around[0] else "none"
+    result, (n_windows, window) = agreement(tokens), read.ids[: options.limit].shape
     if quiet:
-        print_json({
-            **told(mine), "against": other, "window": window, "bos": bos, "tokens": result.n, "windows": n_windows,
-            **_as_json(result),
-        })  # fmt: skip
+        print_json(
+            {
+                **about_to_dict(mine),
+                "against": other,
+                "window": window,
+                "bos": bos,
+                "tokens": result.n,
+                "windows": n_windows,
+                **_as_json(result),
+            }
+        )
         return
     heading(f"{mine.model} beside {other['model']} ({other['precision']})")
     pairs(
         [
             *_shown(result),
-            ("window", f"{window:,} tokens, whose second half is scored"), ("BOS", bos),
-            ("tokens", f"{result.n:,} predicted, in {n_windows:,} windows"), ("precision", mine.precision),
+            ("window", f"{window:,} tokens, whose second half is scored"),
+            ("BOS", bos),
+            ("tokens", f"{result.n:,} predicted, in {n_windows:,} windows"),
+            ("precision", mine.precision),
         ]
-    )  # fmt: skip
+    )
 
 
-def _beside(asked: EvalOptions, text: str, found: RunningModel, reference: RunningModel) -> tuple[About, Windows]:
+def _prepare_comparison(
+    options: EvalOptions, text: str, model: RunningModel, reference: RunningModel
+) -> tuple[About, Windows]:
     """raises ConfigError where there is nothing to compare, not the same tokens, or too much of it at once"""
-    mine, theirs = (one.engine.manifest for one in (found, reference))
+    mine, theirs = (one.engine.manifest for one in (model, reference))
     if mine.identity == theirs.identity:
         raise ConfigError(
-            f"{found.name} and the reference are the same engine ({precision_of(found)})", "two that differ",
+            f"{model.name} and the reference are the same engine ({precision_of(model)})",
+            "two that differ",
             "name a --precision for this one, or another model: --against MODEL",
-        )  # fmt: skip
-    context = min(one.executor.limits.context_tokens for one in (found, reference))
-    length = window_of(asked.window, LENGTH, context)
+        )
+    context = min(one.executor.limits.context_tokens for one in (model, reference))
+    length = window_of(options.window, LENGTH, context)
     check_window(length, max(mine.vocab_size, theirs.vocab_size))
-    read, other = (windows(one.tokenizer, text, length) for one in (found, reference))
+    read, other = (windows(one.tokenizer, text, length) for one in (model, reference))
     if mine.vocab_size != theirs.vocab_size or not np.array_equal(read.ids, other.ids):
         raise ConfigError(
-            f"{found.name} and {reference.name} have other vocabularies, or read the text as other tokens",
+            f"{model.name} and {reference.name} have other vocabularies, or read the text as other tokens",
             "two models of one tokenizer", "name another reference: --against MODEL",
         )  # fmt: skip
     of = f"kl, window {read.ids.shape[1]}, against {precision_of(reference)}"
-    return about(found, of, digest((text, theirs.identity))), read
+    return about(model, of, digest((text, theirs.identity))), read
 
 
-def _own_float(asked: EvalOptions) -> str | None:
+def _own_float(options: EvalOptions) -> str | None:
     """The precision of a reference of the same checkpoint: its own numbers, or float32 where these are integers.
 
     raises ConfigError for an engine, which was built in one precision
     """
-    _, folder = model_folder(asked.model, asked.env)
+    _, folder = model_folder(options.model, options.env)
     if (folder / MANIFEST).is_file():
         raise ConfigError(
-            f"{asked.model} is built already, in one precision: there is no reference", "a checkpoint, or --against",
+            f"{options.model} is built already, in one precision: there is no reference", "a checkpoint, or --against",
             "name the reference: --against MODEL",
         )  # fmt: skip
     own = Source.from_checkpoint(Checkpoint.open(folder)).own_precision
@@ -136,21 +150,21 @@ def _own_float(asked: EvalOptions) -> str | None:
     return "fp32" if quantised else None
 
 
-def _text(asked: EvalOptions) -> str:
-    assert asked.data is not None, "the command has looked"
-    return read_text(asked.data, "--data", _MOST_BYTES, "a text file, like WikiText's wiki.test.raw")
+def _text(options: EvalOptions) -> str:
+    assert options.data is not None, "the command has looked"
+    return read_text(options.data, "--data", _MAX_BYTES, "a text file, like WikiText's wiki.test.raw")
 
 
-def _shown(found: Agreement) -> list[tuple[str, str]]:
-    median, high, largest = found.at.values()
+def _shown(result: Agreement) -> list[tuple[str, str]]:
+    median, high, largest = result.at.values()
     return [
-        ("mean KL", f"{with_error(found.divergence, '.6f')} nats a token"),
+        ("mean KL", f"{with_error(result.divergence, '.6f')} nats a token"),
         ("its distribution", f"median {median:.6f}, 99 % below {high:.6f}, largest {largest:.6f}"),
-        ("same likeliest", f"{with_error(_percent(found.same), '.2f')} % of tokens"),
-        ("change of p", f"RMS {with_error(_percent(found.rms_change), '.3f')} points of the right token's, "
-                        f"mean {with_error(_percent(found.change), '.3f')}"),
-        ("perplexity", f"{with_error(found.perplexity)}, the reference's {with_error(found.reference_perplexity)}"),
-        ("their ratio", with_error(found.ratio, ".5f")),
+        ("same likeliest", f"{with_error(_percent(result.same), '.2f')} % of tokens"),
+        ("change of p", f"RMS {with_error(_percent(result.rms_change), '.3f')} points of the right token's, "
+                        f"mean {with_error(_percent(result.change), '.3f')}"),
+        ("perplexity", f"{with_error(result.perplexity)}, the reference's {with_error(result.reference_perplexity)}"),
+        ("their ratio", with_error(result.ratio, ".5f")),
     ]  # fmt: skip
 
 
@@ -158,11 +172,11 @@ def _percent(mean: Mean) -> Mean:
     return mean.through(100 * mean.value, 100)
 
 
-def _as_json(found: Agreement) -> dict[str, Any]:
-    median, high, largest = found.at.values()
+def _as_json(result: Agreement) -> dict[str, Any]:
+    median, high, largest = result.at.values()
     return {
-        "kl": {**as_json(found.divergence), "median": median, "99%": high, "largest": largest},
-        "same_likeliest": as_json(found.same), "rms_change": as_json(found.rms_change),
-        "mean_change": as_json(found.change), "perplexity": as_json(found.perplexity),
-        "reference_perplexity": as_json(found.reference_perplexity), "ratio": as_json(found.ratio),
+        "kl": {**as_json(result.divergence), "median": median, "99%": high, "largest": largest},
+        "same_likeliest": as_json(result.same), "rms_change": as_json(result.rms_change),
+        "mean_change": as_json(result.change), "perplexity": as_json(result.perplexity),
+        "reference_perplexity": as_json(result.reference_perplexity), "ratio": as_json(result.ratio),
     }  # fmt: skip

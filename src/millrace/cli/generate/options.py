@@ -26,7 +26,7 @@ Examples:
 @json_option
 @click.pass_obj
 def command(
-    env: Env, /, model: str, text: str | None, prompt: str | None, chat: bool, n: int, as_json: bool, **given: Any
+    env: Env, /, model: str, text: str | None, prompt: str | None, chat: bool, n: int, as_json: bool, **options: Any
 ) -> None:
     """Continue a text, or answer a message, in this process. PROMPT - reads it from stdin.
 
@@ -34,4 +34,4 @@ def command(
     """
     from millrace.cli.generate.run import run  # imported when it runs: --help needs none of it
 
-    run(env, model=model, text=text, prompt=prompt, chat=chat, n=n, as_json=as_json, **given)
+    run(env, model=model, text=text, prompt=prompt, chat=chat, n=n, as_json=as_json, **options)

@@ -8,7 +8,7 @@ import click
 from millrace.cli.console import decoded, note, print_json
 from millrace.cli.local_generation import chat_ids, stream
 from millrace.cli.open_model import opened
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.cli.sampling_flags import SamplingFlags, as_options
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
@@ -17,12 +17,12 @@ from millrace.runtime.settings import RunSettings
 
 
 def run(
-    env: Env, /, model: str, text: str | None, prompt: str | None, chat: bool, n: int, as_json: bool, **given: Any
+    env: Env, /, model: str, text: str | None, prompt: str | None, chat: bool, n: int, as_json: bool, **options: Any
 ) -> None:
     """Run `millrace generate`."""
-    params = made(SamplingFlags, given).params(n)
+    params = make_settings(SamplingFlags, options).params(n)
     text = _prompt(text, prompt)
-    build, run = made(BuildSettings, given), made(RunSettings, given)
+    build, run = make_settings(BuildSettings, options), make_settings(RunSettings, options)
     with opened(model, build, run, env, sequences=n, quiet=as_json) as model_opened:
         loop = model_opened.loop()
         ids = chat_ids(model_opened, [{"role": "user", "content": text}]) if chat else loop.tokenizer.encode(text)
@@ -48,8 +48,8 @@ def _prompt(text: str | None, flag: str | None) -> str:
             "one prompt: millrace generate MODEL PROMPT, or - to read it from stdin",
             "`millrace generate --help` shows examples",
         )
-    given = text or flag or ""
-    return decoded(sys.stdin.buffer.read()).removesuffix("\n") if given == "-" else given
+    prompt = text or flag or ""
+    return decoded(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else prompt
 
 
 def _show(text: str) -> None:

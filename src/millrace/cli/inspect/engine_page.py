@@ -27,7 +27,7 @@ _REST, _INPUT = 3, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerRow:
     """Neighbouring calls of one module."""
 
     name: str
@@ -60,20 +60,20 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     )  # fmt: skip
 
 
-def layers_of(calls: Sequence[CallEntry]) -> list[Layer]:
+def layers_of(calls: Sequence[CallEntry]) -> list[LayerRow]:
     """In the order of the program; `model.layers.3` is one, and so is each module outside of the layers."""
-    found: list[Layer] = []
+    layers: list[LayerRow] = []
     for call in calls:
         name = module_of(call.origin, call.kernel)
-        if not found or found[-1].name != name:
-            found.append(Layer(name, []))
-        found[-1].calls.append(call)
-    return found
+        if not layers or layers[-1].name != name:
+            layers.append(LayerRow(name, []))
+        layers[-1].calls.append(call)
+    return layers
 
 
-def module_of(origin: Sequence[str], otherwise: str) -> str:
+def module_of(origin: Sequence[str], default: str) -> str:
     """`model.layers.3`, or the module itself outside of the layers; `otherwise` where nobody knows."""
-    parts = next((o for o in origin if o), otherwise).split(".")
+    parts = next((o for o in origin if o), default).split(".")
     for name in ("layers", "layer"):
         if name in parts:
             return ".".join(parts[: parts.index(name) + 2])

@@ -154,8 +154,8 @@ def _graph(tables: Tables) -> None:
     table(("value", "op", "inputs", "shape", "what", "origin"), rows)
 
 
-def _words(found: Sequence[object]) -> str:
-    return " ".join(map(str, found))
+def _words(values: Sequence[object]) -> str:
+    return " ".join(map(str, values))
 
 
 def _shape(dims: Sequence[int | str]) -> str:

@@ -21,7 +21,7 @@ Examples:
   millrace lint ./models --model-config-name h100
   millrace lint ./models --json"""
 _COLOURS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.IGNORED: "blue"}
-_FOUND = "as its backend finds them when it loads the model"
+_AT_LOAD = "as its backend finds them when it loads the model"
 _LISTED = 8  # versions, files: of more, how many there are
 
 
@@ -39,15 +39,15 @@ def command(folders: tuple[Path, ...], model_config_name: str, model_namespacing
     from millrace.cli.lint.python_code import code_problems
     from millrace.model_repository.backends import without_backend  # numpy, and more
 
-    found = read_repositories(folders, model_config_name, namespacing=model_namespacing)
-    for model in (model for repository in found for model in repository.models):
+    repositories = read_repositories(folders, model_config_name, namespacing=model_namespacing)
+    for model in (model for repository in repositories for model in repository.models):
         model.problems.extend([*without_backend(model), *code_problems(model)])
     if as_json:
-        print_json([_as_json(r) for r in found])
+        print_json([_as_json(r) for r in repositories])
     else:
-        for repository in found:
+        for repository in repositories:
             _show(repository)
-    levels = [p.level for r in found for p in _problems(r)]
+    levels = [p.level for r in repositories for p in _problems(r)]
     return MISTAKE if Level.ERROR in levels or Level.WARNING in levels else 0
 
 
@@ -68,9 +68,9 @@ def _show(repository: Repository) -> None:
         click.echo()
     served = sum(m.is_servable for m in repository.models)
     counts = [(sum(p.level is level for p in _problems(repository)), level.value) for level in Level]
-    told = ", ".join(f"{n} {word}{'s' if n != 1 and word != 'ignored' else ''}" for n, word in counts if n)
-    found = f"{served} of {len(repository.models)} models can be served; {told or 'no remarks'}"
-    note(f"{sanitize(str(repository.root))}: {found}")
+    remarks = ", ".join(f"{n} {word}{'s' if n != 1 and word != 'ignored' else ''}" for n, word in counts if n)
+    summary = f"{served} of {len(repository.models)} models can be served; {remarks or 'no remarks'}"
+    note(f"{sanitize(str(repository.root))}: {summary}")
 
 
 def _order(problem: Problem) -> tuple[int, int, int]:
@@ -95,8 +95,8 @@ def _rows(model: Model) -> Iterator[tuple[str, str]]:
     yield "versions", _listed(model.served) + (f" (of the policy left out: {_listed(left)})" if left else "")
     yield "runs on", _backend(model)
     for word, tensors in (("inputs", config.input), ("outputs", config.output)):
-        known = ", ".join(sanitize(f"{t.name} {_type(t.data_type)} {list(t.dims)}") for t in tensors)
-        yield word, known or _FOUND
+        described = ", ".join(sanitize(f"{t.name} {_type(t.data_type)} {list(t.dims)}") for t in tensors)
+        yield word, described or _AT_LOAD
     yield "batches", _batches(model)
     if config.instance_group:
         kinds = [f"{g.count} on {g.kind.name.removeprefix('KIND_')}" for g in config.instance_group]
@@ -130,7 +130,7 @@ def _batches(model: Model) -> str:
     config = model.config
     size = f"up to {config.max_batch_size}" if config.max_batch_size > 0 else "none: its shapes are whole"
     if autocompletes_batching(model):
-        size = _FOUND
+        size = _AT_LOAD
     if config.dynamic_batching:
         wait = config.dynamic_batching.max_queue_delay_microseconds
         return f"{size}, of requests that wait at most {wait:,} us" if config.max_batch_size > 0 else size

@@ -11,7 +11,7 @@ from millrace.model_repository.repository.repository_reader import Model
 from millrace.settings import read_given
 
 CLASS = "TritonPythonModel"
-_MOST_BYTES = 4 << 20  # a larger file is not parsed
+_MAX_BYTES = 4 << 20  # a larger file is not parsed
 _EXPECTED = f"Python code with a class {CLASS}"
 
 
@@ -33,8 +33,8 @@ def code_problems(model: Model) -> Iterator[Problem]:
 
 def _problem(file: Path) -> Problem | None:
     try:
-        code = read_given(file, _MOST_BYTES)
-        if len(code) > _MOST_BYTES:
+        code = read_given(file, _MAX_BYTES)
+        if len(code) > _MAX_BYTES:
             return None
         with warnings.catch_warnings():  # of escapes in its strings
             warnings.simplefilter("ignore")

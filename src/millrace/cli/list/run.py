@@ -17,13 +17,13 @@ UNREADABLE = "unreadable"
 def run(env: Env, as_json: bool) -> None:
     """Run `millrace list`."""
     entries = EngineCache(env.cache).entries()
-    known = described(entries)
+    settings = described(entries)
     if as_json:
-        print_json([_plain(e, known[e.name]) for e in entries])
+        print_json([_plain(e, settings[e.name]) for e in entries])
     elif entries:
-        apart = distinguishing_settings(known)
+        apart = distinguishing_settings(settings)
         rows = [
-            (e.model, known[e.name].get("precision", UNREADABLE), size(e.nbytes), f"{age(e.last_used)} ago",
+            (e.model, settings[e.name].get("precision", UNREADABLE), size(e.nbytes), f"{age(e.last_used)} ago",
              apart[e.name], e.name)
             for e in entries
         ]  # fmt: skip
@@ -59,21 +59,21 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def distinguishing_settings(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def distinguishing_settings(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """By name, in what an engine differs from others of its model and precision; "" where in nothing.
 
     content: other weights, said only where all else is equal; what a precision costs is never said: it follows
     """
-    found = {}
-    for name, mine in known.items():
-        alike = [k for k in known.values() if k and all(k[i] == mine.get(i) for i in ("model", "precision"))]
+    differences = {}
+    for name, mine in settings.items():
+        alike = [k for k in settings.values() if k and all(k[i] == mine.get(i) for i in ("model", "precision"))]
         differ = [i for i in mine if i not in ("kl", "price") and any(k[i] != mine[i] for k in alike)]
-        found[name] = ", ".join(f"{i} {mine[i]!s:.40}" for i in differ if i != "content" or differ == [i])
-    return found
+        differences[name] = ", ".join(f"{i} {mine[i]!s:.40}" for i in differ if i != "content" or differ == [i])
+    return differences
 
 
-def _plain(entry: CacheEntry, known: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(entry: CacheEntry, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "name": entry.name, "precision": UNREADABLE, **known, "model": entry.model, "folder": str(entry.folder),
+        "name": entry.name, "precision": UNREADABLE, **settings, "model": entry.model, "folder": str(entry.folder),
         "bytes": entry.nbytes, "last_used": entry.last_used,
     }  # fmt: skip

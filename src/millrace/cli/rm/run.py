@@ -9,10 +9,10 @@ from millrace.env import Env
 def run(env: Env, names: tuple[str, ...], as_json: bool) -> None:
     """Run `millrace rm`."""
     cache = EngineCache(env.cache)
-    known = described(cache.entries())  # while it can still be read
-    apart, removed = distinguishing_settings(known), cache.remove(names)
+    settings = described(cache.entries())  # while it can still be read
+    apart, removed = distinguishing_settings(settings), cache.remove(names)
     if as_json:
         print_json([{"name": e.name, "bytes": e.nbytes} for e in removed])
     for entry in () if as_json else removed:
-        about = ", ".join(filter(None, (known.get(entry.name, {}).get("precision"), apart.get(entry.name))))
+        about = ", ".join(filter(None, (settings.get(entry.name, {}).get("precision"), apart.get(entry.name))))
         note(f"removed {entry.name}{f' ({about})' if about else ''}, {size(entry.nbytes)}")

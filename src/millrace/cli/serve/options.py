@@ -39,7 +39,7 @@ Examples:
 )
 @json_option
 @click.pass_obj
-def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None:
+def command(env: Env, /, model: str | None, as_json: bool, **options: Any) -> None:
     """Serve MODEL to clients of OpenAI, Anthropic and Ollama.
 
     With --model-repository, a folder of tensor models to clients of KServe (Triton), with or without MODEL. MODEL is
@@ -48,4 +48,4 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
     """
     from millrace.cli.serve.run import run  # what serves takes half a second to import
 
-    run(env, model, as_json, given)
+    run(env, model, as_json, options)

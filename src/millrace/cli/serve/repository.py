@@ -41,17 +41,17 @@ def repository_model(
         raise ConfigError(what, "--model-control-mode explicit", "add it, or leave --load-model out")
     if flags.grpc_port is not None:
         check_grpc("--grpc-port", "leave --grpc-port out")
-    of = flags.repositories  # read, so that a mistake is said before a port is taken
-    found = read_repositories(of.folders, of.config_name, namespacing=of.namespacing)
+    source = flags.repositories  # read, so that a mistake is said before a port is taken
+    repositories = read_repositories(source.folders, source.config_name, namespacing=source.namespacing)
     if flags.model_control_mode == "none":
-        _check(found)
+        _check(repositories)
     return RepositoryModel(
         name="repository", created=int(time.time()), max_context=0, flags=flags, guards=guards, operations=operations
     )
 
 
-def _check(found: list[Repository]) -> None:
-    for repository in found:
+def _check(repositories: list[Repository]) -> None:
+    for repository in repositories:
         problems = [*repository.problems, *(p for model in repository.models for p in model.problems)]
         errors = [p for p in problems if p.level is Level.ERROR]
         if errors:

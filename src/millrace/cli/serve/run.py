@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
-from millrace.cli.console import heading, note, pairs, said, size
+from millrace.cli.console import heading, note, pairs, print_line, size
 from millrace.cli.engine_tables import precision_told
 from millrace.cli.open_model import opened_to_serve
-from millrace.cli.options import made
+from millrace.cli.options import make_settings
 from millrace.cli.serve.flags import ListenFlags, ProfileFlags, QueueFlags, ServeFlags
 from millrace.cli.serve.repository import repository_model
 from millrace.compile.cache.rooflines import kept_roofline
@@ -50,24 +50,28 @@ _NO_TEMPLATE = "no chat template: /v1/completions answers, chat requests are ref
 _DOORS = {"grpc_url": "gRPC", "metrics_url": "metrics"}
 
 
-def run(env: Env, model: str | None, as_json: bool, given: Mapping[str, Any]) -> None:
+def run(env: Env, model: str | None, as_json: bool, options: Mapping[str, Any]) -> None:
     """Serve MODEL, a model repository, or both. given: the flags. raises ConfigError"""
-    flags = made(ServeFlags, given)
+    flags = make_settings(ServeFlags, options)
     traces = TraceFlags.of(flags.trace_config)  # so that a mistake is said before a model is looked at
-    repository = _repository(given)
+    repository = _repository(options)
     if model is None and repository is None:
         raise ConfigError("there is nothing to serve", "MODEL, --model-repository DIR, or both", "name one")
-    settings = flags.server(made(ListenFlags, given))
+    settings = flags.server(make_settings(ListenFlags, options))
     _check_traces(traces, settings, repository)
     _check_ports(settings, repository)
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
     if model is None:
         assert repository is not None
-        _check_model_is_there(flags, given)
+        _check_model_is_there(flags, options)
         serve([repository], settings, _announcer(as_json, repository), last=True)
         return
-    turns, build, run = made(QueueFlags, given), made(BuildSettings, given), made(RunSettings, given)
-    warm, profile = _warm_prompts(flags.warm_prompts, run), _profile(made(ProfileFlags, given))
+    turns, build, run = (
+        make_settings(QueueFlags, options),
+        make_settings(BuildSettings, options),
+        make_settings(RunSettings, options),
+    )
+    warm, profile = _warm_prompts(flags.warm_prompts, run), _profile(make_settings(ProfileFlags, options))
     with opened_to_serve(model, build, run, env, quiet=as_json) as opened:
         served = _to_serve(opened, flags, turns, warm, profile, env)
         if not as_json:
@@ -81,8 +85,12 @@ def _profile(flags: ProfileFlags) -> StepProfile | None:
     return None if flags.profile is None else read_profile(Path(flags.profile))
 
 
-def _repository(given: Mapping[str, Any]) -> RepositoryModel | None:
-    return repository_model(made(RepositoryFlags, given), made(RestrictionFlags, given), made(OperationFlags, given))
+def _repository(options: Mapping[str, Any]) -> RepositoryModel | None:
+    return repository_model(
+        make_settings(RepositoryFlags, options),
+        make_settings(RestrictionFlags, options),
+        make_settings(OperationFlags, options),
+    )
 
 
 def _check_traces(traces: TraceFlags, settings: ServerSettings, repository: RepositoryModel | None) -> None:
@@ -101,24 +109,24 @@ def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -
     if settings.uds is not None:
         with unix_socket(Path(settings.uds)):
             pass
-    asked = {
+    ports = {
         "--port": settings.port if settings.uds is None else None,
         "--grpc-port": repository.flags.grpc_port if repository is not None else None,
         "--metrics-port": settings.metrics_port,
     }
-    taken: dict[int, str] = {}
-    for flag, port in asked.items():
-        if port in taken:
-            raise ConfigError(f"{taken[port]} and {flag} are both {port}", "a port for each", "choose another")
+    flag_by_port: dict[int, str] = {}
+    for flag, port in ports.items():
+        if port in flag_by_port:
+            raise ConfigError(f"{flag_by_port[port]} and {flag} are both {port}", "a port for each", "choose another")
         if port is not None:
             bind(settings.host, port, flag, shared=settings.reuse_port and flag != "--metrics-port").close()
         if port:
-            taken[port] = flag
+            flag_by_port[port] = flag
 
 
-def _check_model_is_there(flags: ServeFlags, given: Mapping[str, Any]) -> None:
+def _check_model_is_there(flags: ServeFlags, options: Mapping[str, Any]) -> None:
     """raises ConfigError for what only a model of MODEL can mean"""
-    about = {"--record": flags.record, "--warm-prompts": flags.warm_prompts, "--profile": given["profile"],
+    about = {"--record": flags.record, "--warm-prompts": flags.warm_prompts, "--profile": options["profile"],
              "--served-model-name": flags.served_model_name}  # fmt: skip
     if unmeant := [name for name, value in about.items() if value not in (None, ())]:
         raise ConfigError(f"{unmeant[0]} is given, and MODEL is not", "a model that it is about", "leave it out")
@@ -138,9 +146,9 @@ def _to_serve(
                 f"--warm-prompts is given for {opened.name}, which is an encoder", "a language model",
                 "leave it out: an encoder keeps nothing of a text",
             )  # fmt: skip
-        known, loop = _known(opened, flags.served_model_name), opened.loop()
+        common, loop = _common_fields(opened, flags.served_model_name), opened.loop()
         return EncoderModel(
-            **known, loop=loop, max_queued=turns.max_queued, matryoshka=Matryoshka.from_folder(opened.engine.folder)
+            **common, loop=loop, max_queued=turns.max_queued, matryoshka=Matryoshka.from_folder(opened.engine.folder)
         )
     if profile is not None:
         profile.check(opened.engine.manifest.identity, machine_name())
@@ -159,7 +167,7 @@ def _announcer(
     def ready(url: str, **also: str) -> None:
         seconds, memory = age_s(), _memory(opened) if opened else {}
         if as_json:
-            said(json.dumps({"url": url, **also, "model": served.name, "ready_s": seconds, **memory}))
+            print_line(json.dumps({"url": url, **also, "model": served.name, "ready_s": seconds, **memory}))
         else:
             is_unix = url.startswith("unix:")
             base = url if is_unix else url + ("/v1" if opened else "/v2")
@@ -194,10 +202,12 @@ def _decode_clock(model: RunningModel, budget: TokenBudget, env: Env) -> DecodeR
 def _served(
     model: RunningModel, engine: AsyncEngine, names: tuple[str, ...], clock: DecodeRoofline | None = None
 ) -> TextModel:
-    return TextModel(**_known(model, names), engine=engine, chat_template=model.chat_template, decode_clock=clock)
+    return TextModel(
+        **_common_fields(model, names), engine=engine, chat_template=model.chat_template, decode_clock=clock
+    )
 
 
-def _known(model: RunningModel | OpenedEncoder, names: tuple[str, ...]) -> dict[str, Any]:
+def _common_fields(model: RunningModel | OpenedEncoder, names: tuple[str, ...]) -> dict[str, Any]:
     """What a server is told of a model of whatever kind."""
     m = model.engine.manifest
     own = next((name for name in names if "*" not in name), model.name)
@@ -234,9 +244,9 @@ def _introduce(model: RunningModel | OpenedEncoder, served: ServedModel) -> None
 def _sampling_text(model: RunningModel) -> str:
     """How tokens are drawn if a request does not say it."""
     values = model.defaults.sampling
-    told = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1, of the whole vocabulary"
+    text = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1, of the whole vocabulary"
     origin = model.defaults.origin
-    return f"{told} ({origin}'s defaults: the file has none)" if origin else told
+    return f"{text} ({origin}'s defaults: the file has none)" if origin else text
 
 
 def _memory(model: RunningModel | OpenedEncoder) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`millrace size fit`: benchmarks of one's own server, and what serving adds to steps, fitted to them by simulation."""
+"""Options of `millrace size fit`: fits the serving overhead to benchmarks of the user's server."""
 
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,25 @@ Examples:
 @click.command(epilog=EPILOG)
 @click.argument("results", nargs=-1, required=True, type=Path)
 @click.option("--model", required=True, help="A preset, or the path of a config.json.")
-@click.option("--hardware", required=True, metavar="NAME", help="The device that it ran on.")
-@click.option("--precision", required=True, metavar="NAME", help="Of weights and products: fp16, bf16, fp8, ...")
+@click.option("--hardware", required=True, metavar="NAME", help="The device of the benchmarks.")
+@click.option(
+    "--precision", required=True, metavar="NAME", help="Precision of weights and matmuls: fp16, bf16, fp8, ..."
+)
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Devices of the instance.")
-@click.option("-o", "--output", type=Path, metavar="FILE", help="Write the fitted stack there, for --stack.")
-@click.option("--table", "runs", type=Path, metavar="FILE", help="Write the results there as they are, for --measured.")
-@click.option("--leave-one-out", is_flag=True, help="And predict each run by a fit to all others: five at least.")
+@click.option("-o", "--output", type=Path, metavar="FILE", help="File for the fitted stack, for --stack.")
+@click.option(
+    "--table", "runs", type=Path, metavar="FILE", help="File for the measurements as a table, for --measured."
+)
+@click.option("--leave-one-out", is_flag=True, help="Also predict each run by a fit to the others; needs five runs.")
 @json_option
 def command(
     results: tuple[Path, ...], output: Path | None, runs: Path | None, leave_one_out: bool, as_json: bool, **ran: Any
 ) -> None:  # fmt: skip
-    """Fit what serving adds to steps to benchmarks of your own.
+    """Fit the serving overhead to your own benchmarks.
 
-    RESULTS are folders of `millrace bench -o`, or JSON of GenAI-Perf, AIPerf or `vllm bench serve`: one instance, one
-    load each, best with several numbers of requests in flight. What no such device can do is refused. Each is
-    simulated with the fitted stack, and stands beside what was measured.
+    RESULTS are folders of `millrace bench -o`, or JSON of GenAI-Perf, AIPerf or `vllm bench serve`, each of one
+    instance and one load; several concurrencies give the best fit. Results beyond what the device can do are refused.
+    Each run is simulated with the fitted stack and compared with the measurement.
     """
     from millrace.cli.size.fit import run  # imported when it runs: --help needs none of it
 

@@ -1,4 +1,4 @@
-"""The six questions of `millrace size`, asked in a terminal: each with help, a default, and what is wrong at once."""
+"""Interactive questions of `millrace size`, each with help, a default and immediate validation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import click
 from millrace.cli.console import note
 from millrace.errors import ConfigError, MillraceError
 from millrace.size.load.load_forecast import parse_calls
-from millrace.size.load.token_lengths import length
+from millrace.size.load.token_lengths import parse_length
 from millrace.size.performance.hardware import THIS, named_hardware
 from millrace.size.performance.models import find_model
 from millrace.size.performance.operating_points import ALL
-from millrace.size.question.question import Question
+from millrace.size.question.question import SizingQuestion
 from millrace.size.question.settings import LENGTHS
 
 Answers = dict[str, Any]
@@ -21,7 +21,7 @@ Answers = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """read: the settings that an answer becomes. raises MillraceError"""
+    """A question. read: converts an answer to settings, raises MillraceError"""
 
     text: str
     help: str
@@ -38,7 +38,7 @@ def _length(name: str) -> Callable[[str], Answers]:
     def read(text: str) -> Answers:
         if name == "input" and text in LENGTHS:
             return {"preset": text}
-        length(text, name, 0.75)
+        parse_length(text, name, 0.75)
         return {name: text}
 
     return read
@@ -90,16 +90,18 @@ QUESTIONS = (
 
 
 def ask() -> Answers:
-    """One after the other; what is wrong is said, and asked again. Ctrl-C and Ctrl-D leave."""
+    """Ask all questions; invalid answers are asked again. Ctrl-C and Ctrl-D abort."""
     answers: Answers = {}
     for question in QUESTIONS:
         note(click.style(f"  {question.help}", dim=True))
         while True:
             text = click.prompt(question.text, default=question.default, err=True).strip()
             try:
-                found = question.read(text)
-                Question.of(found)  # a number that no setting takes is told here, not after the last question
-                answers |= found
+                settings = question.read(text)
+                SizingQuestion.from_answers(
+                    settings
+                )  # a number that no setting takes is told here, not after the last question
+                answers |= settings
                 break
             except MillraceError as error:
                 note(str(error))

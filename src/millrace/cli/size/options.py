@@ -1,4 +1,4 @@
-"""`millrace size`: from a business question to the systems to buy."""
+"""Options of `millrace size`: from a business question to the systems to buy."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -19,20 +19,20 @@ Examples:
   millrace size --model llama-3-8b --isl 2000 --osl 200 --systems 4 --ttft-ms 500
   millrace size --measured runs.csv --isl 2000 --osl 200 --rate 70 --ttft-ms 500 --of p95
   millrace size --answers question.yaml --report page.html
-  millrace size                                      asks one after the other
-  millrace size fit --help                           benchmarks of your own beside what is computed"""
+  millrace size                                      asks the questions one by one
+  millrace size fit --help                           fits the model to your own benchmarks"""
 
 
 class _GroupedHelpCommand(click.Group):
-    """Its help has the flags of each question below what is asked there."""
+    """A group whose help lists flags by settings class."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        told = {param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))}
+        records = {param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))}
         for group in GROUPS:
             with formatter.section(str(group.__doc__).partition(".")[0]):
-                formatter.write_dl([told.pop(f.name) for f in fields(group)])
-        with formatter.section("Where answers come from, and go"):
-            formatter.write_dl(list(told.values()))
+                formatter.write_dl([records.pop(f.name) for f in fields(group)])
+        with formatter.section("Input and output"):
+            formatter.write_dl(list(records.values()))
         self.format_commands(ctx, formatter)
 
 
@@ -48,27 +48,27 @@ def _is_said(ctx: click.Context, name: str) -> bool:
     type=Path,
     multiple=True,
     metavar="FILE",
-    help="YAML of these names and values; flags come before it. Several: models that share systems.",
+    help="YAML file of these settings; flags override it. Several files: models that share systems.",
 )
-@click.option("--report", type=Path, metavar="FILE", help="Write all of it as one page for a browser, with plots.")
+@click.option("--report", type=Path, metavar="FILE", help="Write an HTML page with all results and plots.")
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **given: Any
+    ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
     """Say how many of which machine serve a load, and why.
 
-    Six questions: which model; tokens in; tokens out; requests a second at the peak; what users may wait for; which
-    hardware. Every figure says where it comes from and how far it may be off.
+    Six inputs: the model; input tokens; output tokens; requests per second at the peak; latency limits; the hardware.
+    Every figure comes with its source and its uncertainty.
     """
-    said = {name: value for name, value in given.items() if _is_said(ctx, name)}
+    flags = {name: value for name, value in options.items() if _is_said(ctx, name)}
     if ctx.invoked_subcommand is not None:
-        if answers or report or as_json or said:
+        if answers or report or as_json or flags:
             raise ConfigError(f"answers before `{ctx.invoked_subcommand}`", "its own flags behind it", "move them")
         return
     from millrace.cli.size.run import run  # imported when it runs: --help needs none of it
 
-    run(ctx, answers=answers, report=report, as_json=as_json, **said)
+    run(ctx, answers=answers, report=report, as_json=as_json, **flags)
 
 
 command.add_command(fit_options.command, "fit")

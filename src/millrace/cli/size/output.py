@@ -1,22 +1,22 @@
-"""The answer of `millrace size` on a screen."""
+"""Terminal output of `millrace size`."""
 
 import click
 
 from millrace.cli.console import heading, pairs, table
 from millrace.report.format_numbers import format_4_digits
-from millrace.size.answer.answer import Answer
+from millrace.size.answer.answer import SizingAnswer
 from millrace.size.answer.multi_model import Shared
 from millrace.size.report.answer_json import cut_short, headline
 from millrace.size.report.answer_tables import in_short, tables
-from millrace.size.report.table import Table
+from millrace.size.report.table import TextTable
 
 
-def print_answer(answer: Answer) -> None:
+def print_answer(answer: SizingAnswer) -> None:
     heading(headline(answer))
     pairs(in_short(answer))
     if answer.not_simulated:
         click.echo(f"  {cut_short(answer)}")
-    for one in answer.there:
+    for one in answer.existing:
         click.echo(
             f"  {one.systems} existing of {one.device} serve {format_4_digits(one.rate)} requests/s within the limits"
         )
@@ -24,7 +24,7 @@ def print_answer(answer: Answer) -> None:
         _show(part)
 
 
-def _show(part: Table) -> None:
+def _show(part: TextTable) -> None:
     _heading(part.name + (f" ({part.more})" if part.more else ""))
     if part.header:
         table(part.header, part.rows)
@@ -39,9 +39,9 @@ def _heading(text: str) -> None:
     heading(text)
 
 
-def show_shared(together: Shared) -> None:
+def show_shared(shared: Shared) -> None:
     _heading("Together (all peaks at once)")
     pairs([
-        ("systems", f"{together.systems} for all models, of {together.device}; {together.apart} were each by itself"),
-        ("devices", f"{together.devices} are needed"),
+        ("systems", f"{shared.systems} for all models, of {shared.device}; {shared.apart} were each by itself"),
+        ("devices", f"{shared.devices} are needed"),
     ])  # fmt: skip

@@ -18,54 +18,56 @@ from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Roofline
-from millrace.size.answer.answer import answered
+from millrace.size.answer.answer import answer_question
 from millrace.size.answer.multi_model import shared
 from millrace.size.performance.hardware import measured_here
-from millrace.size.question.question import Question, read_answers
+from millrace.size.question.question import SizingQuestion, read_answers
 from millrace.size.report.answer_json import answer_to_dict
 from millrace.size.report.page import size_page
 
 
 def run(
-    ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **given: Any
+    ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
     """Run `millrace size`. given: what is on the command line"""
-    said = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
+    flags = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
     if report is not None:
         check_page(report)
         if len(answers) > 1:
             raise ConfigError("--report with several models", "one of them", "write a page for each")
-    asked = [{**read_answers(file), **said} for file in answers] or [said]
-    if not answers and not said:
+    answer_sets = [{**read_answers(file), **flags} for file in answers] or [flags]
+    if not answers and not flags:
         if not _is_terminal() or as_json:
             raise ConfigError("nothing is asked", "answers as flags or in a file; in a terminal they are asked for",
                               "`millrace size --help` has examples")  # fmt: skip
-        asked = [ask()]
-    questions = [Question.of(one) for one in asked]
+        answer_sets = [ask()]
+    questions = [SizingQuestion.from_answers(one) for one in answer_sets]
     with progress(quiet=as_json) as tell:
-        found = [answered(one, here=partial(_here, ctx.obj), tell=tell) for one in questions]
-    together = shared(found) if len(found) > 1 else None
+        results = [
+            answer_question(one, local_roofline=partial(_local_roofline, ctx.obj), tell=tell) for one in questions
+        ]
+    together = shared(results) if len(results) > 1 else None
     if as_json:
         print_json(
-            {"models": [answer_to_dict(one) for one in found], "together": asdict(together)}
+            {"models": [answer_to_dict(one) for one in results], "together": asdict(together)}
             if together
-            else answer_to_dict(found[0])
+            else answer_to_dict(results[0])
         )
     else:
-        for one in found:
+        for one in results:
             print_answer(one)
         if together:
             show_shared(together)
     if report is not None:
-        note(f"{report}: {size(write_page(report, size_page(found[0])))}, for a browser")
+        note(f"{report}: {size(write_page(report, size_page(results[0])))}, for a browser")
 
 
-def _here(env: Env) -> Roofline:
-    """This machine's, as `millrace doctor` has kept it; else measured now."""
-    kept = kept_roofline(env.cache, usable_isas()[0], usable_cores())
-    if kept is None:
+def _local_roofline(env: Env) -> Roofline:
+    """Return the roofline saved by `millrace doctor`, or measure it."""
+    saved = kept_roofline(env.cache, usable_isas()[0], usable_cores())
+    if saved is None:
         note("Measuring this machine: some seconds (`millrace doctor` keeps what it finds) ...")
-    return kept or measured_here()
+    return saved or measured_here()
 
 
 def _is_terminal() -> bool:

@@ -1,4 +1,4 @@
-"""`millrace size verify`: what is predicted of a server beside what `millrace bench` measures of it."""
+"""Options of `millrace size verify`: compares predictions of a server with measurements."""
 
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,21 @@ Examples:
 @click.command(epilog=EPILOG)
 @click.argument("model", required=False)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAGS]")
-@click.option("--url", metavar="URL", help="A server that runs, in place of MODEL; nobody else may ask it meanwhile.")
+@click.option("--url", metavar="URL", help="A running server instead of MODEL; it must have no other clients.")
 @settings_options(VerifySettings)
-@click.option("-o", "--output", type=Path, metavar="FILE", help="Write the fitted step times there, as a profile.")
+@click.option("-o", "--output", type=Path, metavar="FILE", help="File for the fitted step times, as a profile.")
 @json_option
 @click.pass_obj
 def command(
     env: Env, /, model: str | None, flags: tuple[str, ...], url: str | None, output: Path | None,
-    as_json: bool, **given: Any,
+    as_json: bool, **options: Any,
 ) -> int:  # fmt: skip
-    """Predict how a server of this machine does under loads, and measure it.
+    """Predict the performance of a server of this machine under load, and measure it.
 
-    MODEL is served on loopback, with FLAGS of `millrace serve`, and asked by `millrace bench`'s load: Poisson arrivals
-    at shares of the predicted capacity. Its steps are timed by probes in between; a simulation with the scheduler that
-    serves predicts the rest. The exit code is 3 where the figures are further off than they should be: a median of
-    10 %, nine of ten within 25 %.
+    MODEL is served on loopback with FLAGS of `millrace serve`, and loaded like by `millrace bench`: Poisson arrivals at
+    shares of the predicted capacity. Its steps are timed by probes in between; a simulation of its scheduler predicts
+    the latencies. The exit code is 3 if the errors exceed a median of 10 % or a 90th percentile of 25 %.
     """
     from millrace.cli.size.verify import run  # imported when it runs: --help needs none of it
 
-    return run(env, model=model, flags=flags, url=url, output=output, as_json=as_json, **given)
+    return run(env, model=model, flags=flags, url=url, output=output, as_json=as_json, **options)

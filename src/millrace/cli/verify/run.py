@@ -15,40 +15,40 @@ from millrace.settings import read_given
 
 MAX_BYTES = 64 * 2**20
 TIMEOUT_S = 600.0
-MOST_NAME = 512  # characters of a model's name
+MAX_NAME = 512  # characters of a model's name
 PATHS = ("/v1/chat/completions", "/v1/completions")
 RECEIPT = ("path", "release", "engine", "seed", "prompt", "answers")
 
 
 def run(model: str, request_file: Path, response_file: Path, as_json: bool) -> None:
     """Run `millrace verify`."""
-    asked, response = _object(request_file), _object(response_file)
+    request, response = _object(request_file), _object(response_file)
     receipt = _receipt(response)
-    with ServerProcess(model, ("--log-level", "warning", *_named(asked, response)), start_s=TIMEOUT_S) as server:
-        again = _ask(server.url + receipt["path"], {**asked, "model": None, "seed": receipt["seed"], "receipt": True})
+    with ServerProcess(model, ("--log-level", "warning", *_named(request, response)), start_s=TIMEOUT_S) as server:
+        again = _ask(server.url + receipt["path"], {**request, "model": None, "seed": receipt["seed"], "receipt": True})
     now = again["millrace"]["receipt"]
     differs = [name for name in ("engine", "prompt", "answers") if _json(now[name]) != _json(receipt[name])]
     # the digests are of tokens: what was made of them counts, too
-    told = {
-        "choices": (_told(again), _told(response)),
+    compared = {
+        "choices": (_choices(again), _choices(response)),
         "usage": (_usage(again), _usage(response)),
-        "model": (asked.get("model") or again["model"], response.get("model")),
+        "model": (request.get("model") or again["model"], response.get("model")),
         "seed": (receipt["seed"], response["millrace"].get("seed")),
     }
-    if not asked.get("model") and receipt["release"] == __version__:  # else it was served by a name that nobody knows
-        told["system_fingerprint"] = again.get("system_fingerprint"), response.get("system_fingerprint")
-    differs += [name for name, (computed, said) in told.items() if _json(computed) != _json(said)]
+    if not request.get("model") and receipt["release"] == __version__:  # else it was served by a name that nobody knows
+        compared["system_fingerprint"] = again.get("system_fingerprint"), response.get("system_fingerprint")
+    differs += [name for name, (computed, claimed) in compared.items() if _json(computed) != _json(claimed)]
     if as_json:
         print_json({"same": not differs, "differs": differs, "receipt": receipt, "again": now})
     if differs:
-        raise ConfigError(*_why(differs, receipt, now, told))
+        raise ConfigError(*_error_parts(differs, receipt, now, compared))
     if not as_json:
         n = len(receipt["answers"])
         note(f"the same: {n} answer{'s' if n > 1 else ''} of the engine {receipt['engine']}, seed {receipt['seed']}")
 
 
-def _why(
-    differs: list[str], receipt: dict[str, Any], now: dict[str, Any], told: dict[str, tuple[Any, Any]]
+def _error_parts(
+    differs: list[str], receipt: dict[str, Any], now: dict[str, Any], compared: dict[str, tuple[Any, Any]]
 ) -> tuple[str, str, str]:
     if "engine" in differs:
         what = f"the receipt is of the engine {sanitize(str(receipt['engine']))}, and this one is {now['engine']}"
@@ -62,16 +62,16 @@ def _why(
     if "choices" in differs:
         return "the response's choices are not what its tokens say", "the response as it came", "do not trust that file"
     name = differs[0]
-    computed, said = told[name]
-    what = f"the response's {name} is {sanitize(_json(said))[:200]}, and should be {sanitize(_json(computed))[:200]}"
+    computed, claimed = compared[name]
+    what = f"the response's {name} is {sanitize(_json(claimed))[:200]}, and should be {sanitize(_json(computed))[:200]}"
     return what, "the response as it came", "do not trust that file"
 
 
-def _named(asked: dict[str, Any], response: dict[str, Any]) -> tuple[str, ...]:
+def _named(request: dict[str, Any], response: dict[str, Any]) -> tuple[str, ...]:
     """Return the flag that serves MODEL by the name that the response gives it: its fingerprint depends on it."""
     name = response.get("model")
-    usable = isinstance(name, str) and 0 < len(name) <= MOST_NAME and "*" not in name and name.isprintable()
-    return (f"--served-model-name={name}",) if usable and not asked.get("model") else ()
+    usable = isinstance(name, str) and 0 < len(name) <= MAX_NAME and "*" not in name and name.isprintable()
+    return (f"--served-model-name={name}",) if usable and not request.get("model") else ()
 
 
 def _json(value: object) -> str:
@@ -90,34 +90,34 @@ def _usage(response: dict[str, Any]) -> Any:
     return usage
 
 
-def _told(response: dict[str, Any]) -> Any:
+def _choices(response: dict[str, Any]) -> Any:
     """What the choices say, but for the ids of calls, which are drawn anew."""
-    told = json.loads(json.dumps(response.get("choices")))
-    for choice in told if isinstance(told, list) else ():
+    choices = json.loads(json.dumps(response.get("choices")))
+    for choice in choices if isinstance(choices, list) else ():
         message = choice.get("message") if isinstance(choice, dict) else None
         for call in (message.get("tool_calls") or ()) if isinstance(message, dict) else ():
             if isinstance(call, dict):
                 call.pop("id", None)
-    return told
+    return choices
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_given(path, MAX_BYTES), object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = json.loads(read_given(path, MAX_BYTES), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSON object", "name another file") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ConfigError(f"{path} is no JSON object", "a request, or its response", "name another file")
-    return found
+    return document
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """raises ValueError for a key that an object has twice: readers differ in which of them counts"""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    document = dict(pairs)
+    if len(document) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"an object has the key {sanitize(twice)[:100]!r} twice")
-    return found
+    return document
 
 
 def _no_constant(name: str) -> Any:
@@ -125,8 +125,8 @@ def _no_constant(name: str) -> Any:
 
 
 def _receipt(response: dict[str, Any]) -> dict[str, Any]:
-    told = response.get("millrace")
-    receipt = told.get("receipt") if isinstance(told, dict) else None
+    block = response.get("millrace")
+    receipt = block.get("receipt") if isinstance(block, dict) else None
     if not isinstance(receipt, dict) or any(name not in receipt for name in RECEIPT) or receipt["path"] not in PATHS:
         raise ConfigError("the response has no receipt", "millrace.receipt in it", 'ask with "receipt": true')
     return receipt
@@ -139,5 +139,7 @@ def _ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
             answer: dict[str, Any] = json.load(reply)
             return answer
     except urllib.error.HTTPError as error:
-        said = sanitize(error.read(4096).decode("utf-8", "replace"))
-        raise ConfigError(f"the request is refused: {said}", "the request that was answered", "name its file") from None
+        error_text = sanitize(error.read(4096).decode("utf-8", "replace"))
+        raise ConfigError(
+            f"the request is refused: {error_text}", "the request that was answered", "name its file"
+        ) from None

@@ -1,4 +1,4 @@
-"""The answer on each device that was asked for, with what it costs there; which one is taken."""
+"""Plans and costs of the same question on each requested device, best first."""
 
 import datetime
 from collections.abc import Sequence
@@ -8,124 +8,139 @@ from operator import attrgetter
 from millrace.errors import ConfigError
 from millrace.machine.devices import DEVICES
 from millrace.size.answer.scenario import Scenario
-from millrace.size.answer.sizing import Plan
+from millrace.size.answer.sizing import SizingPlan
 from millrace.size.load.load_forecast import hourly_peaks
 from millrace.size.money.prices import Prices
 from millrace.size.money.tco import FleetNeed, Money, engines, money
-from millrace.size.performance.operating_point import Limits, Source
+from millrace.size.performance.operating_point import FigureSource, Limits
 from millrace.size.performance.operating_points import Offers
 
-_MOST_SIMULATED = 4  # devices, of more that are asked for
-_MAIN = 0.9  # of the search's time, for what is chosen from; then for what users feel, and other limits
+_MAX_SIMULATED = 4  # devices that are simulated if more are requested
+_MAIN = 0.9  # share of the search time for the candidates; the rest is for the operating point and the other statistic
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The answer on one device. plan: None where nothing keeps the limits, and why; money: None of an unknown device"""
+    """The answer on one device.
+
+    plan: None if nothing meets the limits, for the reason `why_not`; money: None for a device outside the catalogue
+    """
 
     device: str
     offers: Offers
-    plan: Plan | None
+    plan: SizingPlan | None
     money: Money | None
     why_not: ConfigError | None = None
 
     @property
     def order(self) -> tuple[bool, bool, bool, float]:
-        """What keeps the limits goes first; of that what was simulated, where time was up for others: a closed form
-        promises more. Then what is cheapest, and where a price is not known, what needs least."""
+        """Return the sort key: plans that meet the limits first; simulated ones before closed-form ones, which are
+        optimistic; then the cheapest, or the smallest if a price is unknown."""
         cost = self.money.cheapest if self.money else None
         least = cost if cost is not None else self.plan.fractional if self.plan else 0.0
-        is_rough = self.plan is not None and self.plan.point.source == Source.ANALYTIC
+        is_rough = self.plan is not None and self.plan.point.source == FigureSource.ANALYTIC
         return self.plan is None, is_rough, cost is None, least
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All that a price depends on, but for the device."""
+    """Everything except the device that the costs of a plan depend on."""
 
     case: Scenario
     prices: Prices
     today: datetime.date
 
-    def of(self, best: Plan, found: Offers) -> Money | None:
-        """None where nothing is bought, or on what the catalogue has not."""
-        bought, load, question = found.bought(best.point.device), self.case.load, self.case.question
-        if bought is None or not best.rate or bought.whole not in DEVICES:
+    def estimate(self, best: SizingPlan, offers: Offers) -> Money | None:
+        """Return the costs of a plan; None if nothing is bought or the device is not in the catalogue."""
+        bought, load, question = offers.hardware_for(best.point.device), self.case.load, self.case.question
+        if bought is None or not best.rate or bought.physical_device not in DEVICES:
             return None
         point, h = best.point, question.hardware
         peaks = (best.rate,) * 24 if load is None else hourly_peaks(question.load, load)
-        beside = 0.0 if load is None else load.peak - best.rate  # which systems that are there bear
-        rents = self.prices.rents(bought.whole, question.money.tier)
+        existing_rate = 0.0 if load is None else load.peak - best.rate  # requests/s that existing systems serve
+        rents = self.prices.rents(bought.physical_device, question.money.tier)
         average = best.rate if load is None or load.average is None else load.average * best.rate / load.peak
         lengths = self.case.work.n_input, self.case.work.n_output
 
         def costs(systems: int, times: float) -> Money:
-            """times: as many requests as the figures say come, or as little is served of them"""
+            """times: load relative to the plan's figures, for the ends of the uncertainty band"""
             rate = point.rate / times
             needed = FleetNeed(
-                bought.whole, point.devices / bought.slices, point.system // bought.slices, systems,
-                best.fractional * times, engines([max(0.0, peak - beside) for peak in peaks], rate, h.utilisation),
-            )  # fmt: skip
+                bought.physical_device,
+                point.devices / bought.slices,
+                point.system // bought.slices,
+                systems,
+                best.fractional * times,
+                engines([max(0.0, peak - existing_rate) for peak in peaks], rate, h.utilisation),
+            )
             return money(needed, self.prices, question.money.tier, average, rate, lengths)
 
-        made = costs(best.systems, 1.0)
+        total = costs(best.systems, 1.0)
         ends = costs(best.low, max(0.01, 1 - best.error)).cheapest, costs(best.high, 1 + best.error).cheapest
         band = None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
-        notes = [*made.notes, *self.prices.old(rents, self.today)]
+        notes = [*total.notes, *self.prices.stale_notes(rents, self.today)]
         if load is not None and load.average is None:
             notes.insert(0, "only the peak is known: costs are those of a load that is always so high")
         if h.spare:
             notes.append("systems to spare are counted where all are bought, and nowhere else")
-        return replace(made, notes=tuple(notes), band=band, error=best.error)
+        return replace(total, notes=tuple(notes), band=band, error=best.error)
 
 
-def alternatives(case: Scenario, found: Offers, costs: Costs) -> tuple[Alternative, ...]:
-    """On each device; the one that is taken first. Of many the cheapest in closed form are simulated: four of them, and
-    more only where these do not keep the limits; the others stand behind."""
-    names, rest = list(found.names), dict[str, Alternative]()
-    if len(names) > _MOST_SIMULATED and case.question.search.simulate:
-        roughly = replace(case.limits, of="mean")  # a closed form knows no p95
-        guessed = [_alternative(case, found, costs, name, roughly) for name in names]
+def alternatives(case: Scenario, offers: Offers, costs: Costs) -> tuple[Alternative, ...]:
+    """Return one alternative per device, best first.
+
+    If there are many devices, only the four that are cheapest in closed form are simulated, and further ones only if
+    these do not meet the limits. The rest follow with their closed-form plans.
+    """
+    names, rest = list(offers.names), dict[str, Alternative]()
+    if len(names) > _MAX_SIMULATED and case.question.search.simulate:
+        roughly = replace(case.limits, statistic="mean")  # a closed form knows no p95
+        guessed = [_alternative(case, offers, costs, name, roughly) for name in names]
         rest = {one.device: one for one in sorted(guessed, key=attrgetter("order"))}
         names = list(rest)
     with case.replicas.search.part(_MAIN):
-        told = _each(case, found, costs, names, _MOST_SIMULATED if rest else len(names))
-    refused = (Alternative(name, found, None, None, why) for name, why in found.refused.items())
+        by_device = _plan_each_device(case, offers, costs, names, _MAX_SIMULATED if rest else len(names))
+    refused = (Alternative(name, offers, None, None, why) for name, why in offers.refused.items())
     return (
-        *sorted(told.values(), key=attrgetter("order")),
-        *(one for name, one in rest.items() if name not in told),
+        *sorted(by_device.values(), key=attrgetter("order")),
+        *(one for name, one in rest.items() if name not in by_device),
         *refused,
     )
 
 
-def _each(case: Scenario, found: Offers, costs: Costs, names: Sequence[str], wanted: int) -> dict[str, Alternative]:
-    """In that order until so many keep the limits. Each has its share of the time; what they leave goes to the cut."""
-    told: dict[str, Alternative] = {}
+def _plan_each_device(
+    case: Scenario, offers: Offers, costs: Costs, names: Sequence[str], limit: int
+) -> dict[str, Alternative]:
+    """Plan device after device until `limit` of them meet the limits.
+
+    Each device gets an equal share of the remaining time; time that is left goes to searches that were cut.
+    """
+    by_device: dict[str, Alternative] = {}
     search, cut = case.replicas.search, list[str]()
     for i, name in enumerate(names):
-        kept = sum(one.plan is not None for one in told.values())
-        if kept >= wanted:
+        n_plans = sum(one.plan is not None for one in by_device.values())
+        if n_plans >= limit:
             break
         before = search.left
-        with search.part(1 / min(len(names) - i, wanted - kept)):
-            told[name] = _alternative(case, found, costs, name)
+        with search.part(1 / min(len(names) - i, limit - n_plans)):
+            by_device[name] = _alternative(case, offers, costs, name)
         if search.left != before:
             cut.append(name)
     for i, name in enumerate(cut):
         if not search.has_time:
             break
         with search.part(1 / (len(cut) - i)):
-            told[name] = _alternative(case, found, costs, name)
-    return told
+            by_device[name] = _alternative(case, offers, costs, name)
+    return by_device
 
 
 def _alternative(
-    case: Scenario, found: Offers, costs: Costs, name: str, roughly: Limits | None = None
+    case: Scenario, offers: Offers, costs: Costs, name: str, roughly: Limits | None = None
 ) -> Alternative:  # fmt: skip
-    """roughly: by a closed form, within these limits"""
+    """Plan one device. roughly: limits for a closed-form plan; None simulates"""
     try:
-        some = found.of(name) if roughly else case.simulated(found.of(name))
+        some = offers.for_device(name) if roughly else case.simulated(offers.for_device(name))
         best = case.plan(some, roughly)
     except ConfigError as error:
-        return Alternative(name, found, None, None, error)
-    return Alternative(name, some, best, costs.of(best, found))
+        return Alternative(name, offers, None, None, error)
+    return Alternative(name, some, best, costs.estimate(best, offers))

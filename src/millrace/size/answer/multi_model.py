@@ -1,18 +1,18 @@
-"""Several models on the same systems: instances side by side, rounded up once for all of them."""
+"""Several models on shared systems: their instances are added, and systems are rounded up once."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError
-from millrace.size.answer.answer import Answer
+from millrace.size.answer.answer import SizingAnswer
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """devices: of all instances; systems: to buy for all; apart: were each bought for itself
+    """devices: of all instances; systems: to buy for all models; apart: systems if each model had its own
 
-    All peaks are taken to come at once: they may not, and then less is needed.
+    All models are assumed to peak at the same time, which is an upper bound.
     """
 
     device: str
@@ -21,8 +21,11 @@ class Shared:
     apart: int
 
 
-def shared(answers: Sequence[Answer]) -> Shared:
-    """Instances are powers of two of a system's devices, so that they fit without gaps. raises ConfigError"""
+def shared(answers: Sequence[SizingAnswer]) -> Shared:
+    """Combine the answers of several models. raises ConfigError if their hardware or spares differ
+
+    Instances use a power of two of a system's devices, so they fill systems without gaps.
+    """
     points = [answer.plan.point for answer in answers]
     kinds = {(point.device, point.system) for point in points}
     if len(kinds) > 1:

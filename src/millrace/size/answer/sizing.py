@@ -1,4 +1,4 @@
-"""The answer: which configuration serves the load within the limits, how many systems of it, why, and how surely."""
+"""Chooses the configuration that serves a load within limits, and counts its systems with their uncertainty."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,35 +8,35 @@ from typing import Protocol
 from millrace.errors import ConfigError
 from millrace.machine.devices import PROCESSOR, Device, find_device
 from millrace.report.format_numbers import exact, format_4_digits
-from millrace.size.fit.overhead_file import OwnStack
+from millrace.size.fit.overhead_file import FittedStack
 from millrace.size.load.peak_load import DAY_S
-from millrace.size.performance.closed_form import served, shares
+from millrace.size.performance.closed_form import estimate_point, shares
 from millrace.size.performance.fitted_devices import UNSEEN, profile
 from millrace.size.performance.models import ModelShape
 from millrace.size.performance.operating_point import (
     P95_OF_CALLS,
     SYSTEM,
+    FigureSource,
     Limits,
-    Point,
-    Source,
+    OperatingPoint,
     best,
     latency_optimal,
     throughput_optimal,
 )
-from millrace.size.performance.roofline_cost import Instance
+from millrace.size.performance.roofline_cost import ModelInstance
 from millrace.size.performance.serving_overhead import Stack
 
 TPS, PPS = (1, 2, 4, 8), (1, 2, 4, 8, 16)
-_MOST_SYSTEMS = 10_000_000
-_CLOSE = 0.02  # to which capacities are found
-CLOSED_FORM_ERROR = 0.05  # beside those of what it is computed from
-# Beside what a fit to somebody's own runs leaves: lengths that published fits did not see were 1 to 7 points worse.
+_MAX_SYSTEMS = 10_000_000
+_CLOSE = 0.02  # relative precision of the capacity search
+CLOSED_FORM_ERROR = 0.05  # in addition to the errors of its inputs
+# Added to the residual of a fit to a user's runs: lengths that published fits did not see were 1 to 7 points worse.
 _OTHER_LENGTHS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How systems are bought. utilisation: how much of what a system can is planned with; spare: systems beyond that"""
+    """Purchasing rules. utilisation: target share of a system's capacity, 0 to 1; spare: systems on top of that"""
 
     utilisation: float = 1.0
     spare: int = 0
@@ -50,15 +50,16 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """systems: to buy; fractional: before rounding, spares and utilisation; low, high: with the figures' errors, and
-    where the search was cut, low with what the closed form says
+class SizingPlan:
+    """A configuration and how many systems of it to buy.
 
-    binding: what keeps a system from serving more; shares: of an instance's time, where the figures are analytic
+    fractional: systems before rounding, spares and utilisation
+    low, high: systems at the ends of the error band; if the search was cut, low uses the closed form
+    binding: what keeps a system from serving more; shares: of an instance's time by activity, {} if measured
     """
 
     rate: float
-    point: Point
+    point: OperatingPoint
     limits: Limits
     fractional: float
     systems: int
@@ -67,115 +68,126 @@ class Plan:
     error: float
     binding: str
     shares: Mapping[str, float]
-    latency_optimal: Point
-    throughput_optimal: Point
+    latency_optimal: OperatingPoint
+    throughput_optimal: OperatingPoint
     provenance: str
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What a computed point rests on. error: relative, of its rate; told: its source, in words
+    """What a computed operating point is based on. error: relative, of its rate; provenance: its sources, for people
 
-    shares: of an instance's time; is_full: with more memory for the cache it would serve more
+    shares: of an instance's time by activity; is_full: KV-cache memory limits the rate
     """
 
     error: float
-    told: str
+    provenance: str
     shares: Mapping[str, float]
     is_full: bool
 
 
 class EvidenceBasis(Protocol):
-    """What points are computed from."""
+    """The model from which operating points are computed."""
 
-    def grounds(self, point: Point) -> PlanInputs: ...
+    def grounds(self, point: OperatingPoint) -> PlanInputs: ...
 
 
 def instance_of(
     model: ModelShape, device: Device, precision: str, tp: int, pp: int = 1, system: int = SYSTEM
-) -> Instance:  # fmt: skip
-    """With a cache of 8 bits beside weights of 8, as engines have it."""
+) -> ModelInstance:  # fmt: skip
+    """Create an instance; 8-bit (or 4-bit float) weights imply an 8-bit KV cache, as engines do."""
     kv_bytes = 1.0 if precision in ("fp8", "int8", "fp4") else 2.0
-    return Instance(model, device, precision, tp, kv_bytes, pp, system)
+    return ModelInstance(model, device, precision, tp, kv_bytes, pp, system)
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """By datasheets. instance: one of the model; its device, precision and TP are the point's
+    """Operating points computed from datasheets and fitted constants.
 
-    own: a stack that was fitted to somebody's own runs, for what it is of
+    instance: any instance of the model; device, precision and TP are taken from the point
+    own: a serving stack fitted to the user's runs, used for its device and precision
     """
 
-    instance: Instance
-    own: OwnStack | None = None
+    instance: ModelInstance
+    own: FittedStack | None = None
 
-    def grounds(self, point: Point) -> PlanInputs:
+    def grounds(self, point: OperatingPoint) -> PlanInputs:
         device = self.instance.device if point.device == self.instance.device.name else find_device(point.device)
         here = instance_of(self.instance.model, device, point.precision, point.tp, point.pp, point.system)
-        known = profile(device, point.precision)
-        stack, error, served_by = known.stack, known.served_error, known.stack.name
-        if self.own is not None and (own := self.own.of(device.name, point.precision)) is not None:
+        device_profile = profile(device, point.precision)
+        stack, error, served_by = device_profile.stack, device_profile.served_error, device_profile.stack.name
+        if self.own is not None and (own := self.own.stack_for(device.name, point.precision)) is not None:
             stack, error = own, self.own.error + _OTHER_LENGTHS
             served_by = f"{own.name} ({self.own.error:.1%} off on average)"
-        error += CLOSED_FORM_ERROR if point.source == Source.ANALYTIC else _CLOSE
-        told = f"{known.source} (prompts {known.prefill_error:.0%} off, steps {known.decode_error:.0%})"
-        told = f"{told}; served by {served_by}"
-        if point.pp > 1:  # by a formula alone: nothing that was measured tells its error
-            error, told = max(error, UNSEEN), f"{told}; {point.pp} stages by their bubbles and links, not measured"
+        error += CLOSED_FORM_ERROR if point.source == FigureSource.ANALYTIC else _CLOSE
+        errors = f"prompts {device_profile.prefill_error:.0%} off, steps {device_profile.decode_error:.0%}"
+        provenance = f"{device_profile.source} ({errors}); served by {served_by}"
+        if point.pp > 1:  # a formula only: no measurements to judge it by
+            error, provenance = (
+                max(error, UNSEEN),
+                f"{provenance}; {point.pp} stages by their bubbles and links, not measured",
+            )
         if device.architecture == PROCESSOR:
-            told += "; no processor was among what was measured: `millrace size verify` and --profile have your own"
-        return PlanInputs(error, told, shares(here, known, point, stack), _is_full(here, point, stack))
+            provenance += (
+                "; no processor was among what was measured: `millrace size verify` and --profile have your own"
+            )
+        return PlanInputs(error, provenance, shares(here, device_profile, point, stack), _is_full(here, point, stack))
 
 
 def plan(
-    rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, basis: EvidenceBasis | None = None
-) -> Plan:
-    """rate: requests a second at the peak; points: what instances were measured or computed to serve
+    rate: float, points: Sequence[OperatingPoint], limits: Limits, fleet: Fleet, basis: EvidenceBasis | None = None
+) -> SizingPlan:
+    """Choose the best configuration and count its systems.
 
-    basis: of those that are computed
-    raises ConfigError where no point keeps the limits
+    rate: requests/s at the peak; points: measured or computed operating points; basis: of the computed ones
+    raises ConfigError if no point meets the limits
     """
     if not 0 < rate <= 1e9:
         raise ConfigError(f"a peak of {exact(rate)} requests/s", "above 0, and at most 1,000,000,000", "correct it")
-    point = best([p for p in points if p.source == Source.SIMULATED] or points, limits)
-    error, told, grounds = 0.02, str(point.source), None
-    if point.source in (Source.ANALYTIC, Source.SIMULATED) and basis is not None:
+    point = best([p for p in points if p.source == FigureSource.SIMULATED] or points, limits)
+    error, provenance, grounds = 0.02, str(point.source), None
+    if point.source in (FigureSource.ANALYTIC, FigureSource.SIMULATED) and basis is not None:
         grounds = basis.grounds(point)
-        error, told = grounds.error, f"{point.source}, {grounds.told}"
-        told += f"; {point.sampled.how}" if point.sampled else ""
-    if limits.of == "p95" and point.p95_is_a_sum:
-        told += f"; {P95_OF_CALLS}"
+        error, provenance = grounds.error, f"{point.source}, {grounds.provenance}"
+        provenance += f"; {point.sampled.how}" if point.sampled else ""
+    if limits.statistic == "p95" and point.p95_is_a_sum:
+        provenance += f"; {P95_OF_CALLS}"
     fractional = rate / point.rate_of_system
 
     def bought(share: float) -> int:
         n = rounded(fractional * share / fleet.utilisation, point.systems) + fleet.spare
-        if n > _MOST_SYSTEMS:
-            raise ConfigError(f"{format_4_digits(rate)} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
+        if n > _MAX_SYSTEMS:
+            raise ConfigError(f"{format_4_digits(rate)} requests/s are {n:,} systems", f"at most {_MAX_SYSTEMS:,}",
                               f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
                               f"are {format_4_digits(rate / DAY_S)} a second")  # fmt: skip
         return n
 
     low = bought(1 - error)
     if point.sampled is not None and point.sampled.cut:
-        mean = replace(limits, of="mean")  # a closed form knows no p95
-        known = [p.rate_of_system for p in points if p.source == Source.ANALYTIC and not mean.broken(p)]
-        low = min(low, bought((1 - error) * point.rate_of_system / max(known))) if known else low
-    return Plan(
+        mean = replace(limits, statistic="mean")  # a closed form knows no p95
+        closed_form_rates = [
+            p.rate_of_system for p in points if p.source == FigureSource.ANALYTIC and not mean.broken(p)
+        ]
+        low = (
+            min(low, bought((1 - error) * point.rate_of_system / max(closed_form_rates))) if closed_form_rates else low
+        )
+    return SizingPlan(
         rate=rate, point=point, limits=limits, fractional=fractional, systems=bought(1), low=low,
         high=bought(1 + error), error=error, binding=_binding(points, point, limits, grounds),
         shares=grounds.shares if grounds else {},
-        latency_optimal=latency_optimal(points), throughput_optimal=throughput_optimal(points), provenance=told,
+        latency_optimal=latency_optimal(points), throughput_optimal=throughput_optimal(points), provenance=provenance,
     )  # fmt: skip
 
 
 def rounded(systems: float, an_instance: int) -> int:
-    """Up to whole instances, each of so many systems or of a part of one."""
+    """Round up to a multiple of `an_instance`, the systems that one instance takes."""
     return math.ceil(systems / an_instance - 1e-9) * an_instance
 
 
-def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: PlanInputs | None) -> str:
-    """Time, where it was up; a limit, where the same instance would serve more beyond it; a full cache; else what takes
-    longest."""
+def _binding(
+    points: Sequence[OperatingPoint], point: OperatingPoint, limits: Limits, grounds: PlanInputs | None
+) -> str:
+    """Return what limits the rate: the search time, a latency limit, KV-cache memory, or the costliest activity."""
     if point.sampled is not None and point.sampled.cut:
         return "time (--search-s): more was not tried"
     alike = [p for p in points if p.configuration == point.configuration and p.concurrency > point.concurrency]
@@ -188,9 +200,12 @@ def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: Pla
     return "the table, which has no more in flight" if not alike else "what was measured serves no more"
 
 
-def _is_full(instance: Instance, point: Point, stack: Stack) -> bool:
-    """Would twice the memory serve more, all else as it is?"""
-    known, lengths = profile(instance.device, point.precision), (point.input_tokens, point.output_tokens)
+def _is_full(instance: ModelInstance, point: OperatingPoint, stack: Stack) -> bool:
+    """Whether twice the memory would serve more, all else equal."""
+    device_profile, lengths = profile(instance.device, point.precision), (point.input_tokens, point.output_tokens)
     twice = replace(instance, device=replace(instance.device, memory_bytes=2 * instance.device.memory_bytes))
-    full = point.concurrency if point.source == Source.ANALYTIC else stack.sequences
-    return served(twice, known, lengths, full, stack).rate > 1.03 * served(instance, known, lengths, full, stack).rate
+    full = point.concurrency if point.source == FigureSource.ANALYTIC else stack.sequences
+    return (
+        estimate_point(twice, device_profile, lengths, full, stack).rate
+        > 1.03 * estimate_point(instance, device_profile, lengths, full, stack).rate
+    )

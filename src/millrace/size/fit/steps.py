@@ -1,4 +1,4 @@
-"""What steps of an engine take, fitted to those that its server ran: `/timeline.json` in, a profile's times out."""
+"""Fits step times of an engine to the steps that its server ran, from `/timeline.json`."""
 
 import math
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from millrace.size.fit.device import least_squares
 from millrace.size.performance.roofline_cost import Floats
 
 PATH = "/timeline.json"
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
 _FEWEST = 50  # steps of a fit
-_ROUNDS, _BELIEF = 20, 0.003  # of reweighting; in slopes between numbers of tokens that no step had
-_GOOD = 0.02  # relative errors below that are all as good
-_SPREAD = 40  # values that stand for all that steps took beside what is usual
-_MOST_S, _MOST_TOKENS = 1e9, 1 << 24
+_ROUNDS, _BELIEF = 20, 0.003  # reweighting rounds; prior weight of slopes between token counts without data
+_GOOD = 0.02  # relative errors below this count as equal
+_SPREAD = 40  # quantile values that represent the noise of step times
+_MAX_S, _MAX_TOKENS = 1e9, 1 << 24
 
-_Seconds = Annotated[float, Meta(ge=0, le=_MOST_S)]
-_Tokens = Annotated[int, Meta(ge=0, le=_MOST_TOKENS)]
+_Seconds = Annotated[float, Meta(ge=0, le=_MAX_S)]
+_Tokens = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
 
 
 class StepRow(Struct, frozen=True):
-    """As the server tells it: see `serve/ops/step_timeline.py`."""
+    """A step as reported by the server, see `serve/ops/step_timeline.py`."""
 
     step: Annotated[int, Meta(ge=1)]
     at_s: float
@@ -63,23 +63,23 @@ class _List(Struct):
 
 
 def read_steps(text: str, model: str = "") -> MeasuredSteps:
-    """raises MachineError for what is no such list, ConfigError for a model that the server has not"""
+    """Parse a timeline. raises MachineError if it is malformed, ConfigError if the server lacks the model"""
     try:
-        found = msgspec.json.decode(text, type=_List).data
+        models = msgspec.json.decode(text, type=_List).data
     except (msgspec.DecodeError, RecursionError) as error:
         raise MachineError(f"{PATH} of the server: {sanitize(str(error))}", "millrace serve of this release",
                            "ask a server of this release") from None  # fmt: skip
-    named = [one for one in found if model in ("", one.model)]
+    named = [one for one in models if model in ("", one.model)]
     if len(named) != 1:
-        raise ConfigError(f"the server has {', '.join(one.model for one in found)[:200] or 'no language model'}",
+        raise ConfigError(f"the server has {', '.join(one.model for one in models)[:200] or 'no language model'}",
                           "one language model, or its name", "name it with --model")  # fmt: skip
     return named[0]
 
 
 def fit_steps(steps: Sequence[StepRow]) -> StepCost:
-    """What steps usually take: times that rise with work, of least absolute relative errors.
+    """Fit typical step times, increasing with work, by least absolute relative errors.
 
-    raises ConfigError where they are too few
+    raises ConfigError if there are too few steps
     """
     if len(steps) < _FEWEST:
         raise ConfigError(f"{len(steps)} steps were seen", f"{_FEWEST} at least", "ask for longer: --probe-s")
@@ -88,7 +88,7 @@ def fit_steps(steps: Sequence[StepRow]) -> StepCost:
     most = int(n_tokens.max())
     knots = [k for k in _KNOTS if k < most] + [most]
     rows = _columns(steps, n_tokens, knots)
-    x = _solved(rows, took, knots)
+    x = _solve(rows, took, knots)
     at = tuple((k, float(s)) for k, s in zip(knots, x[0] + np.cumsum([0.0, *x[1 : len(knots)]]), strict=True))
     beyond = x[len(knots) - 1] / (knots[-1] - knots[-2]) if len(knots) > 1 else x[0]
     host, host_sequence = _between(steps)
@@ -96,20 +96,20 @@ def fit_steps(steps: Sequence[StepRow]) -> StepCost:
 
 
 def errors(cost: StepCost, steps: Sequence[StepRow]) -> Floats:
-    """Relative, of each step."""
+    """Return the relative error of each step."""
     seconds = cost.timed()
     return np.array([step.predicted_s(seconds) / step.took_s - 1 for step in steps if step.took_s > 0])
 
 
 def spread(cost: StepCost, steps: Sequence[StepRow]) -> tuple[float, ...]:
-    """How many times as long as is usual steps took, at their own pace: values that are equally likely, rising."""
+    """Return equally likely factors of step times relative to their median, in rising order."""
     ratios = np.sort(_ratios(cost, steps))
     each = [float(part.mean()) for part in np.array_split(ratios / np.median(ratios), _SPREAD)]
     return tuple(each)
 
 
 def pace(cost: StepCost, steps: Sequence[StepRow]) -> float:
-    """How many times as long as the profile says these steps took, in the median."""
+    """Return the median ratio of measured to predicted step times."""
     return float(np.median(_ratios(cost, steps)))
 
 
@@ -119,14 +119,14 @@ def _ratios(cost: StepCost, steps: Sequence[StepRow]) -> list[float]:
 
 
 def _columns(steps: Sequence[StepRow], n_tokens: Floats, knots: Sequence[int]) -> Floats:
-    """(N, K) base; a step's share of each piece between two knots; pairs of prompts; contexts of running answers."""
+    """Return (N, K) columns: base; share of each piece between knots; attention pairs of prompts; decode contexts."""
     pieces = [np.clip((n_tokens - a) / (b - a), 0, 1) for a, b in pairwise(knots)]
     pairs = [sum(n * (start + n / 2) for start, n in step.prompts) for step in steps]
     return np.stack([np.ones(len(steps)), *pieces, np.array(pairs), np.array([s.contexts for s in steps])], axis=1)
 
 
-def _solved(columns: Floats, took: Floats, knots: Sequence[int]) -> Floats:
-    """The mean pace of all pieces is believed a little of each, which decides where no step tells."""
+def _solve(columns: Floats, took: Floats, knots: Sequence[int]) -> Floats:
+    """Solve the fit; a weak prior with the mean slope decides pieces without data."""
     usual_s = float(np.median(took))
     a_token_s = max(float(took.max() - took.min()) / max(1, knots[-1] - knots[0]), 1e-9)
     guess = [usual_s, *(a_token_s * (b - a) for a, b in pairwise(knots)), 1e-9, 1e-9]
@@ -137,16 +137,16 @@ def _solved(columns: Floats, took: Floats, knots: Sequence[int]) -> Floats:
         each = np.sqrt(weights) / took
         x = least_squares(np.vstack([columns * each[:, None], belief]), np.concatenate([took * each, weigh * guess]))
         weights = _GOOD / np.maximum(np.abs(columns @ x / took - 1), _GOOD)
-    found: Floats = x
-    return found
+    solution: Floats = x
+    return solution
 
 
 def _between(steps: Sequence[StepRow]) -> tuple[float, float]:
-    """Of the host: a step, and each sequence in it."""
-    seen = [(1.0, len(s.prompts) + s.rows, s.turn_s - s.took_s) for s in steps if s.turn_s is not None]
-    if not seen:
+    """Return the host time per step, and per sequence in it."""
+    samples = [(1.0, len(s.prompts) + s.rows, s.turn_s - s.took_s) for s in steps if s.turn_s is not None]
+    if not samples:
         return 0.0, 0.0
-    table = np.maximum(np.array(seen), 0.0)
-    usual = np.minimum(table[:, 2], 8 * max(1e-6, float(np.median(table[:, 2]))))  # a pause of the host is no habit
+    table = np.maximum(np.array(samples), 0.0)
+    usual = np.minimum(table[:, 2], 8 * max(1e-6, float(np.median(table[:, 2]))))  # clip pauses of the host
     a, b = least_squares(table[:, :2], usual)
     return float(a), float(b)

@@ -1,9 +1,9 @@
-"""The truth loop: a server of this machine under loads, beside a simulation of them by step times fitted meanwhile.
+"""Verification of predictions: loads on a server of this machine, compared with simulations of the same requests.
 
-Step times come from probes alone: small closed loops before the first load, between two and after the last. The memory
-bandwidth of a machine moves from second to second, so all loads are asked in several rounds, and each part of one is
-predicted with the pace of the probes beside it. The simulation is given what was asked, when and how long; what became
-of it is predicted, with that server's scheduler and limits.
+Step times are fitted only to probes: small closed loops before the first load, between loads and after the last.
+Because the memory bandwidth of a machine varies over seconds, loads are run in several rounds, and each part is
+predicted with the pace of the adjacent probes. The simulation gets the times and lengths of the requests, and predicts
+their latencies with the server's scheduler and limits.
 """
 
 import datetime
@@ -15,15 +15,15 @@ import numpy as np
 
 from millrace.bench.analysis.metrics import itl_ms, last_s, latency_ms, ttft_ms
 from millrace.bench.client.client import Client
-from millrace.bench.client.request_record import Answer
+from millrace.bench.client.request_record import BenchRecord
 from millrace.bench.load.prompt_text import PromptWords
-from millrace.bench.run.plan import Plan, driven_by, fitted_words, planned
-from millrace.bench.run.run import Record, Run
+from millrace.bench.run.plan import BenchPlan, calibrate_words, drive, make_plan
+from millrace.bench.run.run import Run, TurnRecord
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import ConfigError, MachineError
 from millrace.runtime.scheduling.step_cost_model import SchedulerSettings, StepProfile
 from millrace.size.fit.steps import (
-    MOST_BYTES,
+    MAX_BYTES,
     PATH,
     MeasuredSteps,
     StepRow,
@@ -36,13 +36,13 @@ from millrace.size.fit.steps import (
 from millrace.size.performance.roofline_cost import Floats
 from millrace.size.question.settings import VerifySettings
 from millrace.size.simulation.measured_steps import MeasuredStepTimes
-from millrace.size.simulation.simulator import Simulated
+from millrace.size.simulation.simulator import SimulationResult
 from millrace.size.simulation.virtual_clock import Arrival
 
-MEDIAN, P90 = 0.10, 0.25  # errors that are judged: what the figures below are to keep
-_TTFT_UP_TO, _UP_TO = 0.8, 0.95  # shares of capacity to which they are
-_SIMULATED = 5  # times that a load is, with steps drawn anew
-_ROUNDS = 4  # of the closed loop that tells the capacity
+MEDIAN, P90 = 0.10, 0.25  # allowed median and 90th percentile of the judged errors
+_TTFT_UP_TO, _UP_TO = 0.8, 0.95  # shares of capacity up to which TTFT, and other figures, are judged
+_SIMULATED = 5  # simulations of a load, with different step-time noise
+_ROUNDS = 4  # of the closed loop that determines the capacity
 _TIMEOUT_S = 30.0
 _FEWEST = 8  # requests of a load in a round
 Begins = Callable[[Run], None]
@@ -50,7 +50,10 @@ Begins = Callable[[Run], None]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """name: "ttft", "itl", "e2e" (seconds) or "throughput" (requests/s); of: "mean" or "p95"; judged: it counts"""
+    """A predicted and measured figure. name: "ttft", "itl", "e2e" (seconds) or "throughput" (requests/s)
+
+    of: "mean" or "p95"; judged: counts for the verdict
+    """
 
     name: str
     of: str
@@ -64,8 +67,9 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """share: of the predicted capacity; rate: requests a second that were to come; paces: beside it, in each round"""
+class VerifiedLoad:
+    """A load. share: of the predicted capacity; rate: offered requests/s; paces: of the adjacent probes in each
+    round"""
 
     share: float
     rate: float
@@ -76,12 +80,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """capacity: requests a second with every place taken, simulated. median, p90: errors of what is judged"""
+    """Result of a verification. capacity: simulated requests/s at full batch; median, p90: of the judged errors"""
 
     isa: str
     capacity: float
     profile: StepProfile
-    loads: tuple[Load, ...]
+    loads: tuple[VerifiedLoad, ...]
 
     @property
     def judged(self) -> Floats:
@@ -97,7 +101,7 @@ class Verified:
 
     @property
     def medians(self) -> dict[str, float]:
-        """Of each kind of figure by itself: below capacity requests/s are nearly given, and hide what the others do."""
+        """Return the median error of each kind of figure; throughput is nearly trivial below capacity."""
         by_name: dict[str, list[float]] = {}
         for f in (f for load in self.loads for f in load.figures if f.judged):
             by_name.setdefault(f.name, []).append(abs(f.error))
@@ -108,38 +112,38 @@ class Verified:
         return self.median <= MEDIAN and self.p90 <= P90
 
 
-async def verify(url: str, asked: VerifySettings, model: str = "", begins: Begins = lambda run: None) -> Verified:
-    """The server has nobody else to answer. raises ConfigError, MachineError where it does not answer"""
-    shares, one = asked.shares, _plan(url, model, asked, 0, concurrency=1, request_count=1).target
+async def verify(url: str, settings: VerifySettings, model: str = "", begins: Begins = lambda run: None) -> Verified:
+    """Verify predictions for a server without other clients. raises ConfigError, MachineError if it does not answer"""
+    shares, one = settings.shares, _plan(url, model, settings, 0, concurrency=1, request_count=1).target
     async with Client(one) as client:
         about = await _steps(client, model, 0)
     schedule = about.schedule
     async with Client(replace(one, model=about.model)) as client:
-        server = _Server(client, asked, url, about, begins)
-        if asked.isl + asked.osl > schedule.max_context:
-            raise ConfigError(f"requests of {asked.isl + asked.osl} tokens", f"at most {schedule.max_context}",
+        server = _Server(client, settings, url, about, begins)
+        if settings.isl + settings.osl > schedule.max_context:
+            raise ConfigError(f"requests of {settings.isl + settings.osl} tokens", f"at most {schedule.max_context}",
                               "lower --isl or --osl")  # fmt: skip
         alone = await server.probe(1)
         probes = [alone.steps + (await server.probe(schedule.max_sequences)).steps + (await server.probe(3)).steps]
-        capacity = _capacity(Times.of(probes[0], probes[0], alone, schedule).own, asked)
-        asked_of = list[tuple[float, Sequence[Record]]]()
-        for share in shares * asked.rounds:
+        capacity = _capacity(Times.fit(probes[0], probes[0], alone, schedule).own, settings)
+        asked_of = list[tuple[float, Sequence[TurnRecord]]]()
+        for share in shares * settings.rounds:
             asked_of.append((share, await server.load(share * capacity)))
             probes.append((await server.probe(3)).steps)
-    every = [step for probe in probes for step in probe]
-    parts: dict[float, list[Part]] = {share: [] for share in shares}
+    all_steps = [step for probe in probes for step in probe]
+    parts: dict[float, list[LoadPart]] = {share: [] for share in shares}
     for (share, records), (before, after) in zip(asked_of, pairwise(probes), strict=True):
-        beside = Times.of(every, [*before, *after], alone, schedule)
-        parts[share].append(Part(records, beside.pace, beside.runs(_arrivals(records))))
+        local_times = Times.fit(all_steps, [*before, *after], alone, schedule)
+        parts[share].append(LoadPart(records, local_times.pace, local_times.runs(_arrivals(records))))
     loads = [
-        Load(share, share * capacity, sum(len(p.records) for p in some), tuple(p.pace for p in some),
+        VerifiedLoad(share, share * capacity, sum(len(p.records) for p in some), tuple(p.pace for p in some),
              figures(share, some))
         for share, some in parts.items()
     ]  # fmt: skip
-    times = Times.of(every, every, alone, schedule)
+    times = Times.fit(all_steps, all_steps, alone, schedule)
     profile = StepProfile(
-        about.model, about.engine, about.machine, datetime.date.today().isoformat(), len(every),
-        float(np.median(np.abs(errors(times.own.cost, every)))), times.own.front_s, times.own.spread,
+        about.model, about.engine, about.machine, datetime.date.today().isoformat(), len(all_steps),
+        float(np.median(np.abs(errors(times.own.cost, all_steps)))), times.own.front_s, times.own.spread,
         times.own.cost, schedule,
     )  # fmt: skip
     return Verified(about.isa, capacity, profile, tuple(loads))
@@ -147,78 +151,80 @@ async def verify(url: str, asked: VerifySettings, model: str = "", begins: Begin
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What was asked, and the steps that it took."""
+    """Requests of a probe, and the steps that the server ran for them."""
 
-    records: Sequence[Record]
+    records: Sequence[TurnRecord]
     steps: list[StepRow]
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a simulation goes by. own: usual times of steps, at the pace of some, and their spread beside that"""
+    """Step times for a simulation. own: typical times at the local pace, with their spread"""
 
     own: MeasuredStepTimes
     pace: float
 
     @classmethod
-    def of(
-        cls, every: Sequence[StepRow], near: Sequence[StepRow], alone: Probe, schedule: SchedulerSettings
+    def fit(
+        cls, steps: Sequence[StepRow], near: Sequence[StepRow], alone: Probe, schedule: SchedulerSettings
     ) -> "Times":
-        """every: steps that times are fitted to; near: of the same, those whose pace counts; alone: with one request"""
-        cost = fit_steps(every)
+        """Fit to all `steps`, at the pace of the `near` ones. alone: probe with one request at a time"""
+        cost = fit_steps(steps)
         slower, alike = pace(cost, near), MeasuredStepTimes(cost.scaled(pace(cost, alone.steps)), (1.0,), 0.0, schedule)
-        found = cls(alike, 1.0).runs(_arrivals(alone.records), 1)[0]
+        prediction = cls(alike, 1.0).runs(_arrivals(alone.records), 1)[0]
         waited = [ttft_ms(record.answer) or 0.0 for record in _in_order(alone.records)]
-        front_s = max(0.0, float(np.median(np.array(waited) / 1e3 - found.of("ttft_s"))))
+        front_s = max(0.0, float(np.median(np.array(waited) / 1e3 - prediction.values("ttft_s"))))
         return cls(MeasuredStepTimes(cost.scaled(slower), spread(cost, near), front_s, schedule), slower)
 
-    def runs(self, arrivals: Sequence[Arrival], n: int = _SIMULATED) -> list[Simulated]:
-        """The same requests, with other steps that take longer or shorter than usual."""
+    def runs(self, arrivals: Sequence[Arrival], n: int = _SIMULATED) -> list[SimulationResult]:
+        """Simulate the same requests n times with different step-time noise."""
         n_input = round(float(np.mean([one.n_input for one in arrivals])))
         return [self.own.simulation(n_input, seed).run(arrivals) for seed in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A load in one round, and simulations of it."""
+class LoadPart:
+    """One round of a load, with its simulations."""
 
-    records: Sequence[Record]
+    records: Sequence[TurnRecord]
     pace: float
-    simulated: Sequence[Simulated]
+    simulated: Sequence[SimulationResult]
 
 
 class _Server:
-    """Whom all loads go to. about: what it said of itself before the first"""
+    """The server under test. about: its description before the first load"""
 
-    def __init__(self, client: Client, asked: VerifySettings, url: str, about: MeasuredSteps, begins: Begins) -> None:
-        self._client, self._asked, self._url, self.about, self._begins = client, asked, url, about, begins
+    def __init__(
+        self, client: Client, settings: VerifySettings, url: str, about: MeasuredSteps, begins: Begins
+    ) -> None:
+        self._client, self._settings, self._url, self.about, self._begins = client, settings, url, about, begins
         self._n_runs, self._last = 0, max((step.step for step in about.steps), default=0)
         self._words: PromptWords | None = None
 
     async def steps(self) -> list[StepRow]:
-        """Those since it was last asked."""
-        found = (await _steps(self._client, self.about.model, self._last)).steps
-        self._last = max([self._last, *(step.step for step in found)])
-        return found
+        """Return the steps since the last call."""
+        steps = (await _steps(self._client, self.about.model, self._last)).steps
+        self._last = max([self._last, *(step.step for step in steps)])
+        return steps
 
     async def probe(self, concurrency: int) -> Probe:
-        """So many requests in flight for a while, and the steps of that while."""
-        load: dict[str, float] = {"concurrency": concurrency, "duration_s": self._asked.probe_s}
+        """Run a short closed loop, and return its requests and steps."""
+        load: dict[str, float] = {"concurrency": concurrency, "duration_s": self._settings.probe_s}
         records = await self._run(load)
         return Probe(records, await self.steps())
 
-    async def load(self, rate: float) -> Sequence[Record]:
-        records = await self._run(arrivals_of(rate, self._asked.each_s))
-        await self.steps()  # its steps are no probe's
+    async def load(self, rate: float) -> Sequence[TurnRecord]:
+        records = await self._run(arrivals_of(rate, self._settings.each_s))
+        await self.steps()  # discard: only steps of probes are used
         return records
 
-    async def _run(self, load: Mapping[str, float]) -> Sequence[Record]:
-        """raises MachineError where an answer is none"""
-        plan = _plan(self._url, self.about.model, self._asked, self._n_runs, **load)
+    async def _run(self, load: Mapping[str, float]) -> Sequence[TurnRecord]:
+        """Run a load. raises MachineError if a request fails"""
+        plan = _plan(self._url, self.about.model, self._settings, self._n_runs, **load)
         self._n_runs += 1
         if self._words is None:
-            self._words = await fitted_words(self._client, plan.extra)
-        run = await driven_by(self._client, plan, plan.sessions(self._words), self._begins)
+            self._words = await calibrate_words(self._client, plan.extra)
+        run = await drive(self._client, plan, plan.sessions(self._words), self._begins)
         failed = [record.answer for record in run.records if record.answer.failure is not None]
         if run.ended or failed or not run.records:
             why = run.ended or (f"{failed[0].failure}: {failed[0].detail}" if failed else "nothing was asked")
@@ -228,44 +234,44 @@ class _Server:
 
 
 async def _steps(client: Client, model: str, after: int) -> MeasuredSteps:
-    """raises MachineError, ConfigError"""
-    answer = await client.get(f"{PATH}?after={after}", _TIMEOUT_S, MOST_BYTES)
+    """Fetch the server's steps after a step number. raises MachineError, ConfigError"""
+    answer = await client.get(f"{PATH}?after={after}", _TIMEOUT_S, MAX_BYTES)
     if answer.failure is not None:
         raise MachineError(f"the server's {PATH}: {answer.failure} ({answer.detail})",
                            "millrace serve of this release", "check URL and key")  # fmt: skip
     return read_steps(answer.text, model)
 
 
-def _plan(url: str, model: str, asked: VerifySettings, n: int, **load: float) -> Plan:
-    """n: runs before, so that no prompt comes twice"""
-    whom = TargetSettings(model=model, endpoint="completions", ignore_eos=True, per_chunk_usage=True,
-                          header=asked.header)  # fmt: skip
-    given = LoadSettings(random_seed=asked.random_seed * 1000 + n, **load)  # type: ignore[arg-type]
-    return planned(url, whom, given, InputSettings(isl=asked.isl, osl=asked.osl), SessionSettings())
+def _plan(url: str, model: str, settings: VerifySettings, n: int, **load: float) -> BenchPlan:
+    """Create a bench plan. n: number of earlier runs, so that no prompt repeats"""
+    target = TargetSettings(model=model, endpoint="completions", ignore_eos=True, per_chunk_usage=True,
+                          header=settings.header)  # fmt: skip
+    load_settings = LoadSettings(random_seed=settings.random_seed * 1000 + n, **load)  # type: ignore[arg-type]
+    return make_plan(url, target, load_settings, InputSettings(isl=settings.isl, osl=settings.osl), SessionSettings())
 
 
 def arrivals_of(rate: float, each_s: float) -> dict[str, float]:
-    """For so long; of a slow server some requests, however long that takes: within seconds there may come none."""
+    """Return the load settings for a duration, or for a minimum number of requests at a low rate."""
     if rate * each_s < _FEWEST:
         return {"request_rate": rate, "request_count": _FEWEST}
     return {"request_rate": rate, "duration_s": each_s}
 
 
-def _capacity(own: MeasuredStepTimes, asked: VerifySettings) -> float:
-    """Of a closed loop with every place taken, without its first and last round."""
+def _capacity(own: MeasuredStepTimes, settings: VerifySettings) -> float:
+    """Simulate a closed loop at full batch; return requests/s without its first and last round."""
     places = own.schedule.max_sequences
     n = places * _ROUNDS
-    requests = own.simulation(asked.isl).run([Arrival(0, asked.isl, asked.osl)] * n, places).requests
+    requests = own.simulation(settings.isl).run([Arrival(0, settings.isl, settings.osl)] * n, places).requests
     counted = requests[places : n - places]
     return places / float(np.mean([one.e2e_s for one in counted]))
 
 
-def _in_order(records: Iterable[Record]) -> list[Record]:
+def _in_order(records: Iterable[TurnRecord]) -> list[TurnRecord]:
     return sorted(records, key=lambda record: record.answer.sent_s)
 
 
-def _arrivals(records: Sequence[Record]) -> list[Arrival]:
-    """As they were asked: when, and how long."""
+def _arrivals(records: Sequence[TurnRecord]) -> list[Arrival]:
+    """Convert records to arrivals with the same times and lengths."""
     answers = [record.answer for record in _in_order(records)]
     return [Arrival(a.sent_s - answers[0].sent_s, max(1, a.n_prompt or 1), max(1, a.n_output)) for a in answers]
 
@@ -276,29 +282,29 @@ _STATISTICS: dict[str, Callable[[Floats], float]] = {
 }
 
 
-def figures(share: float, parts: Sequence[Part]) -> tuple[Figure, ...]:
-    """Of all parts of a load together; of their simulations the means of figures count."""
+def figures(share: float, parts: Sequence[LoadPart]) -> tuple[Figure, ...]:
+    """Compute the figures of all parts of a load together, averaged over the simulations."""
     answers = [record.answer for part in parts for record in part.records]
     measured: Mapping[str, Sequence[float | None]] = {
         "ttft": [ttft_ms(a) for a in answers],
         "itl": [itl_ms(a) for a in answers],
         "e2e": [latency_ms(a) for a in answers],
     }
-    found: list[Figure] = []
-    drawn: list[tuple[Simulated, ...]] = list(
+    results: list[Figure] = []
+    simulations: list[tuple[SimulationResult, ...]] = list(
         zip(*(part.simulated for part in parts), strict=True)
     )  # each of all parts, with the same seed
     for name, values in measured.items():
         theirs = np.array([value / 1e3 for value in values if value is not None])
-        ours = [np.concatenate([one.of(f"{name}_s") for one in some]) for some in drawn]
+        ours = [np.concatenate([one.values(f"{name}_s") for one in some]) for some in simulations]
         judged = name != "e2e" and share <= (_TTFT_UP_TO if name == "ttft" else _UP_TO)
-        for of, what in _STATISTICS.items():
-            found.append(Figure(name, of, float(np.mean([what(v) for v in ours])), what(theirs), judged))
+        for statistic, compute in _STATISTICS.items():
+            results.append(Figure(name, statistic, float(np.mean([compute(v) for v in ours])), compute(theirs), judged))
     took_s = sum(_took_s([record.answer for record in part.records]) for part in parts)
-    ours_s = [sum(max(seen.last_s for seen in one.requests) for one in some) for some in drawn]
+    ours_s = [sum(max(outcome.last_s for outcome in one.requests) for one in some) for some in simulations]
     n = len(answers)
-    return (*found, Figure("throughput", "mean", n / float(np.mean(ours_s)), n / took_s, share <= _UP_TO))
+    return (*results, Figure("throughput", "mean", n / float(np.mean(ours_s)), n / took_s, share <= _UP_TO))
 
 
-def _took_s(answers: Sequence[Answer]) -> float:
+def _took_s(answers: Sequence[BenchRecord]) -> float:
     return max(last_s(a) for a in answers) - min(a.sent_s for a in answers)

@@ -1,4 +1,4 @@
-"""How many requests come: from what people know, such as users or calls a year, to the peak that machines must bear."""
+"""Unit conversions of loads and lengths, and the Poisson peak of a mean rate."""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ PERIODS = {
     "second": 1.0, "minute": 60.0, "hour": 3600.0, "day": DAY_S, "week": 7 * DAY_S, "month": YEAR_S / 12,
     "year": YEAR_S,
 }  # fmt: skip
-_MOST_MEAN = 1e9
+_MAX_MEAN = 1e9
 
 
 def per_second(n: float, period: str) -> float:
-    """n: requests in each period ("second" to "year"), spread evenly. raises ConfigError"""
+    """Convert n requests per period ("second" to "year") to requests/s. raises ConfigError"""
     if period not in PERIODS:
         raise ConfigError(f"requests per {period}", f"per {', '.join(PERIODS)}", "say it per one of them")
     return _positive(n, f"requests per {period}") / PERIODS[period]
 
 
 def tokens(n: float, unit: str, words_a_token: float = WORDS_A_TOKEN) -> float:
-    """n: "tokens", "words" or "characters" of English prose; characters follow words. raises ConfigError"""
+    """Convert n "tokens", "words" or "characters" of English prose to tokens. raises ConfigError"""
     characters = CHARACTERS_A_TOKEN * words_a_token / WORDS_A_TOKEN
     shares = {"tokens": 1.0, "words": 1 / words_a_token, "characters": 1 / characters}
     if unit not in shares:
@@ -33,17 +33,15 @@ def tokens(n: float, unit: str, words_a_token: float = WORDS_A_TOKEN) -> float:
 
 
 def poisson_quantile(share: float, mean: float) -> int:
-    """The least count that so many arrivals of a Poisson process stay within with at least that probability.
+    """Return the `share` quantile of a Poisson distribution: the least count with at least that probability.
 
-    Summed from where probabilities begin to show, each by its logarithm. raises ConfigError
+    Sums probabilities, computed as logarithms, from where they are representable. raises ConfigError
     """
     if not 0 < share < 1:
         raise ConfigError(f"a percentile of {share:g}", "a share between 0 and 1, such as 0.95", "correct it")
-    if not 0 < mean <= _MOST_MEAN:
-        raise ConfigError(
-            f"a mean of {exact(mean)} arrivals", f"above 0, and at most {exact(_MOST_MEAN)}", "correct it"
-        )
-    spread = 40 * math.sqrt(mean) + 40  # beyond, probabilities are below what a float shows
+    if not 0 < mean <= _MAX_MEAN:
+        raise ConfigError(f"a mean of {exact(mean)} arrivals", f"above 0, and at most {exact(_MAX_MEAN)}", "correct it")
+    spread = 40 * math.sqrt(mean) + 40  # beyond this, probabilities underflow
     count = max(0, int(mean - spread))
     total = 0.0
     while count <= mean + spread:
@@ -56,7 +54,7 @@ def poisson_quantile(share: float, mean: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a fleet must bear. rate: requests a second; how: in words, for the answer"""
+    """The peak load. rate, average: requests/s; how: derivation, for people"""
 
     rate: float
     average: float
@@ -66,11 +64,11 @@ class Peak:
 def peak(
     average: float, *, percentile: float = 0.95, window_s: float = 1.0, burst: float = 1.0, split: int = 1
 ) -> Peak:
-    """The rate that so much of all windows stays within, where arrivals are Poisson.
+    """Return the rate that `percentile` of all windows stay within if arrivals are Poisson.
 
-    average: requests a second; burst: the busiest time's average beside it
-    window_s: over which a peak counts; requests that stay for long feel the mean of a longer one
-    split: replicas among which requests fall blindly, so that each has a peak of its own; 1: any takes any request
+    average: requests/s; burst: ratio of the busiest period's mean to the average
+    window_s: over which the peak is counted; long requests average over longer windows
+    split: replicas with independent random arrivals, each with its own peak; 1: any replica takes any request
     raises ConfigError
     """
     _positive(window_s, "a window in seconds")
@@ -78,12 +76,12 @@ def peak(
         raise ConfigError(f"a burst of {burst:g}, split {split} ways", "at least 1 each", "correct them")
     busiest = _positive(average, "requests a second") * burst
     rate = split * poisson_quantile(percentile, busiest * window_s / split) / window_s
-    told = f"{percentile:.0%} of windows of {window_s:g} s stay within {format_4_digits(rate)} requests/s at "
-    told += f"{format_4_digits(busiest)} on average" + (f", each of {split} replicas by itself" if split > 1 else "")
-    return Peak(rate, average, told)
+    how = f"{percentile:.0%} of windows of {window_s:g} s stay within {format_4_digits(rate)} requests/s at "
+    how += f"{format_4_digits(busiest)} on average" + (f", each of {split} replicas by itself" if split > 1 else "")
+    return Peak(rate, average, how)
 
 
-def _positive(n: float, what: str) -> float:
+def _positive(n: float, label: str) -> float:
     if not (0 < n < math.inf):
-        raise ConfigError(f"{what}: {n:g}", "a number above 0 that is not endless", "correct it")
+        raise ConfigError(f"{label}: {n:g}", "a number above 0 that is not endless", "correct it")
     return n

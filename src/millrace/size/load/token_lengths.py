@@ -1,4 +1,4 @@
-"""How long prompts and answers are, in tokens: from words, characters, parts of a prompt, or calls in a row."""
+"""Prompt and answer lengths in tokens: from words, characters, parts of a prompt, presets, or sequential calls."""
 
 import re
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ UNITS = {"token": "tokens", "word": "words", "character": "characters", "char": 
 PARTS = ("system", "documents", "history", "question")
 _LENGTH = re.compile(r"(?:(\d+)\s*x\s*)?(\d[\d,_]*(?:\.\d+)?)\s*([a-zA-Z]*)")
 _CALL = re.compile(r"\s*([\w-]+)\s*(?::\s*(\d+)\s*/\s*(\d+)\s*)?")
-_MOST, _MOST_CALLS = 1 << 24, 16
-# What a call before the last writes where nobody says: a verdict, and a query for the search.
+_MAX_TOKENS, _MAX_CALLS = 1 << 24, 16
+# Default output tokens of calls before the last: a verdict, and a search query.
 _WRITES = {"guard": 10, "rag": 50}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """Of the model, for one request. how: where its lengths come from"""
+class ModelCall:
+    """One model call of a request. how: origin of its lengths"""
 
     name: str
     n_input: float
@@ -34,14 +34,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """The calls of a request, in a row: each waits for the whole answer of the one before; only the last streams."""
+class RequestWork:
+    """The sequential calls of a request: each waits for the whole answer of the previous one; only the last streams."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModelCall, ...]
     how: tuple[str, ...]
 
     @property
-    def answer(self) -> Call:
+    def answer(self) -> ModelCall:
         return self.calls[-1]
 
     @property
@@ -53,22 +53,22 @@ class Work:
         return sum(call.n_output for call in self.calls)
 
     def check(self, model: ModelShape) -> None:
-        """raises ConfigError where a call is longer than the model's context"""
+        """Refuse calls that are longer than the model's context. raises ConfigError"""
         self.check_context(model.max_context, model.name, "choose a model with a longer context")
 
-    def check_context(self, n_tokens: int, whose: str, otherwise: str) -> None:
-        """raises ConfigError where a call is longer than that"""
+    def check_context(self, n_tokens: int, owner: str, remedy: str) -> None:
+        """Refuse calls of more than n_tokens. owner, remedy: for the error. raises ConfigError"""
         for call in self.calls:
             if (n := call.n_input + call.n_output) > n_tokens:
                 raise ConfigError(
                     f"{call.name}: {call.n_input:,.0f} tokens in and {call.n_output:,.0f} out are {n:,.0f}",
-                    f"at most the context of {whose}, {n_tokens:,}", f"shorten them, or {otherwise}",
+                    f"at most the context of {owner}, {n_tokens:,}", f"shorten them, or {remedy}",
                 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Whole tokens of a request, in and out; of calls in a row those of the last. before: the calls before it"""
+    """Whole input and output tokens of a request, or of the last of several calls. before: the earlier calls"""
 
     n_input: int
     n_output: int
@@ -81,8 +81,8 @@ class Lengths:
             )
 
     @classmethod
-    def of(cls, work: Work) -> "Lengths":
-        """raises ConfigError"""
+    def from_work(cls, work: RequestWork) -> "Lengths":
+        """Round the lengths of all calls. raises ConfigError"""
         *before, last = [cls(round(call.n_input), round(call.n_output)) for call in work.calls]
         return replace(last, before=tuple(before))
 
@@ -91,79 +91,91 @@ class Lengths:
         return (*self.before, replace(self, before=())) if self.before else (self,)
 
     @property
-    def both(self) -> int:
-        """Of the longest call."""
-        return max(self.n_input + self.n_output, *(one.both for one in self.before), 0)
+    def total_tokens(self) -> int:
+        """Return input plus output tokens of the longest call."""
+        return max(self.n_input + self.n_output, *(one.total_tokens for one in self.before), 0)
 
 
-def length(text: str, name: str, words_a_token: float) -> tuple[float, str]:
-    """Tokens of "3500 words" or "5 x 400 words", and how they were counted. raises ConfigError, where no unit stands"""
-    found = _LENGTH.fullmatch(text.strip())
+def parse_length(text: str, name: str, words_a_token: float) -> tuple[float, str]:
+    """Parse "3500 words" or "5 x 400 words" as tokens, with the derivation. raises ConfigError if the unit is
+    missing"""
+    match = _LENGTH.fullmatch(text.strip())
     expected = f'a number with its unit: "{name} 3500 tokens", "... words" or "... characters"'
-    if not found:
+    if not match:
         raise ConfigError(f'{name} is "{text}"', expected, "write it so")
-    times, number, unit = int(found[1] or 1), float(found[2].replace(",", "").replace("_", "")), found[3].casefold()
+    times, number, unit = int(match[1] or 1), float(match[2].replace(",", "").replace("_", "")), match[3].casefold()
     if not unit:
         raise ConfigError(f"{name} is {number:,.10g} of what?", expected, "say the unit; 3,500 words are 4,667 tokens")
-    known = UNITS.get(unit.removesuffix("s"))
-    if known is None:
+    unit_name = UNITS.get(unit.removesuffix("s"))
+    if unit_name is None:
         raise ConfigError(f'{name} is in "{unit}"', nearest(unit, UNITS.values()), "say it in one of them")
-    n = times * tokens(number, known, words_a_token)
-    if not 1 <= n <= _MOST:
-        raise ConfigError(f"{name} is {exact(n)} tokens", f"1 to {_MOST:,}", "correct it")
-    return n, _told(name, times * number, known, n, words_a_token)
+    n = times * tokens(number, unit_name, words_a_token)
+    if not 1 <= n <= _MAX_TOKENS:
+        raise ConfigError(f"{name} is {exact(n)} tokens", f"1 to {_MAX_TOKENS:,}", "correct it")
+    return n, _length_text(name, times * number, unit_name, n, words_a_token)
 
 
-def _told(name: str, n: float, unit: str, n_tokens: float, words_a_token: float) -> str:
+def _length_text(name: str, n: float, unit: str, n_tokens: float, words_a_token: float) -> str:
     if unit == "tokens":
         return f"{name}: {n_tokens:,.0f} tokens"
     at = f"{words_a_token:g} words a token" if unit == "words" else f"{n / n_tokens:g} characters a token"
     return f"{name}: {n:,.0f} {unit} are {n_tokens:,.0f} tokens, at {at}"
 
 
-def work(asked: RequestSettings, recorded: tuple[float, float] | None = None) -> Work:
-    """recorded: mean lengths of a trace, where nothing else is said. raises ConfigError, also for what is said twice"""
-    n_in, how_in = _input(asked, recorded)
-    n_out, how_out = _one("output", asked, recorded)
+def request_work(request: RequestSettings, recorded: tuple[float, float] | None = None) -> RequestWork:
+    """Determine the calls of a request. recorded: mean lengths of a trace, the default
+
+    raises ConfigError if a length is missing or given twice
+    """
+    n_in, how_in = _input(request, recorded)
+    n_out, how_out = _length_setting("output", request, recorded)
     how = (*how_in, *how_out)
-    if asked.pipeline is None:
-        return Work((Call("request", n_in, n_out),), how)
-    calls = _calls(asked.pipeline, Call("answer", n_in, n_out), _question(asked, n_in))
-    return Work(calls, (*how, *(f"{call.name}: {call.n_input:,.0f} tokens in, {call.n_output:,.0f} out, {call.how}"
-                                for call in calls[:-1])))  # fmt: skip
+    if request.pipeline is None:
+        return RequestWork((ModelCall("request", n_in, n_out),), how)
+    calls = _calls(request.pipeline, ModelCall("answer", n_in, n_out), _question(request, n_in))
+    return RequestWork(
+        calls,
+        (
+            *how,
+            *(
+                f"{call.name}: {call.n_input:,.0f} tokens in, {call.n_output:,.0f} out, {call.how}"
+                for call in calls[:-1]
+            ),
+        ),
+    )
 
 
-def _input(asked: RequestSettings, recorded: tuple[float, float] | None) -> tuple[float, Sequence[str]]:
-    parts = [(name, text) for name in PARTS if (text := getattr(asked, name)) is not None]
-    by_itself = asked.pipeline is not None and [name for name, _ in parts] == ["question"]  # what other calls read
-    is_known = by_itself and (asked.preset is not None or recorded is not None)
-    if not parts or is_known or asked.isl is not None or asked.input is not None:
-        if [name for name, _ in parts] not in ([], ["question"]) or (parts and asked.pipeline is None):
-            raise _twice("the prompt", [*_given(asked, "isl", "input"), *(name for name, _ in parts)])
-        n, how = _one("input", asked, recorded)
-        return n, (*how, *(length(text, name, asked.words_a_token)[1] for name, text in parts))
-    found = [length(text, name, asked.words_a_token) for name, text in parts]
-    n = sum(n for n, _ in found)
-    return n, (*(how for _, how in found), f"input: {n:,.0f} tokens together")
+def _input(request: RequestSettings, recorded: tuple[float, float] | None) -> tuple[float, Sequence[str]]:
+    parts = [(name, text) for name in PARTS if (text := getattr(request, name)) is not None]
+    by_itself = request.pipeline is not None and [name for name, _ in parts] == ["question"]  # what other calls read
+    is_known = by_itself and (request.preset is not None or recorded is not None)
+    if not parts or is_known or request.isl is not None or request.input is not None:
+        if [name for name, _ in parts] not in ([], ["question"]) or (parts and request.pipeline is None):
+            raise _twice("the prompt", [*_set_names(request, "isl", "input"), *(name for name, _ in parts)])
+        n, how = _length_setting("input", request, recorded)
+        return n, (*how, *(parse_length(text, name, request.words_a_token)[1] for name, text in parts))
+    lengths = [parse_length(text, name, request.words_a_token) for name, text in parts]
+    n = sum(n for n, _ in lengths)
+    return n, (*(how for _, how in lengths), f"input: {n:,.0f} tokens together")
 
 
-def _one(
-    name: str, asked: RequestSettings, recorded: tuple[float, float] | None
+def _length_setting(
+    name: str, request: RequestSettings, recorded: tuple[float, float] | None
 ) -> tuple[float, Sequence[str]]:  # fmt: skip
-    """The prompt's, or the answer's."""
+    """Return the length of the prompt ("input") or the answer ("output"), with its derivation."""
     flag, place = ("isl", 0) if name == "input" else ("osl", 1)
-    n, text = getattr(asked, flag), getattr(asked, name)
+    n, text = getattr(request, flag), getattr(request, name)
     if n is not None and text is not None:
-        raise _twice(f"the {name}", _given(asked, flag, name))
+        raise _twice(f"the {name}", _set_names(request, flag, name))
     if n is not None:
         return float(n), (f"{name}: {n:,} tokens",)
     if text is not None:
-        tokens_of, how = length(text, name, asked.words_a_token)
+        tokens_of, how = parse_length(text, name, request.words_a_token)
         return tokens_of, (how,)
-    if asked.preset is not None:
-        preset = LENGTHS[asked.preset]
+    if request.preset is not None:
+        preset = LENGTHS[request.preset]
         usual = preset.tokens[place]
-        return float(usual), (f"{name}: {usual:,} tokens, by the preset {asked.preset} ({preset.whose})",)
+        return float(usual), (f"{name}: {usual:,} tokens, by the preset {request.preset} ({preset.whose})",)
     if recorded is not None:
         return recorded[place], (f"{name}: {recorded[place]:,.0f} tokens, the mean of the trace",)
     raise ConfigError(
@@ -172,23 +184,23 @@ def _one(
     )  # fmt: skip
 
 
-def _question(asked: RequestSettings, n_input: float) -> tuple[float, str]:
-    if asked.question is None:
+def _question(request: RequestSettings, n_input: float) -> tuple[float, str]:
+    if request.question is None:
         return n_input, "the whole prompt"
-    return length(asked.question, "question", asked.words_a_token)[0], "the question"
+    return parse_length(request.question, "question", request.words_a_token)[0], "the question"
 
 
-def _calls(text: str, answer: Call, question: tuple[float, str]) -> tuple[Call, ...]:
+def _calls(text: str, answer: ModelCall, question: tuple[float, str]) -> tuple[ModelCall, ...]:
     names = text.split(">")
-    if not 1 <= len(names) <= _MOST_CALLS:
-        raise ConfigError(f"a pipeline of {len(names)} calls", f"1 to {_MOST_CALLS}", "leave some out")
+    if not 1 <= len(names) <= _MAX_CALLS:
+        raise ConfigError(f"a pipeline of {len(names)} calls", f"1 to {_MAX_CALLS}", "leave some out")
     return (*(_call(name, text, question) for name in names[:-1]), _last(names[-1], text, answer))
 
 
-def _call(text: str, whole: str, question: tuple[float, str]) -> Call:
-    name, n_in, n_out = _parsed(text, whole)
+def _call(text: str, pipeline: str, question: tuple[float, str]) -> ModelCall:
+    name, n_in, n_out = _parsed(text, pipeline)
     if n_in and n_out:
-        return Call(name, n_in, n_out, "as said")
+        return ModelCall(name, n_in, n_out, "as said")
     if name not in _WRITES:
         raise ConfigError(
             f'the lengths of "{name}" in the pipeline are not known',
@@ -196,25 +208,25 @@ def _call(text: str, whole: str, question: tuple[float, str]) -> Call:
             f"write {name}:500/50",
         )
     n, whose = question
-    return Call(name, n, _WRITES[name], f"assumed: it reads {whose}")
+    return ModelCall(name, n, _WRITES[name], f"assumed: it reads {whose}")
 
 
-def _last(text: str, whole: str, answer: Call) -> Call:
-    name, n_in, n_out = _parsed(text, whole)
-    return Call(name, n_in or answer.n_input, n_out or answer.n_output)
+def _last(text: str, pipeline: str, answer: ModelCall) -> ModelCall:
+    name, n_in, n_out = _parsed(text, pipeline)
+    return ModelCall(name, n_in or answer.n_input, n_out or answer.n_output)
 
 
-def _parsed(text: str, whole: str) -> tuple[str, int, int]:
-    found = _CALL.fullmatch(text)
-    if not found or any(n is not None and not 1 <= int(n) <= _MOST for n in found.groups()[1:]):
-        raise ConfigError(f'a call "{text.strip():.60}" in the pipeline "{whole:.200}"', "guard:300/10>rag>answer",
+def _parsed(text: str, pipeline: str) -> tuple[str, int, int]:
+    match = _CALL.fullmatch(text)
+    if not match or any(n is not None and not 1 <= int(n) <= _MAX_TOKENS for n in match.groups()[1:]):
+        raise ConfigError(f'a call "{text.strip():.60}" in the pipeline "{pipeline:.200}"', "guard:300/10>rag>answer",
                           "write names, with tokens in and out behind a colon")  # fmt: skip
-    return found[1], int(found[2] or 0), int(found[3] or 0)
+    return match[1], int(match[2] or 0), int(match[3] or 0)
 
 
-def _given(asked: RequestSettings, *names: str) -> list[str]:
-    return [name for name in names if getattr(asked, name) is not None]
+def _set_names(request: RequestSettings, *names: str) -> list[str]:
+    return [name for name in names if getattr(request, name) is not None]
 
 
-def _twice(what: str, names: Sequence[str]) -> ConfigError:
-    return ConfigError(f"{what} is said twice: by {' and '.join(names)}", "one of them", "leave the others out")
+def _twice(label: str, names: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{label} is said twice: by {' and '.join(names)}", "one of them", "leave the others out")

@@ -1,4 +1,4 @@
-"""Recorded requests as arrivals: Azure's and Mooncake's traces, and what `millrace serve --record` writes."""
+"""Arrivals from recorded requests: Azure's and Mooncake's traces, and files of `millrace serve --record`."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from millrace.tune.recorded_requests import Recording
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """speed: times as fast as it was recorded; jitter_s: spreads arrivals that a clock of such ticks has rounded
+    """How a trace is replayed. context: longer requests are dropped; speed: 2 replays twice as fast
 
-    context: requests that are longer are left out
+    jitter_s: random spread of arrivals whose timestamps were rounded to such ticks
     """
 
     context: int
@@ -30,14 +30,14 @@ class Replay:
 
 
 def arrivals(recording: Recording, replay: Replay) -> tuple[list[Arrival], int]:
-    """In the order of their times, from 0 on; and how many were left out, as they are empty or too long."""
+    """Return arrivals in time order from 0, and how many requests were dropped because they are empty or too long."""
     n_input, n_output = recording.n_input, recording.answers
     fits = (n_input > 0) & (n_output > 0) & (n_input + n_output <= replay.context)
     spread_s = np.random.default_rng(replay.seed).uniform(0, replay.jitter_s, len(recording))
     at_s = recording.at_s - recording.at_s.min() + spread_s
     cuts = np.searchsorted(recording.block_of, np.arange(len(recording) + 1))
     blocks = recording.block_id
-    found = [
+    requests = [
         Arrival(
             float(at_s[i]) / replay.speed, int(n_input[i]), int(n_output[i]),
             tuple(blocks[cuts[i] : cuts[i + 1]].tolist()),
@@ -45,8 +45,8 @@ def arrivals(recording: Recording, replay: Replay) -> tuple[list[Arrival], int]:
         for i in np.argsort(at_s, kind="stable").tolist()
         if fits[i]
     ]  # fmt: skip
-    if not found:
+    if not requests:
         raise ConfigError(
             "no request of the trace fits", f"at most {replay.context} tokens", "plan for a longer context"
         )
-    return found, int((~fits).sum())
+    return requests, int((~fits).sum())

@@ -1,4 +1,4 @@
-"""Dated prices: those that come along, and a user's own over them. TOML; `prices.toml` beside this file is the form."""
+"""Dated prices: the bundled `prices.toml`, and a user's TOML file of the same form that overrides it."""
 
 import datetime
 import statistics
@@ -13,9 +13,9 @@ from millrace.machine.devices import Device, find_device
 from millrace.settings import read_given
 
 _OURS = Path(__file__).with_name("prices.toml")
-_MOST_BYTES, _MOST_OFFERS, _MOST = 1 << 20, 10_000, 1e12
+_MAX_BYTES, _MAX_OFFERS, _MAX_PRICE = 1 << 20, 10_000, 1e12
 TIERS = ("hyperscaler", "neocloud", "marketplace")
-_LEAST_YEARS, _MOST_PUE = 0.01, 100.0
+_MIN_YEARS, _MAX_PUE = 0.01, 100.0
 OLD = datetime.timedelta(days=365)
 _BUY = ("years", "hosting", "licence", "kwh", "pue")
 _KEYS = ("date", "currency", "offers", "buy", "tokens")
@@ -23,7 +23,7 @@ _KEYS = ("date", "currency", "offers", "buy", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class Rent:
-    """hour: for one device; page: where that stood"""
+    """A rental offer. hour: price of one device an hour; page: source"""
 
     device: str
     hour: float
@@ -35,9 +35,10 @@ class Rent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """In one currency. systems, watts: of one system of 8, by device; tokens: of a million in and out, 0 where unknown
+    """Prices in one currency. systems, watts: price and power of a system of 8 devices, by device name
 
-    hosting: a system and year; licence: a device and year; dates: of what a user gave, and of ours where it is used
+    tokens: price of a million input and output tokens, 0 if unknown; hosting: per system and year
+    licence: per device and year; date: of the user's prices, or of the bundled ones if these are used for buying
     """
 
     currency: str
@@ -53,25 +54,27 @@ class Prices:
     tokens: tuple[float, float]
 
     def rents(self, device: Device, tier: str | None) -> list[Rent]:
-        """Cheapest first."""
-        found = [rent for rent in self.offers if rent.device == device.name and tier in (None, rent.tier)]
-        return sorted(found, key=lambda rent: rent.hour)
+        """Return the offers for a device, cheapest first."""
+        matching = [rent for rent in self.offers if rent.device == device.name and tier in (None, rent.tier)]
+        return sorted(matching, key=lambda rent: rent.hour)
 
-    def lacks(self, device: Device, tier: str | None) -> str:
-        """What to write where nobody is known to rent it out."""
-        others = sorted({rent.tier for rent in self.rents(device, None)})
-        if tier is not None and others:
-            return (f"no offer of a {tier} for {device.name} is known (--tier), but of a {' and a '.join(others)}: "
-                    f"leave --tier out, or {_yours(device)}")  # fmt: skip
+    def missing_offer_text(self, device: Device, tier: str | None) -> str:
+        """Return the note for a device without offers."""
+        other_tiers = sorted({rent.tier for rent in self.rents(device, None)})
+        if tier is not None and other_tiers:
+            return (
+                f"no offer of a {tier} for {device.name} is known (--tier), but of a {' and a '.join(other_tiers)}: "
+                f"leave --tier out, or {_yours(device)}"
+            )
         return f"no offer for {device.name} is known: {_yours(device)}"
 
-    def old(self, used: Sequence[Rent], today: datetime.date) -> list[str]:
-        """What is older than a year, in words."""
-        told = [f"the price of {rent.who} is of {rent.date}, more than a year ago" for rent in used
+    def stale_notes(self, used: Sequence[Rent], today: datetime.date) -> list[str]:
+        """Return notes on prices that are older than a year."""
+        notes = [f"the price of {rent.who} is of {rent.date}, more than a year ago" for rent in used
                 if today - rent.date > OLD]  # fmt: skip
         if today - self.date > OLD:
-            told.append(f"prices for buying are of {self.date}, more than a year ago")
-        return told
+            notes.append(f"prices for buying are of {self.date}, more than a year ago")
+        return notes
 
 
 def _yours(device: Device) -> str:
@@ -81,41 +84,41 @@ def _yours(device: Device) -> str:
 
 
 def middle(rents: Sequence[Rent]) -> Rent:
-    """The one in the middle of the offers; of two the cheaper one."""
+    """Return the median offer; of two middle ones the cheaper."""
     return rents[statistics.median_low(range(len(rents)))]
 
 
 def read_prices(path: Path | None) -> Prices:
-    """Ours, with a user's over them. raises ConfigError"""
+    """Read the bundled prices, overridden by those of the file. raises ConfigError"""
     ours = _parsed(_OURS)
     if path is None:
-        return _made(ours, str(_OURS.name))
+        return _parse_prices(ours, str(_OURS.name))
     own = _parsed(path)
-    where = str(path)
+    location = str(path)
     for name in own:
-        _known(name, _KEYS, where)
+        _check_key(name, _KEYS, location)
     if "date" not in own:
         raise ConfigError(f"{path} has no date", "the day of these prices", "write date = 2026-11-01")
-    _date(own["date"], where)
+    _date(own["date"], location)
     if own.get("currency", ours["currency"]) != ours["currency"]:  # ours cannot stand beside those of another
         ours = {**ours, "offers": [], "buy": {}}
-    replaced = {_device(offer, where) for offer in _list(own, where)}
-    kept = [offer for offer in ours["offers"] if offer["device"] not in replaced]
-    buy, own_buy = ours["buy"], _table(own, "buy", where)
-    offers = [{"date": own["date"], **offer} for offer in _list(own, where)]
-    parts = {part: {**buy.get(part, {}), **_of_devices(own_buy, part, where)} for part in ("systems", "watts")}
+    replaced = {_device(offer, location) for offer in _list(own, location)}
+    default_offers = [offer for offer in ours["offers"] if offer["device"] not in replaced]
+    buy, own_buy = ours["buy"], _table(own, "buy", location)
+    offers = [{"date": own["date"], **offer} for offer in _list(own, location)]
+    parts = {part: {**buy.get(part, {}), **_of_devices(own_buy, part, location)} for part in ("systems", "watts")}
     merged = {
         **ours, **own, "date": own["date"] if own_buy else ours["date"], "offers": offers,
-        "buy": {**buy, **own_buy, **parts}, "tokens": {**ours["tokens"], **_table(own, "tokens", where)},
+        "buy": {**buy, **own_buy, **parts}, "tokens": {**ours["tokens"], **_table(own, "tokens", location)},
     }  # fmt: skip
-    return _made(merged, where, kept)
+    return _parse_prices(merged, location, default_offers)
 
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        data = read_given(path, _MOST_BYTES)
-        if len(data) > _MOST_BYTES:
-            raise ConfigError(f"{path} is larger than {_MOST_BYTES} bytes", "prices", "check the file")
+        data = read_given(path, _MAX_BYTES)
+        if len(data) > _MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {_MAX_BYTES} bytes", "prices", "check the file")
         return tomllib.loads(data.decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "prices as TOML", "check the path") from None
@@ -123,93 +126,97 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no TOML: {sanitize(str(error))}", "prices as TOML", "correct it") from None
 
 
-def _made(found: Mapping[str, Any], where: str, kept: Sequence[Mapping[str, Any]] = ()) -> Prices:
-    """kept: offers of ours, before those that are found"""
-    buy = found["buy"]
+def _parse_prices(
+    document: Mapping[str, Any], location: str, default_offers: Sequence[Mapping[str, Any]] = ()
+) -> Prices:
+    """Check a document of prices. default_offers: bundled offers that the file does not replace. raises ConfigError"""
+    buy = document["buy"]
     for name in buy:
-        _known(name, (*_BUY, "systems", "watts"), f"{where}, buy")
-    for name in found["tokens"]:
-        _known(name, ("input", "output"), f"{where}, tokens")
-    currency = found["currency"]
+        _check_key(name, (*_BUY, "systems", "watts"), f"{location}, buy")
+    for name in document["tokens"]:
+        _check_key(name, ("input", "output"), f"{location}, tokens")
+    currency = document["currency"]
     if not isinstance(currency, str) or not currency.isalpha() or len(currency) > 8:
-        raise ConfigError(f"{where}: currency is {currency!r:.40}", "such as USD", "correct it")
+        raise ConfigError(f"{location}: currency is {currency!r:.40}", "such as USD", "correct it")
     usual = {} if buy.get("systems") else {**dict.fromkeys(_BUY, 0.0), "years": 1.0, "pue": 1.0}  # nothing is bought
-    rates = {name: number(buy.get(name, usual.get(name)), f"{where}, buy.{name}") for name in _BUY}
-    if not rates["years"] >= _LEAST_YEARS or not 1 <= rates["pue"] <= _MOST_PUE:
-        raise ConfigError(f"{where}: years {rates['years']:g}, pue {rates['pue']:g}",
-                          f"years from {_LEAST_YEARS:g} to {_MOST:g}, a PUE from 1 to {_MOST_PUE:g}",
+    rates = {name: number(buy.get(name, usual.get(name)), f"{location}, buy.{name}") for name in _BUY}
+    if not rates["years"] >= _MIN_YEARS or not 1 <= rates["pue"] <= _MAX_PUE:
+        raise ConfigError(f"{location}: years {rates['years']:g}, pue {rates['pue']:g}",
+                          f"years from {_MIN_YEARS:g} to {_MAX_PRICE:g}, a PUE from 1 to {_MAX_PUE:g}",
                           "correct them")  # fmt: skip
-    known = ((_OURS.name, kept), (where, found["offers"]))
+    sources = ((_OURS.name, default_offers), (location, document["offers"]))
     return Prices(
-        currency=currency, date=_date(found["date"], where), **rates,
-        offers=tuple(_rent(one, f"{file}, offer {i}") for file, some in known for i, one in enumerate(some, 1)),
-        systems=_by_device(buy.get("systems", {}), f"{where}, buy.systems"),
-        watts=_by_device(buy.get("watts", {}), f"{where}, buy.watts"),
-        tokens=(number(found["tokens"]["input"], f"{where}, tokens.input"),
-                number(found["tokens"]["output"], f"{where}, tokens.output")),
+        currency=currency, date=_date(document["date"], location), **rates,
+        offers=tuple(_rent(one, f"{file}, offer {i}") for file, some in sources for i, one in enumerate(some, 1)),
+        systems=_by_device(buy.get("systems", {}), f"{location}, buy.systems"),
+        watts=_by_device(buy.get("watts", {}), f"{location}, buy.watts"),
+        tokens=(number(document["tokens"]["input"], f"{location}, tokens.input"),
+                number(document["tokens"]["output"], f"{location}, tokens.output")),
     )  # fmt: skip
 
 
-def _rent(offer: Mapping[str, Any], where: str) -> Rent:
+def _rent(offer: Mapping[str, Any], location: str) -> Rent:
     for name in offer:
-        _known(name, ("device", "hour", "who", "tier", "date", "page"), where)
+        _check_key(name, ("device", "hour", "who", "tier", "date", "page"), location)
     tier = offer.get("tier", "neocloud")
     if tier not in TIERS:
-        raise ConfigError(f"{where}: tier is {tier!r:.40}", " or ".join(TIERS), "correct it")
-    hour = number(offer.get("hour"), f"{where}: hour")
+        raise ConfigError(f"{location}: tier is {tier!r:.40}", " or ".join(TIERS), "correct it")
+    hour = number(offer.get("hour"), f"{location}: hour")
     if not hour:
-        raise ConfigError(f"{where}: hour is 0", f"a price above 0, at most {_MOST:g}", "correct it")
+        raise ConfigError(f"{location}: hour is 0", f"a price above 0, at most {_MAX_PRICE:g}", "correct it")
     who, page = (sanitize(str(offer.get(name, default))) for name, default in (("who", "yours"), ("page", "")))
-    return Rent(_device(offer, where), hour, who, tier, _date(offer["date"], where), page)
+    return Rent(_device(offer, location), hour, who, tier, _date(offer["date"], location), page)
 
 
-def _list(found: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    offers = found.get("offers", [])
-    if not isinstance(offers, list) or len(offers) > _MOST_OFFERS or not all(isinstance(o, dict) for o in offers):
-        raise ConfigError(f"{where}: offers are no list of tables", '{ device = "H100", hour = 2.69 }', "correct them")
+def _list(document: Mapping[str, Any], location: str) -> list[Mapping[str, Any]]:
+    offers = document.get("offers", [])
+    if not isinstance(offers, list) or len(offers) > _MAX_OFFERS or not all(isinstance(o, dict) for o in offers):
+        raise ConfigError(
+            f"{location}: offers are no list of tables", '{ device = "H100", hour = 2.69 }', "correct them"
+        )
     return offers
 
 
-def _table(found: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    value = found.get(name, {})
+def _table(document: Mapping[str, Any], name: str, location: str) -> Mapping[str, Any]:
+    value = document.get(name, {})
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: {name} is {value!r:.40}", f"a table, [{name}]", "correct it")
+        raise ConfigError(f"{location}: {name} is {value!r:.40}", f"a table, [{name}]", "correct it")
     return value
 
 
-def _of_devices(found: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    """By the catalogue's names. raises ConfigError, also for a device that has two, of which one would be ignored"""
+def _of_devices(document: Mapping[str, Any], name: str, location: str) -> Mapping[str, Any]:
+    """Return a table by catalogue name. raises ConfigError, also if a device is listed under two names"""
     named: dict[str, Any] = {}
-    for said, value in _table(found, name, where).items():
-        if (device := find_device(said).name) in named:
-            raise ConfigError(f"{where}: {name} has {device} twice, {said:.40} is one", "once", "leave one out")
+    for key, value in _table(document, name, location).items():
+        if (device := find_device(key).name) in named:
+            raise ConfigError(f"{location}: {name} has {device} twice, {key:.40} is one", "once", "leave one out")
         named[device] = value
     return named
 
 
-def _device(offer: Mapping[str, Any], where: str) -> str:
+def _device(offer: Mapping[str, Any], location: str) -> str:
     if "device" not in offer:
-        raise ConfigError(f"{where} has no device", 'device = "H100"', "name it")
+        raise ConfigError(f"{location} has no device", 'device = "H100"', "name it")
     return find_device(str(offer["device"])).name
 
 
-def _by_device(values: Mapping[str, Any], where: str) -> Mapping[str, float]:
-    return {find_device(name).name: number(value, f"{where}: {name}") for name, value in values.items()}
+def _by_device(values: Mapping[str, Any], location: str) -> Mapping[str, float]:
+    return {find_device(name).name: number(value, f"{location}: {name}") for name, value in values.items()}
 
 
-def number(value: Any, where: str, mend: str = "correct it") -> float:
-    """Of a file. raises ConfigError where it is none, negative, or endless"""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-        raise ConfigError(f"{where} is {value!r:.40}", f"a number from 0 to {_MOST:g}", mend)
+def number(value: Any, location: str, mend: str = "correct it") -> float:
+    """Check a number of a file. raises ConfigError if it is not a finite number of at least 0"""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_PRICE:
+        raise ConfigError(f"{location} is {value!r:.40}", f"a number from 0 to {_MAX_PRICE:g}", mend)
     return float(value)
 
 
-def _date(value: Any, where: str) -> datetime.date:
+def _date(value: Any, location: str) -> datetime.date:
     if type(value) is not datetime.date:
-        raise ConfigError(f"{where}: date is {value!s:.40}", "a day, 2026-11-01", "correct it")
+        raise ConfigError(f"{location}: date is {value!s:.40}", "a day, 2026-11-01", "correct it")
     return value
 
 
-def _known(name: str, known: Sequence[str], where: str) -> None:
-    if name not in known:
-        raise ConfigError(f"{where} has {name!r:.60}", nearest(name, known), "correct it")
+def _check_key(name: str, allowed: Sequence[str], location: str) -> None:
+    if name not in allowed:
+        raise ConfigError(f"{location} has {name!r:.60}", nearest(name, allowed), "correct it")

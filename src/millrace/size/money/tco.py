@@ -1,4 +1,4 @@
-"""What systems cost a year: bought, rented by the hour, both, or paid by the token; and where one becomes cheaper."""
+"""Total cost of ownership: a year's costs of buying, renting, a mix, or paying by the token, with break-even points."""
 
 import math
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from millrace.size.money.prices import Prices, Rent, middle
 from millrace.size.performance.operating_point import SYSTEM
 
 HOURS_YEAR, DAYS_YEAR, DAY_HOURS = 8760.0, 365.0, 24
-_DGX = "H100 SXM"  # of which the power of a whole system is known
+_DGX = "H100 SXM"  # the power of a whole system is known
 
 
 @dataclass(frozen=True, slots=True)
 class FleetNeed:
-    """What is needed. tp: devices of an instance, less than 1 where it has a slice; system: devices of one
+    """The fleet to price. tp: devices of an instance, below 1 for a MIG slice; system: devices of a system
 
-    systems: to buy; hourly: (24,) instances in each hour
+    systems: to buy; hourly: (24,) instances needed in each hour
     """
 
     device: Device
@@ -28,13 +28,13 @@ class FleetNeed:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """(24,) in each hour."""
+        """Return the (24,) devices needed in each hour."""
         return tuple(math.ceil(n * self.tp - 1e-9) for n in self.hourly)
 
 
 @dataclass(frozen=True, slots=True)
 class Bought:
-    """Of one system a year; year: of all, and by_figures of as many as the figures say, not rounded"""
+    """Yearly costs of a bought system by kind; year: of all systems; by_figures: of the unrounded number of systems"""
 
     purchase: float
     hosting: float
@@ -50,9 +50,9 @@ class Bought:
 
 @dataclass(frozen=True, slots=True)
 class Rented:
-    """rent: the one in the middle, between low and high. peak_hour: of the busiest hour; always: all of it all year;
+    """Costs of renting. rent: the median offer; low, high: the cheapest and the dearest
 
-    scaled: as many as each hour needs
+    peak_hour: of the busiest hour; always: a year at the peak; scaled: a year with the devices that each hour needs
     """
 
     rent: Rent
@@ -66,7 +66,7 @@ class Rented:
 
 @dataclass(frozen=True, slots=True)
 class Hybrid:
-    """systems: bought, what is beyond them rented by the hour"""
+    """A mix: `systems` are bought, the rest is rented by the hour."""
 
     systems: int
     bought: float
@@ -79,11 +79,12 @@ class Hybrid:
 
 @dataclass(frozen=True, slots=True)
 class Money:
-    """A year's costs. break_even_hours: of a day that a system must be needed to be bought; None: no price, or never
+    """A year's costs.
 
-    a_million_tokens, a_thousand_requests: of the cheapest way that is known; by_token: what a provider would take
-    break_even_requests: a day, from which buying costs less than that
-    band: the cheapest way's year where systems serve more or less than told, by `error` of that; None: no way is known
+    break_even_hours: hours a day from which buying is cheaper than renting; None: no price, or never
+    a_million_tokens, a_thousand_requests: by the cheapest option; by_token: at a provider's token prices
+    break_even_requests: requests a day from which buying is cheaper than paying by the token
+    band: costs of the cheapest option if capacities are off by `error` either way; None: no price is known
     """
 
     currency: str
@@ -110,21 +111,21 @@ class Money:
         return _cheapest(self.bought, self.rented, self.hybrid)[0]
 
 
-def _cheapest(own: Bought | None, rent: Rented | None, both: Hybrid | None) -> tuple[str, float | None]:
-    """Of the ways that are known, the name and a year; what is no mix goes before one that costs as much."""
+def _cheapest(own: Bought | None, rent: Rented | None, mix: Hybrid | None) -> tuple[str, float | None]:
+    """Return name and yearly costs of the cheapest option; ("", None) if none has a price. Ties: no mix."""
     ways = [("bought", own.year)] if own else []
     ways += [("rented", rent.scaled)] if rent else []
-    ways += [("both", both.year)] if both else []
+    ways += [("both", mix.year)] if mix else []
     return min(ways, key=lambda way: way[1], default=("", None))
 
 
 def engines(peaks: Sequence[float], rate: float, utilisation: float) -> tuple[int, ...]:
-    """Instances that each hour needs; one at least. rate: requests/s of an instance"""
+    """Return the instances that each hour needs, at least one. rate: requests/s of an instance"""
     return tuple(max(1, math.ceil(peak / (rate * utilisation) - 1e-9)) for peak in peaks)
 
 
 def bought(fleet: FleetNeed, prices: Prices) -> Bought | None:
-    """None where the price of such a system is not known."""
+    """Return the costs of buying; None if the price of such a system is unknown."""
     price = prices.systems.get(fleet.device.name)
     if price is None or fleet.system != SYSTEM:  # prices are of systems of 8
         return None
@@ -136,7 +137,7 @@ def bought(fleet: FleetNeed, prices: Prices) -> Bought | None:
 
 
 def watts(device: Device, prices: Prices) -> float:
-    """Of a whole system."""
+    """Return the power of a whole system in watts, estimated from its devices if unknown."""
     if device.name in prices.watts:
         return prices.watts[device.name]
     share = prices.watts[_DGX] / (SYSTEM * find_device(_DGX).watts) if _DGX in prices.watts else 1.0
@@ -144,7 +145,7 @@ def watts(device: Device, prices: Prices) -> float:
 
 
 def rented(fleet: FleetNeed, rents: Sequence[Rent]) -> Rented | None:
-    """rents: cheapest first; None where there is no offer"""
+    """Return the costs of renting; None if there is no offer. rents: cheapest first"""
     if not rents:
         return None
     rent, devices = middle(rents), fleet.devices
@@ -155,27 +156,27 @@ def rented(fleet: FleetNeed, rents: Sequence[Rent]) -> Rented | None:
 
 
 def hybrid(fleet: FleetNeed, own: Bought | None, rent: Rented | None) -> Hybrid | None:
-    """The cheapest number of systems to buy, when the rest is rented in the hours that need it.
+    """Return the cheapest mix of bought systems and devices rented in the hours that need them.
 
-    Where nothing is left to rent, all are bought, and those to spare among them.
+    If nothing remains to rent, all systems are bought, spares included.
     """
     if own is None or rent is None:
         return None
     systems = -(-max(fleet.devices) // SYSTEM)
 
-    def of(n: int) -> Hybrid:
+    def mix(n: int) -> Hybrid:
         beyond = sum(max(0, devices - n * SYSTEM) for devices in fleet.devices)
         if not beyond:
             return Hybrid(fleet.systems, own.year, 0.0)
         return Hybrid(n, n * own.system, beyond * rent.rent.hour * DAYS_YEAR)
 
-    # costs are straight between these; and with those to spare there is a step at the last
+    # costs are linear between these numbers; spares add a step at the last one
     needed = {-(-devices // SYSTEM) for devices in fleet.devices} | {devices // SYSTEM for devices in fleet.devices}
-    return min(map(of, sorted(needed | {0, systems - 1, systems})), key=lambda found: (found.year, found.systems))
+    return min(map(mix, sorted(needed | {0, systems - 1, systems})), key=lambda option: (option.year, option.systems))
 
 
 def break_even_hours(own: Bought | None, rent: Rented | None) -> float | None:
-    """Hours of a day in which a system must be needed so that buying costs less than renting; None: never."""
+    """Return the hours a day from which buying is cheaper than renting; None: never."""
     if own is None or rent is None:
         return None
     hours = own.system / (SYSTEM * rent.rent.hour * DAYS_YEAR)
@@ -185,15 +186,15 @@ def break_even_hours(own: Bought | None, rent: Rented | None) -> float | None:
 def money(
     fleet: FleetNeed, prices: Prices, tier: str | None, average: float, rate: float, lengths: tuple[float, float]
 ) -> Money:
-    """tier: of offers, None: any; average: requests/s of a whole year; rate: of an instance
+    """Return all costs of a fleet. tier: of offers, None: any; average: requests/s over a year; rate: of an instance
 
-    lengths: tokens of a request, all calls together
+    lengths: input and output tokens of a request, all calls together
     """
     own, rent = bought(fleet, prices), rented(fleet, prices.rents(fleet.device, tier))
-    both = hybrid(fleet, own, rent)
+    mix = hybrid(fleet, own, rent)
     requests = average * HOURS_YEAR * 3600
     a_request = sum(n * price / 1e6 for n, price in zip(lengths, prices.tokens, strict=True))
-    _, cheapest = _cheapest(own, rent, both)
+    _, cheapest = _cheapest(own, rent, mix)
     notes = []
     if own is None and fleet.system != SYSTEM:
         notes.append(f"prices for buying are of systems of {SYSTEM}, and these have {fleet.system}")
@@ -201,11 +202,11 @@ def money(
         notes.append(f"no price of a system of {SYSTEM} x {fleet.device.name} is known: give yours in a file, "
                      f'--prices FILE, with: date = ..., buy.systems = {{ "{fleet.device.name}" = ... }}')  # fmt: skip
     if rent is None:
-        notes.append(prices.lacks(fleet.device, tier))
+        notes.append(prices.missing_offer_text(fleet.device, tier))
     if own is not None and fleet.device.name not in prices.watts:
         notes.append("the power of such a system is estimated from its devices'")
     return Money(
-        prices.currency, own, rent, both, a_request * requests if a_request else None, break_even_hours(own, rent),
+        prices.currency, own, rent, mix, a_request * requests if a_request else None, break_even_hours(own, rent),
         own.year / DAYS_YEAR / a_request if own and a_request else None,
         None if cheapest is None else cheapest / (requests * sum(lengths)) * 1e6,
         None if cheapest is None else cheapest / requests * 1e3,

@@ -1,8 +1,8 @@
-"""An instance under a closed loop, in closed form: N requests are always in flight.
+"""Closed-form model of an instance with N requests always in flight.
 
-A request takes its prefill and, with B others beside it, its share of osl - 1 decode steps; the rest is Little's law.
-What a user waits for depends on the scheduler as well: TTFT is only estimated here (three quarters of a step full of
-prompts), and simulated where it matters.
+A request takes its prefill and, in a batch of B, its share of osl - 1 decode steps; the rest is Little's law.
+Latencies also depend on the scheduler: TTFT is only estimated here (three quarters of a step full of prompts), and
+simulated for chosen configurations.
 """
 
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ from millrace.errors import ConfigError
 from millrace.machine.devices import GB
 from millrace.runtime.scheduling.step_cost_model import StepTime
 from millrace.size.performance.fitted_devices import Profile
-from millrace.size.performance.operating_point import Point, Source, Waits
-from millrace.size.performance.roofline_cost import Constants, Instance, decode_terms, prefill_terms
+from millrace.size.performance.operating_point import FigureSource, OperatingPoint, Waits
+from millrace.size.performance.roofline_cost import Constants, ModelInstance, decode_terms, prefill_terms
 from millrace.size.performance.serving_overhead import Stack
 from millrace.size.performance.step_time import step_time
 
-USABLE, OVERHEAD_BYTES = 0.9, 3 * GB  # of a device's memory; what its software and activations take of that
+USABLE, OVERHEAD_BYTES = 0.9, 3 * GB  # usable share of a device's memory; software and activations, out of that
 CONCURRENCIES = (1, 2, 4, 5, 8, 10, 16, 25, 32, 50, 64, 100, 128, 150, 200, 250, 384, 512)
 
 
-def kv_capacity(instance: Instance) -> float:
-    """Tokens that the cache holds. raises ConfigError where not even the weights fit"""
+def kv_capacity(instance: ModelInstance) -> float:
+    """Return the tokens that the KV cache holds. raises ConfigError if not even the weights fit"""
     stage = instance.stage
     memory = stage.tp * (USABLE * stage.device.memory_bytes - OVERHEAD_BYTES)
     left = memory - stage.weights_bytes
@@ -35,8 +35,8 @@ def kv_capacity(instance: Instance) -> float:
     return left / stage.kv_token_bytes
 
 
-def check_fits(instance: Instance, lengths: tuple[float, float]) -> None:
-    """raises ConfigError where a request is longer than the model's context, or than what the cache holds"""
+def check_fits(instance: ModelInstance, lengths: tuple[float, float]) -> None:
+    """Refuse requests that exceed the model's context or the KV cache. raises ConfigError"""
     both = sum(lengths)
     if both > instance.model.max_context:
         raise ConfigError(
@@ -51,30 +51,37 @@ def check_fits(instance: Instance, lengths: tuple[float, float]) -> None:
         )  # fmt: skip
 
 
-def served(
-    instance: Instance, profile: Profile, lengths: tuple[float, float], concurrency: float, stack: Stack | None = None
-) -> Point:
-    """lengths: tokens in and out. raises ConfigError where a single request does not fit"""
+def estimate_point(
+    instance: ModelInstance,
+    profile: Profile,
+    lengths: tuple[float, float],
+    concurrency: float,
+    stack: Stack | None = None,
+) -> OperatingPoint:
+    """Estimate the operating point at a concurrency. lengths: input and output tokens
+
+    raises ConfigError if a single request does not fit
+    """
     check_fits(instance, lengths)
     stack = stack or profile.stack
     n_in, n_out = lengths
     seconds = step_time(instance, profile.constants, stack)
     batch = _batch(instance, lengths, concurrency, stack)
     rate, waits = closed_form(seconds, stack.front_s, stack.step_tokens, lengths, concurrency, batch)
-    return Point(
+    return OperatingPoint(
         model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
         pp=instance.pp, system=instance.system, input_tokens=n_in, output_tokens=n_out, concurrency=concurrency,
-        rate=rate, mean=waits, p95=None, source=Source.ANALYTIC,
+        rate=rate, mean=waits, p95=None, source=FigureSource.ANALYTIC,
     )  # fmt: skip
 
 
 def closed_form(
     seconds: StepTime, front_s: float, step_tokens: int, lengths: tuple[float, float], concurrency: float, batch: int
 ) -> tuple[float, Waits]:
-    """Requests/s, and what users wait. batch: of those in flight, how many fit
+    """Return requests/s and latencies. batch: how many of the requests in flight run at the same time
 
-    Beside others a prompt starts no step of its own; but no request is through sooner than alone, and the host makes
-    one after another ready (`front_s`), as in a simulation.
+    A prompt in a running batch starts no step of its own. No request finishes faster than alone, and the host prepares
+    requests one after another (`front_s` each), as in a simulation.
     """
     n_in, n_out = lengths
     step_s = seconds((), (), batch, n_in + n_out / 2)
@@ -89,31 +96,33 @@ def closed_form(
     return rate, Waits(ttft_s, (e2e_s - ttft_s) / max(1.0, n_out - 1), e2e_s)
 
 
-def _batch(instance: Instance, lengths: tuple[float, float], concurrency: float, stack: Stack) -> int:
+def _batch(instance: ModelInstance, lengths: tuple[float, float], concurrency: float, stack: Stack) -> int:
     return max(1, int(min(concurrency, stack.sequences, kv_capacity(instance) / sum(lengths))))
 
 
-def shares(instance: Instance, profile: Profile, point: Point, stack: Stack | None = None) -> Mapping[str, float]:
-    """Of an instance's time at that point, what goes where; together 1."""
-    stack, constants, whole = stack or profile.stack, profile.constants, instance
+def shares(
+    instance: ModelInstance, profile: Profile, point: OperatingPoint, stack: Stack | None = None
+) -> Mapping[str, float]:
+    """Return the shares of an instance's time by activity; they add up to 1."""
+    stack, constants = stack or profile.stack, profile.constants
     batch = _batch(instance, (point.input_tokens, point.output_tokens), max(1.0, point.concurrency), stack)
     seconds: dict[str, float] = {}
     for lengths in point.lengths:
-        for name, took_s in _spent(whole, constants, stack, lengths, batch).items():
+        for name, took_s in _spent(instance, constants, stack, lengths, batch).items():
             seconds[name] = seconds.get(name, 0.0) + took_s
     total = sum(seconds.values())
     return {name: value / total for name, value in seconds.items()}
 
 
 def _spent(
-    whole: Instance, constants: Constants, stack: Stack, lengths: tuple[float, float], batch: int
+    instance: ModelInstance, constants: Constants, stack: Stack, lengths: tuple[float, float], batch: int
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of an instance's time for a call, beside so many."""
-    instance, (n_in, n_out) = whole.stage, lengths
+    """Return the seconds of an instance's time for one call in a batch, by activity."""
+    stage, (n_in, n_out) = instance.stage, lengths
     context = n_in + n_out / 2
-    prompt, step = prefill_terms(instance, [n_in]), decode_terms(instance, batch, context)
+    prompt, step = prefill_terms(stage, [n_in]), decode_terms(stage, batch, context)
     parts = [part * constant for part, constant in zip(step, constants.decode, strict=True)]
-    cached_s = constants.decode[0] * instance.cached_s(batch, context)
+    cached_s = constants.decode[0] * stage.cached_s(batch, context)
     steps = (n_out - 1) / batch
     of_steps, of_prompts = steps * stack.decode * constants.factor, stack.prefill * constants.factor
     links = sum(a * b for a, b in zip(prompt.rest[:3], constants.prefill[1:4], strict=True))
@@ -126,8 +135,8 @@ def _spent(
         "starting steps": of_steps * parts[5],
         "host": of_steps * parts[6] + steps * stack.host_s * batch,
     }
-    if whole.pp > 1:
-        together, alone = step_time(whole, constants, stack), step_time(instance, constants, stack)
+    if instance.pp > 1:
+        together, alone = step_time(instance, constants, stack), step_time(stage, constants, stack)
         waited_s = together([n_in], [0], 0, 0.0) - alone([n_in], [0], 0, 0.0)
         waited_s += steps * (together((), (), batch, context) - alone((), (), batch, context))
         seconds["bubbles and links of stages"] = max(0.0, waited_s)

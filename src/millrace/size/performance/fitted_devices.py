@@ -13,12 +13,13 @@ from millrace.size.performance.roofline_cost import Constants
 from millrace.size.performance.serving_overhead import Stack
 
 TENSORRT_LLM = "TensorRT-LLM 0.9.0, static batches"
-UNSEEN = 0.25  # relative error to expect of a device that was not measured: that of one left out, doubled
+UNSEEN = 0.25  # expected relative error of an unmeasured device: twice the leave-one-out error
 
 
 def _nim(prefill: float, decode: float, cache: float, host_us: float) -> Stack:
-    """Keys and values are read slower than in static batches, of 8 bits no faster than of 16. Waits for first
-    tokens are those of steps of up to 32,768 tokens, and of 2 ms in which a request is taken in before the next.
+    """Create a stack of NIM: the KV cache is read slower than in static batches, at 8 bits no faster than at 16.
+
+    TTFT matches steps of up to 32,768 tokens, and 2 ms in which the host takes in a request before the next.
     """
     return Stack(
         name="NVIDIA NIM of 2024", prefill=prefill, decode=decode, cache=cache, host_s=host_us * 1e-6, front_s=2e-3,
@@ -26,8 +27,8 @@ def _nim(prefill: float, decode: float, cache: float, host_us: float) -> Stack:
     )  # fmt: skip
 
 
-_UNSERVED = 0.15  # of requests/s, where engines were measured and serving was not
-# Fitted by simulation; with the mean relative error of requests/s of a model that is left out (overhead.py).
+_UNSERVED = 0.15  # relative error of requests/s if the engine was measured but not the serving stack
+# Fitted by simulation; with the mean leave-one-out error of requests/s (overhead.py).
 STACKS = {
     ("A100 SXM 80GB", "fp16"): (_nim(1.138, 1.056, 1.74, 23.7), 0.05),
     ("H100 SXM", "fp16"): (_nim(1.132, 1.059, 1.70, 10.5), 0.05),
@@ -37,8 +38,8 @@ STACKS = {
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """prefill_error, decode_error, served_error: mean relative errors, of the rows that it was fitted to or as to be
-    expected; served_error: of requests/s, of a model that it was not fitted to
+    """Constants of a device and precision. prefill_error, decode_error: mean relative errors of the fitted rows, or
+    expected ones; served_error: of requests/s for a model outside the fit
     """
 
     device: str
@@ -52,7 +53,7 @@ class Profile:
 
 
 def _trt(device: str, precision: str, prefill: tuple[float, ...], decode: tuple[float, ...], *errors: float) -> Profile:
-    """errors: of prefill, of decode"""
+    """Create a profile fitted to TensorRT-LLM. errors: of prefill, of decode"""
     prefill_error, decode_error = errors
     stack, served_error = STACKS.get((device, precision), (STACKS["H100 SXM", precision][0], _UNSERVED))
     return Profile(
@@ -121,23 +122,26 @@ PROFILES = (
 
 
 def profile(device: Device, precision: str) -> Profile:
-    """Of that device and precision; else of the most similar one, with the error to expect. raises ConfigError"""
+    """Return the profile of a device and precision, or of the most similar one with its expected error.
+
+    raises ConfigError if the device lacks the precision
+    """
     device.peak("fp16" if precision == "int4" else "bf16" if precision == "bf16" else precision)
-    wanted = {"bf16": "fp16", "int8": "fp8", "int4": "fp16", "fp4": "fp8"}.get(precision, precision)
-    for known in PROFILES:
-        if known.device == device.name and known.precision == wanted == precision:
-            return known
-    alike = min(PROFILES, key=lambda known: _distance(known, device, wanted))
-    told = f"{alike.source}: that of {alike.precision} on {alike.device}, which is the most similar"
-    return Profile(device.name, precision, alike.constants, UNSEEN, UNSEEN, told, alike.stack, UNSEEN)
+    base_precision = {"bf16": "fp16", "int8": "fp8", "int4": "fp16", "fp4": "fp8"}.get(precision, precision)
+    for candidate in PROFILES:
+        if candidate.device == device.name and candidate.precision == base_precision == precision:
+            return candidate
+    alike = min(PROFILES, key=lambda candidate: _distance(candidate, device, base_precision))
+    source = f"{alike.source}: that of {alike.precision} on {alike.device}, which is the most similar"
+    return Profile(device.name, precision, alike.constants, UNSEEN, UNSEEN, source, alike.stack, UNSEEN)
 
 
-def _distance(known: Profile, device: Device, precision: str) -> tuple[bool, bool, bool, bool, float]:
-    other = find_device(known.device)
+def _distance(candidate: Profile, device: Device, precision: str) -> tuple[bool, bool, bool, bool, float]:
+    other = find_device(candidate.device)
     return (
         other.link != device.link and Link.PCIE in (other.link, device.link),
         other.link != device.link,
-        known.precision != precision,
+        candidate.precision != precision,
         other.architecture != device.architecture,
         abs(other.bandwidth / device.bandwidth - 1),
     )

@@ -1,4 +1,4 @@
-"""What the cost of a model depends on: read from any config.json, or one of the presets."""
+"""Model shapes that costs depend on: from a config.json, or one of the presets."""
 
 import re
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ _TUNED = re.compile(r"(-(instruct|chat|it|hf|base|v0\.[12]))+$")  # of one size,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(DecoderSizes):
-    """A decoder, and what its sizes make of it."""
+    """Sizes of a decoder, and the parameter counts that follow from them."""
 
     @property
     def attention_parameters(self) -> int:
-        """Of all layers."""
+        """Return the attention parameters of all layers."""
         heads = 2 * self.n_heads + 2 * self.n_kv_heads
         return self.n_layers * self.hidden * self.head_dim * heads
 
     @property
     def expert_parameters(self) -> int:
-        """Of all layers, one expert of each."""
+        """Return the parameters of one expert in each layer."""
         return self._of_width(self.ffn)
 
     def _of_width(self, width: int) -> int:
@@ -33,17 +33,17 @@ class ModelShape(DecoderSizes):
 
     @property
     def always_parameters(self) -> int:
-        """Of all layers, what every token visits: attention, and shared experts."""
+        """Return the parameters that every token uses in all layers: attention and shared experts."""
         return self.attention_parameters + self._of_width(self.shared)
 
     @property
     def parameters(self) -> int:
-        """Of all layers; without embeddings and head."""
+        """Return the parameters of all layers, without embeddings and head."""
         return self.always_parameters + max(1, self.experts) * self.expert_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Of those, the ones that a token is multiplied by."""
+        """Return the parameters of all layers that a token is multiplied by."""
         return self.always_parameters + max(1, self.experts_active) * self.expert_parameters
 
     @property
@@ -56,20 +56,20 @@ class ModelShape(DecoderSizes):
 
     @property
     def kv_values(self) -> int:
-        """Numbers that a token leaves in the cache."""
+        """Return the KV-cache elements of a token."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim
 
     def reached(self, context: float) -> float:
-        """Tokens of a context that attention looks at."""
+        """Return how many tokens of a context attention reads (sliding window)."""
         return min(context, self.window) if self.window else context
 
     def pairs(self, n: float) -> float:
-        """Twice the pairs of tokens that attend to one another in the first n of a sequence."""
+        """Return twice the number of attention pairs in the first n tokens of a sequence."""
         reached = self.reached(n)
         return reached**2 + 2 * reached * (n - reached)
 
     def touched_parameters(self, n_tokens: float) -> float:
-        """Of the layers, what a step of so many tokens reads: each token draws its experts evenly, for itself."""
+        """Return the layer parameters that a step of n tokens reads; tokens choose experts uniformly at random."""
         if not self.experts:
             return self.parameters
         met: float = self.experts * (1 - (1 - self.experts_active / self.experts) ** n_tokens)
@@ -77,12 +77,12 @@ class ModelShape(DecoderSizes):
 
 
 def _preset(name: str, sizes: tuple[int, ...], **more: Any) -> ModelShape:
-    """sizes: layers, hidden, heads, KV heads, head size, feed-forward, vocabulary, context"""
+    """Create a preset. sizes: layers, hidden, heads, KV heads, head size, feed-forward, vocabulary, context"""
     named: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
     return ModelShape(name=name, **named, **more)
 
 
-# From the configurations that their makers published.
+# From the published configurations.
 PRESETS: Mapping[str, ModelShape] = MappingProxyType({m.name: m for m in (
     _preset("llama-2-7b", (32, 4096, 32, 32, 128, 11008, 32000, 4096)),
     _preset("llama-2-13b", (40, 5120, 40, 40, 128, 13824, 32000, 4096)),
@@ -120,24 +120,24 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType({m.name: m for m in (
 
 
 def find_model(name: str) -> ModelShape:
-    """A preset, or the shape in a config.json or a folder that holds one. raises ConfigError, CheckpointError"""
+    """Find a preset, or read a config.json or a folder with one. raises ConfigError, CheckpointError"""
     path = Path(name)
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".json":
         return of_config(read_config_file(path), path.resolve().parent.name)
-    wanted = name.casefold()
-    if wanted not in PRESETS:
-        bare = _TUNED.sub("", wanted.rsplit("/", 1)[-1])  # of the Hub's names
-        meant = f'did you mean "{bare}"? It has the same sizes' if bare in PRESETS else nearest(bare, PRESETS)
+    key = name.casefold()
+    if key not in PRESETS:
+        bare = _TUNED.sub("", key.rsplit("/", 1)[-1])  # of the Hub's names
+        suggestion = f'did you mean "{bare}"? It has the same sizes' if bare in PRESETS else nearest(bare, PRESETS)
         raise ConfigError(
             f"no model is known as {sanitize(name)}",
             "a preset, or the path of its config.json, or of its folder",
-            meant,
+            suggestion,
         )
-    return PRESETS[wanted]
+    return PRESETS[key]
 
 
 def of_config(config: Mapping[str, object], name: str) -> ModelShape:
-    """raises CheckpointError, ConfigError"""
+    """Read the shape from a configuration. raises CheckpointError, ConfigError"""
     return ModelShape(**asdict(read_sizes(config, name)))

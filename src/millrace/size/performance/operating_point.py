@@ -1,4 +1,4 @@
-"""Operating points: how many requests an instance serves at a concurrency, and what users wait for meanwhile."""
+"""Operating points of an instance: requests/s and latencies at a concurrency; latency limits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from enum import StrEnum
 from millrace.errors import ConfigError
 from millrace.report.format_numbers import exact, format_4_digits
 
-SYSTEM = 8  # devices of the machines that are bought, where nobody says
-_MOST_S = 1e7  # that a limit allows: settings take 1e6, of which twice as much is looked at, too
-# Of calls in a row that were measured apart, for as long as waits are not those of a few outliers in each call.
+SYSTEM = 8  # default number of devices of a system
+_MAX_S = 1e7  # largest limit: settings take 1e6, and the sensitivity analysis doubles it
+# An upper bound unless the latencies are dominated by a few outliers in each call.
 P95_OF_CALLS = "the p95 of calls in a row is the sum of each call's p95: as a rule an upper bound, not measured"
 
 
@@ -17,8 +17,8 @@ def named_parallel(tp: int, pp: int) -> str:
     return f"TP{tp}" + (f" PP{pp}" if pp > 1 else "")
 
 
-class Source(StrEnum):
-    """Where a figure comes from."""
+class FigureSource(StrEnum):
+    """The origin of a figure."""
 
     MEASURED = "measured"
     ANALYTIC = "analytic"
@@ -27,7 +27,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds to the first token, between tokens, to the last."""
+    """Latencies in seconds: to the first token, between tokens, to the last token."""
 
     ttft_s: float
     itl_s: float
@@ -36,11 +36,12 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Of a simulated point. mean_within, p95_within: half of their 95 % intervals
+    """Details of a simulated point. mean_within, p95_within: half widths of the 95 % confidence intervals
 
-    counted: requests; dropped: those of the transients; how: arrivals and scheduler, in words
-    beyond: limits that the next higher rate breaks, where a capacity was sought; nothing: it falls behind there
-    cut: time was up before that was known, so that it may serve more
+    counted: requests in the statistics; dropped: those of the warm-up and drain; how: arrivals and scheduler, for
+    people
+    beyond: limits that the next higher tried rate breaks; (): the instance falls behind there
+    cut: the search ended early, so the instance may serve more
     """
 
     p99: Waits
@@ -55,11 +56,11 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One instance of tp x pp devices with so many requests in flight. rate: requests a second; p95: where it is known
+class OperatingPoint:
+    """One instance of tp x pp devices at a concurrency. rate: requests/s; p95: None if unknown
 
-    input_tokens, output_tokens: of what is in flight, on average; calls: of each, where a request has several in a row
-    system: devices of the machines that are bought; sampled: where it was simulated
+    input_tokens, output_tokens: mean of the calls in flight; calls: lengths of each if a request has several
+    system: devices of a system; sampled: None unless simulated
     """
 
     model: str
@@ -73,20 +74,20 @@ class Point:
     rate: float
     mean: Waits
     p95: Waits | None
-    source: Source
+    source: FigureSource
     sampled: Sampled | None = None
     pp: int = 1
     calls: tuple[tuple[float, float], ...] = ()
 
     @property
     def lengths(self) -> tuple[tuple[float, float], ...]:
-        """Tokens in and out of each call; of one, where there is no other."""
+        """Return input and output tokens of each call."""
         return self.calls or ((self.input_tokens, self.output_tokens),)
 
     @property
     def p95_is_a_sum(self) -> bool:
-        """Of calls in a row that were measured each by itself: who is slow in one need not be slow in all of them."""
-        return self.source == Source.MEASURED and len(self.calls) > 1 and self.p95 is not None
+        """Whether the p95 adds up the p95 of calls that were measured separately, which overestimates it."""
+        return self.source == FigureSource.MEASURED and len(self.calls) > 1 and self.p95 is not None
 
     @property
     def devices(self) -> int:
@@ -94,12 +95,12 @@ class Point:
 
     @property
     def systems(self) -> int:
-        """That an instance takes: several, where it has more devices than one."""
+        """Return the number of systems that one instance takes, at least 1."""
         return max(1, self.devices // self.system)
 
     @property
     def rate_of_system(self) -> float:
-        """Of a machine that is full of such instances, or of its share of one that takes several."""
+        """Return the requests/s of a system full of such instances, or of its share of a larger instance."""
         return self.rate * self.system / self.devices
 
     @property
@@ -113,49 +114,49 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What users may wait for at most, in seconds; None: as long as it takes. of: "mean" or "p95", which they are on"""
+    """Latency limits in seconds; None: unlimited. statistic: "mean" or "p95", to which the limits apply"""
 
     ttft_s: float | None = None
     itl_s: float | None = None
     e2e_s: float | None = None
-    of: str = "mean"
+    statistic: str = "mean"
 
     def __post_init__(self) -> None:
-        if self.of not in ("mean", "p95"):
-            raise ConfigError(f"limits on the {self.of}", "the mean, or the p95", "choose one of them")
+        if self.statistic not in ("mean", "p95"):
+            raise ConfigError(f"limits on the {self.statistic}", "the mean, or the p95", "choose one of them")
         for name, value in (("ttft", self.ttft_s), ("itl", self.itl_s), ("e2e", self.e2e_s)):
-            if value is not None and not 0 < value < _MOST_S:
+            if value is not None and not 0 < value < _MAX_S:
                 raise ConfigError(
                     f"a limit of {exact(value)} s on {name}",
-                    f"above 0 and below {exact(_MOST_S)}, in seconds",
+                    f"above 0 and below {exact(_MAX_S)}, in seconds",
                     "correct it",
                 )
 
     def scaled(self, times: float) -> "Limits":
-        """So many times as long; what is not limited stays so."""
+        """Return limits that are `times` as long; unlimited latencies stay unlimited."""
 
-        def of(limit: float | None) -> float | None:
+        def scale(limit: float | None) -> float | None:
             return None if limit is None else limit * times
 
-        return Limits(of(self.ttft_s), of(self.itl_s), of(self.e2e_s), self.of)
+        return Limits(scale(self.ttft_s), scale(self.itl_s), scale(self.e2e_s), self.statistic)
 
-    def broken(self, point: Point) -> tuple[str, ...]:
-        """Which ones that point breaks; all where its p95 is asked for and not known."""
-        waits = point.mean if self.of == "mean" else point.p95
+    def broken(self, point: OperatingPoint) -> tuple[str, ...]:
+        """Return the limits that a point breaks, or that the statistic is unknown."""
+        waits = point.mean if self.statistic == "mean" else point.p95
         if waits is None:
-            return (f"no {self.of} is known",)
-        asked = (
+            return (f"no {self.statistic} is known",)
+        checks = (
             ("TTFT", self.ttft_s, waits.ttft_s),
             ("ITL", self.itl_s, waits.itl_s),
             ("E2E", self.e2e_s, waits.e2e_s),
         )
-        return tuple(name for name, limit, waited in asked if limit is not None and waited > limit)
+        return tuple(name for name, limit, waited in checks if limit is not None and waited > limit)
 
 
-def best(points: Sequence[Point], limits: Limits) -> Point:
-    """The most requests a second for each device within the limits.
+def best(points: Sequence[OperatingPoint], limits: Limits) -> OperatingPoint:
+    """Return the point with the most requests/s of a system within the limits; ties: the fewest devices.
 
-    raises ConfigError where none is within them: which limit binds, and who comes closest
+    raises ConfigError if none is within them, with the limit that binds and the closest point
     """
     within = [point for point in points if not limits.broken(point)]
     if within:
@@ -163,19 +164,19 @@ def best(points: Sequence[Point], limits: Limits) -> Point:
     if not points:
         raise ConfigError("no operating point is known", "one at least", "give measurements, or choose a device")
     closest = min(points, key=lambda point: (len(limits.broken(point)), point.mean.ttft_s))
-    waits = closest.mean if limits.of == "mean" or closest.p95 is None else closest.p95
+    waits = closest.mean if limits.statistic == "mean" or closest.p95 is None else closest.p95
     raise ConfigError(
-        f"nothing here keeps the limit on {' and '.join(limits.broken(closest))} ({limits.of})",
+        f"nothing here keeps the limit on {' and '.join(limits.broken(closest))} ({limits.statistic})",
         f"the closest is {closest.configuration} with {format_4_digits(closest.concurrency)} in flight: TTFT "
         f"{waits.ttft_s * 1e3:.0f} ms, ITL {waits.itl_s * 1e3:.1f} ms, E2E {waits.e2e_s:.2f} s",
         "allow more, ask for less, or choose faster devices",
     )  # fmt: skip
 
 
-def latency_optimal(points: Sequence[Point]) -> Point:
-    """Of several that are as quick but for the last digits of a float, the one with the fewest in flight."""
+def latency_optimal(points: Sequence[OperatingPoint]) -> OperatingPoint:
+    """Return the point with the lowest E2E latency; ties up to rounding: fewest devices, then lowest concurrency."""
     return min(points, key=lambda point: (float(f"{point.mean.e2e_s:.9g}"), point.devices, point.concurrency))
 
 
-def throughput_optimal(points: Sequence[Point]) -> Point:
+def throughput_optimal(points: Sequence[OperatingPoint]) -> OperatingPoint:
     return max(points, key=lambda point: (point.rate_of_system, -point.devices))

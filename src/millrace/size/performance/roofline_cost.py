@@ -1,7 +1,7 @@
-"""What a step takes on some devices: a roofline, with what is reached of it fitted to measured steps.
+"""Step times from a roofline model whose efficiencies are fitted to measured steps.
 
-A time is linear in what is fitted: `prefill_terms` and `decode_terms` give what each constant is multiplied by, for the
-prediction here and for `device.py` alike.
+Times are linear in the fitted constants: `prefill_terms` and `decode_terms` return what each constant is multiplied
+by, for the prediction here and for the fit in `device.py`.
 
     prefill   max(2 P T / (tp F MFU), W / (tp BW 0.8)) + 2 L q sum(n^2) / (tp F16 0.35) + all-reduces + fixed
     decode    (W + KV) / (tp BW MBU) + 2 P B / (tp F MFU) + all-reduces + fixed + host B
@@ -29,10 +29,10 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class ModelInstance:
     """A model on tp x pp devices: groups of tp, each with the layers of a stage (step_time.py has what stages take).
 
-    precision: of weights and products; kv_bytes: of a number in the cache; system: devices of a machine
+    precision: of weights and matmuls; kv_bytes: of a KV-cache element; system: devices of a system
     """
 
     model: ModelShape
@@ -48,21 +48,21 @@ class Instance:
         return self.tp * self.pp
 
     @property
-    def stage(self) -> "Instance":
-        """The slowest one, with as many layers as any and the head; all of it where there is one."""
+    def stage(self) -> "ModelInstance":
+        """Return the slowest stage: the most layers, and the head; the instance itself if it has one stage."""
         return self if self.pp == 1 else self._with(n_layers=-(-self.model.n_layers // self.pp), tied=True)
 
     @property
-    def within(self) -> "Instance":
-        """A stage that is not the last, and has no head."""
+    def within(self) -> "ModelInstance":
+        """Return a stage other than the last, without the head."""
         return self.stage._with(vocab=1)
 
-    def _with(self, **model: int) -> "Instance":
+    def _with(self, **model: int) -> "ModelInstance":
         return replace(self, model=replace(self.model, **model), pp=1)  # type: ignore[arg-type]
 
     @property
     def peak(self) -> float:
-        """Operations a second of all devices; weights of 4 bits are multiplied in 16."""
+        """Return the peak operations/s of all devices; 4-bit integer weights are multiplied in 16 bits."""
         precision = "fp16" if self.precision == "int4" else self.precision
         peaks = self.device.peaks
         return self.tp * (peaks["bf16"] if precision == "fp16" and "fp16" not in peaks else self.device.peak(precision))
@@ -78,7 +78,7 @@ class Instance:
 
     @property
     def weights_bytes(self) -> float:
-        """That lie in memory."""
+        """Return the bytes of all weights in memory."""
         head = self.model.stored_parameters - self.model.parameters
         return self.model.parameters * WEIGHT_BYTES[self.precision] + head * HEAD_BYTES
 
@@ -87,18 +87,18 @@ class Instance:
         return self.model.kv_values * self.kv_bytes
 
     def cached_s(self, n: float, context: float) -> float:
-        """Of reading keys and values of n sequences at the peak."""
+        """Return the seconds to read the KV cache of n sequences at peak bandwidth."""
         return n * self.kv_token_bytes * self.model.reached(context) / self.bandwidth
 
     def read_bytes(self, n_tokens: float) -> float:
-        """Of weights, in a step of so many tokens."""
+        """Return the bytes of weights that a step of n tokens reads."""
         touched = self.model.touched_parameters(n_tokens)
         return touched * WEIGHT_BYTES[self.precision] + self.model.head_parameters * HEAD_BYTES
 
     def reduces(self, n_tokens: float) -> tuple[float, float, float]:
-        """All-reduces of a step: how many, and bytes that each device sends near and far (beyond its bridge).
+        """Return the all-reduces of a step: calls, and bytes sent per device within and beyond a bridge.
 
-        Those among more than two devices count for more: half a call by each doubling.
+        Calls among more than two devices count half a call more per doubling.
         """
         if self.tp == 1:
             return 0.0, 0.0, 0.0
@@ -111,7 +111,8 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTerms:
-    """arithmetic_s: at the peak; streaming_s: the weights, which arithmetic may hide; rest: call, near, far, fixed"""
+    """Seconds at peak rates. streaming_s: reading the weights, which overlaps with arithmetic; rest: terms of
+    all-reduce calls, bytes near, bytes far, and the fixed time of a step"""
 
     arithmetic_s: float
     streaming_s: float
@@ -119,7 +120,7 @@ class PrefillTerms:
     rest: tuple[float, float, float, float]
 
     def part(self, cut: int) -> "PrefillTerms":
-        """One of so many: it reads all weights, and makes as many calls."""
+        """Return the terms of one of `cut` micro-batches: it reads all weights and makes as many calls."""
         if cut == 1:
             return self
         calls, near, far, fixed = self.rest
@@ -128,8 +129,8 @@ class PrefillTerms:
         )
 
 
-def prefill_terms(instance: Instance, prompts: Sequence[float], starts: Sequence[float] = ()) -> PrefillTerms:
-    """prompts: tokens of each that are computed in this step; starts: how many of each were before, if not all 0"""
+def prefill_terms(instance: ModelInstance, prompts: Sequence[float], starts: Sequence[float] = ()) -> PrefillTerms:
+    """Return the terms of a prefill step. prompts: tokens computed of each; starts: tokens computed earlier, if any"""
     model, n_tokens = instance.model, float(sum(prompts))
     operations = 2 * (model.active_parameters * n_tokens + model.head_parameters * len(prompts))
     pairs = (
@@ -145,8 +146,8 @@ def prefill_terms(instance: Instance, prompts: Sequence[float], starts: Sequence
     )
 
 
-def decode_terms(instance: Instance, n: float, context: float) -> tuple[float, ...]:
-    """What `Constants.decode` is multiplied by. n: sequences; context: tokens of each, on average"""
+def decode_terms(instance: ModelInstance, n: float, context: float) -> tuple[float, ...]:
+    """Return the terms that `Constants.decode` is multiplied by. n: sequences; context: their mean tokens"""
     model = instance.model
     reading_s = instance.read_bytes(n) / instance.bandwidth + instance.cached_s(n, context)
     operations = 2 * n * (model.active_parameters + model.head_parameters)
@@ -155,36 +156,41 @@ def decode_terms(instance: Instance, n: float, context: float) -> tuple[float, .
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What is reached of a device's datasheet.
+    """Achieved efficiencies of a device.
 
-    prefill: (5,) 1/MFU; s an all-reduce; s a byte near, and far; s a step
-    decode: (7,) 1/MBU; 1/MFU; s an all-reduce; s a byte near, and far; s a step; s of the host for a sequence
-    factor: of a newer or slower stack of software, on every time
+    prefill: (5,) 1/MFU; s per all-reduce; s per byte near, and far; s per step
+    decode: (7,) 1/MBU; 1/MFU; s per all-reduce; s per byte near, and far; s per step; host s per sequence
+    factor: on every time, for a faster or slower software stack
     """
 
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
     factor: float = 1.0
 
-    def prefill_s(self, instance: Instance, prompts: Sequence[float]) -> float:
+    def prefill_s(self, instance: ModelInstance, prompts: Sequence[float]) -> float:
         return self.factor * prefill_time(prefill_terms(instance, prompts), self.prefill)
 
-    def decode_s(self, instance: Instance, n: float, context: float) -> float:
+    def decode_s(self, instance: ModelInstance, n: float, context: float) -> float:
         return self.factor * float(np.dot(decode_terms(instance, n, context), self.decode))
 
-    def cached_s(self, instance: Instance, n: float, context: float) -> float:
-        """Of a decode step, the part that keys and values take."""
+    def cached_s(self, instance: ModelInstance, n: float, context: float) -> float:
+        """Return the part of a decode step that reads the KV cache."""
         return self.factor * self.decode[0] * instance.cached_s(n, context)
 
     def chunks_s(
-        self, instance: Instance, prompts: Sequence[float], starts: Sequence[float], beside: bool, cut: int = 1
-    ) -> float:  # fmt: skip
-        """Of chunks of prompts in a step; beside running answers weights are read and calls are made once, by those.
+        self,
+        instance: ModelInstance,
+        prompts: Sequence[float],
+        starts: Sequence[float],
+        with_decode: bool,
+        cut: int = 1,
+    ) -> float:
+        """Return the seconds of prompt chunks in a step, of one of `cut` equal micro-batches.
 
-        cut: of so many parts of them alike, one
+        with_decode: decoding sequences share the step, and account for reading weights and for calls
         """
         terms = prefill_terms(instance, prompts, starts).part(cut)
-        if not beside:
+        if not with_decode:
             return self.factor * prefill_time(terms, self.prefill)
         _, near, far, _ = terms.rest
         sent_s = near * self.prefill[2] + far * self.prefill[3]
@@ -192,6 +198,6 @@ class Constants:
 
 
 def prefill_time(terms: PrefillTerms, constants: Sequence[float]) -> float:
-    """Without a stack's factor."""
+    """Return the seconds of a prefill step, without the factor of the software stack."""
     bound = max(terms.arithmetic_s * constants[0], terms.streaming_s)
     return bound + terms.attention_s + float(np.dot(terms.rest, constants[1:]))

@@ -1,4 +1,4 @@
-"""What serving adds to an engine's steps, and how a server schedules them."""
+"""Serving overhead: what a server adds to an engine's steps, and its scheduling limits."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,11 @@ from millrace.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """prefill, decode, cache: times what the engine alone takes for prompts, for a decode step, for reading keys and
-    values in it; host_s: a running answer and step; front_s: a request before it is scheduled, one after another
+    """A serving stack. prefill, decode, cache: factors on the engine's time for prompts, decode steps, and reading the
+    KV cache in them
 
-    step_tokens, sequences: the most of a step
+    host_s: per decoding sequence and step; front_s: per request before it is scheduled, serially
+    step_tokens, sequences: limits of a step
     """
 
     name: str

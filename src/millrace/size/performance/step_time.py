@@ -1,13 +1,13 @@
-"""What steps take: an engine's on one group of devices, what serving adds, and layers in stages one after another (PP).
+"""Step times of a server: the engine on one group of devices, serving overhead, and pipeline parallelism (PP).
 
-A step of p stages is cut into m micro-batches, as GPipe does (arXiv:1811.06965): while one stage works on a part, the
-next one works on the part before. So it takes
+A step of p stages is cut into m micro-batches, as in GPipe (arXiv:1811.06965): while one stage works on a part, the
+next one works on the previous part. So it takes
 
     (p - 1) x (stage + hop) + the last stage + (m - 1) x the slower one of both
 
-of which p - 1 of m + p - 1 turns are a bubble in each stage. Each part starts a step in each stage, and reads that
-stage's weights: the m that takes least is taken. A hop is a call and the activations of a part over a link, for which
-the stage behind and the one before it wait. Engines that begin the next step in the bubble of this one do better.
+where each stage idles in p - 1 of m + p - 1 slots (the bubble). Each part starts a step in each stage and reads that
+stage's weights; the fastest m is used. A hop is a call plus the activations of a part over a link, for which both
+stages wait. Engines that start the next step in the bubble of this one are faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,26 +16,26 @@ from functools import cache, lru_cache
 
 from millrace.machine.devices import Device, Link
 from millrace.runtime.scheduling.step_cost_model import StepTime
-from millrace.size.performance.roofline_cost import Constants, Instance
+from millrace.size.performance.roofline_cost import Constants, ModelInstance
 from millrace.size.performance.serving_overhead import ENGINE, Stack
 
-_KEPT = 4096  # times of steps with prompts, which are often alike
+_CACHE_SIZE = 4096  # cached times of steps with prompts, which often repeat
 _CUTS = (1, 2, 4, 8, 16, 32)  # micro-batches of a step
-_HOP_S = 10e-6  # a call from one stage to the next
+_HOP_S = 10e-6  # latency of a call from one stage to the next
 _ACTIVATION_BYTES = 2.0
-# Bytes a second, one way: PCIe 4.0 x16, past a bridge; and one port of 400 Gbit/s for each device, between systems.
+# Bytes/s in one direction: PCIe 4.0 x16 beyond a bridge; one 400 Gbit/s port per device between systems.
 _PCIE_RATE, _NODE_RATE = 32e9, 50e9
 
-# The same, as its parts: chunks of prompts; running answers without their keys and values; these.
+# A StepTime by parts: prompt chunks; decoding without the KV cache; reading the KV cache.
 StepParts = Callable[[Sequence[float], Sequence[float], int, float], tuple[float, float, float]]
 
 
-def step_parts(instance: Instance, constants: Constants) -> StepParts:
-    """Of the engine alone."""
+def step_parts(instance: ModelInstance, constants: Constants) -> StepParts:
+    """Return a function for the parts of a step of the engine alone."""
 
-    @lru_cache(_KEPT)
-    def chunked(prompts: tuple[float, ...], starts: tuple[float, ...], beside: bool) -> float:
-        return constants.chunks_s(instance, prompts, starts, beside)
+    @lru_cache(_CACHE_SIZE)
+    def chunked(prompts: tuple[float, ...], starts: tuple[float, ...], with_decode: bool) -> float:
+        return constants.chunks_s(instance, prompts, starts, with_decode)
 
     @cache
     def decoding(n: int) -> tuple[float, float]:
@@ -51,17 +51,17 @@ def step_parts(instance: Instance, constants: Constants) -> StepParts:
     return parts
 
 
-def step_time(instance: Instance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
-    """Of the engine's steps, and what serving adds to them."""
+def step_time(instance: ModelInstance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
+    """Return a function for the time of a step, serving overhead included."""
     return _staged(instance, constants, stack) if instance.pp > 1 else _overlap(instance, constants, stack)
 
 
-def least_time(instance: Instance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
-    """What no step is quicker than, however it is cut: all of it in one stage, the slowest, without any bubble."""
+def least_time(instance: ModelInstance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
+    """Return a lower bound of the step time for any number of micro-batches: the slowest stage without bubbles."""
     return _overlap(instance.stage, constants, stack)
 
 
-def _overlap(instance: Instance, constants: Constants, stack: Stack) -> StepTime:
+def _overlap(instance: ModelInstance, constants: Constants, stack: Stack) -> StepTime:
     parts = step_parts(instance, constants)
 
     def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
@@ -71,23 +71,23 @@ def _overlap(instance: Instance, constants: Constants, stack: Stack) -> StepTime
     return seconds
 
 
-def _staged(instance: Instance, constants: Constants, stack: Stack) -> StepTime:
-    """The host has a sequence once a step, not once a stage."""
+def _staged(instance: ModelInstance, constants: Constants, stack: Stack) -> StepTime:
+    """Return the step time with pipeline stages; host time counts once per step, not per stage."""
     *device, host_s = constants.decode
     quiet, n_hops = replace(constants, decode=(*device, 0.0)), instance.pp - 1
     stages = instance.within, instance.stage  # any but the last, and the last
     host_s = stack.decode * constants.factor * host_s + stack.host_s
     a_token_s = instance.model.hidden * _ACTIVATION_BYTES / hop_rate(instance)
 
-    @lru_cache(_KEPT)
+    @lru_cache(_CACHE_SIZE)
     def of_prompts(
-        prompts: tuple[float, ...], starts: tuple[float, ...], beside: bool, cut: int
+        prompts: tuple[float, ...], starts: tuple[float, ...], with_decode: bool, cut: int
     ) -> tuple[float, ...]:  # fmt: skip
-        return tuple(stack.prefill * quiet.chunks_s(stage, prompts, starts, beside, cut) for stage in stages)
+        return tuple(stack.prefill * quiet.chunks_s(stage, prompts, starts, with_decode, cut) for stage in stages)
 
     @cache
     def of_answers(n: int, cut: int) -> tuple[tuple[float, float], ...]:
-        """Of each: without keys and values, and these of a token of each sequence."""
+        """Return for each stage the decode time without the KV cache, and the KV time per token of context."""
         return tuple((stack.decode * quiet.decode_s(stage, n / cut, 0.0),
                       stack.cache * quiet.cached_s(stage, n / cut, 1.0)) for stage in stages)  # fmt: skip
 
@@ -112,8 +112,8 @@ def _staged(instance: Instance, constants: Constants, stack: Stack) -> StepTime:
     return seconds
 
 
-def hop_rate(instance: Instance) -> float:
-    """Bytes a second from one stage to the next: by the slowest link on the way. link_rate: both ways together"""
+def hop_rate(instance: ModelInstance) -> float:
+    """Return the bytes/s from one stage to the next over the slowest link; `link_rate` counts both directions."""
     device: Device = instance.device
     own = device.link_rate / 2
     if device.link == Link.BRIDGE and instance.devices > 2:

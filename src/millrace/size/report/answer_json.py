@@ -1,15 +1,15 @@
-"""An answer as plain data, for programs and for pages. Times in ms, memory in bytes, rates a second."""
+"""An answer as JSON data, and its headline and notes as text. Times in ms, memory in bytes, rates per second."""
 
 from dataclasses import asdict
 from typing import Any
 
 from millrace.report.format_numbers import format_4_digits
 from millrace.size.answer.alternatives import Alternative
-from millrace.size.answer.answer import Answer
-from millrace.size.answer.sizing import Plan
+from millrace.size.answer.answer import SizingAnswer
+from millrace.size.answer.sizing import SizingPlan
 from millrace.size.load.load_forecast import Demand
 from millrace.size.money.tco import Money
-from millrace.size.performance.operating_point import P95_OF_CALLS, Limits, Point, Waits
+from millrace.size.performance.operating_point import P95_OF_CALLS, Limits, OperatingPoint, Waits
 
 DEFINITIONS = {
     "ttft": "from the request to its first token; of calls in a row to the last call's first token",
@@ -21,14 +21,14 @@ DEFINITIONS = {
 }
 
 
-def headline(answer: Answer) -> str:
-    """The answer in a line."""
+def headline(answer: SizingAnswer) -> str:
+    """Return the answer in one line."""
     plan = answer.plan
     model = answer.question.request.model or plan.point.model
     if answer.demand is None:
-        rate = answer.follows.rate
+        rate = answer.consequences.rate
         low, high = (format_4_digits(rate * (1 + error)) for error in (-plan.error, plan.error))
-        there = [(one.systems, one.device) for one in answer.there] or [(plan.systems, plan.point.device)]
+        there = [(one.systems, one.device) for one in answer.existing] or [(plan.systems, plan.point.device)]
         named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
         serve = "serves" if [n for n, _ in there] == [1] else "serve"
         return f"{named} {serve} {format_4_digits(rate)} requests/s ({low} to {high}) of {model}"
@@ -39,8 +39,8 @@ def headline(answer: Answer) -> str:
     return f"{needed}, for {format_4_digits(plan.rate)} requests/s of {model}"
 
 
-def uncertainty_text(answer: Answer) -> str:
-    """How far the figures may be off, and what that makes of the systems."""
+def uncertainty_text(answer: SizingAnswer) -> str:
+    """Describe the uncertainty of the figures, and the range of systems that follows from it."""
     plan = answer.plan
     if answer.demand is None:
         return f"they may be {plan.error:.0%} off"
@@ -52,15 +52,15 @@ def uncertainty_text(answer: Answer) -> str:
     return f"{plan.low} to {plan.high} systems, as they may be {plan.error:.0%} off"
 
 
-def interpretation_notes(answer: Answer) -> tuple[str, ...]:
-    """How the question was read, and what was left out of a table."""
+def interpretation_notes(answer: SizingAnswer) -> tuple[str, ...]:
+    """Return how the question was interpreted, and how many rows of a table were left out."""
     n, of = answer.offers.left_out, answer.question.hardware.measured
     without = (f"{of}: {n} rows left out, which were not in a steady state",) if n else ()
     return (*answer.work.how, *(answer.demand.how if answer.demand else ()), *without)
 
 
-def cut_short(answer: Answer) -> str:
-    """What was not simulated; nothing where all was that could matter."""
+def cut_short(answer: SizingAnswer) -> str:
+    """Describe what was not simulated; "" if everything relevant was."""
     if not answer.not_simulated:
         return ""
     after = f"{answer.question.search.search_s:g} s (--search-s)"
@@ -72,28 +72,28 @@ def _systems(n: int, size: int, device: str, between: str = "") -> str:
     return f"{n} system{'' if n == 1 else 's'}{between} of {size} x {device}"
 
 
-def answer_to_dict(answer: Answer) -> dict[str, Any]:
-    """JSON-able."""
+def answer_to_dict(answer: SizingAnswer) -> dict[str, Any]:
+    """Convert an answer to JSON data."""
     plan = answer.plan
     return {
-        "question": answer.question.given,
+        "question": answer.question.non_defaults,
         "work": _work(answer),
         "load": None if answer.demand is None else _load(answer.demand),
         "answer": {
-            **told_plan(plan), "instances": answer.instances, "shares_of_time": dict(plan.shares),
-            "operating": told_point(answer.operating), "latency_optimal": told_point(plan.latency_optimal),
-            "throughput_optimal": told_point(plan.throughput_optimal),
+            **plan_to_dict(plan), "instances": answer.instances, "shares_of_time": dict(plan.shares),
+            "operating": point_to_dict(answer.operating), "latency_optimal": point_to_dict(plan.latency_optimal),
+            "throughput_optimal": point_to_dict(plan.throughput_optimal),
         },
-        "other": told_plan(answer.other) if answer.other else {"why_not": answer.why_no_other},
+        "other": plan_to_dict(answer.other) if answer.other else {"why_not": answer.why_no_other},
         "memory": asdict(answer.memory) if answer.memory else None,
-        "why": [asdict(step) for step in answer.why],
+        "why": [asdict(step) for step in answer.waterfall],
         "configurations": [
             {"configuration": offer.configuration, "broken": list(offer.broken),
-             "point": told_point(offer.point) if offer.point else None} for offer in answer.table
+             "point": point_to_dict(offer.point) if offer.point else None} for offer in answer.table
         ],
         "changes": [asdict(change) for change in answer.changes],
-        "follows": asdict(answer.follows),
-        "there": [asdict(one) for one in answer.there],
+        "follows": asdict(answer.consequences),
+        "there": [asdict(one) for one in answer.existing],
         "devices": [_alternative(one) for one in answer.alternatives],
         "money": None if answer.money is None else _money(answer.money),
         "not_simulated": list(answer.not_simulated),
@@ -102,24 +102,24 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _alternative(one: Alternative) -> dict[str, Any]:
+def _alternative(alternative: Alternative) -> dict[str, Any]:
     return {
-        "device": one.device, "why_not": one.why_not.what if one.why_not else None,
-        "systems": one.plan.systems if one.plan else None,
-        "fractional": one.plan.fractional if one.plan else None,
-        "configuration": one.plan.point.configuration if one.plan else None,
-        "cheapest_year": one.money.cheapest if one.money else None,
+        "device": alternative.device, "why_not": alternative.why_not.what if alternative.why_not else None,
+        "systems": alternative.plan.systems if alternative.plan else None,
+        "fractional": alternative.plan.fractional if alternative.plan else None,
+        "configuration": alternative.plan.point.configuration if alternative.plan else None,
+        "cheapest_year": alternative.money.cheapest if alternative.money else None,
     }  # fmt: skip
 
 
 def _money(money: Money) -> dict[str, Any]:
-    told = {**asdict(money), "cheapest": money.cheapest, "cheapest_way": money.cheapest_way or None}
+    document = {**asdict(money), "cheapest": money.cheapest, "cheapest_way": money.cheapest_way or None}
     if money.rented is not None:
-        told["rented"]["rent"]["date"] = money.rented.rent.date.isoformat()
-    return told
+        document["rented"]["rent"]["date"] = money.rented.rent.date.isoformat()
+    return document
 
 
-def _work(answer: Answer) -> dict[str, Any]:
+def _work(answer: SizingAnswer) -> dict[str, Any]:
     calls = [{"name": c.name, "input_tokens": c.n_input, "output_tokens": c.n_output} for c in answer.work.calls]
     return {"calls": calls, "how": list(answer.work.how)}
 
@@ -130,26 +130,31 @@ def _load(load: Demand) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def told_plan(plan: Plan) -> dict[str, Any]:
+def plan_to_dict(plan: SizingPlan) -> dict[str, Any]:
     return {
         "systems": plan.systems, "low": plan.low, "high": plan.high, "fractional": plan.fractional,
-        "error": plan.error, "provenance": plan.provenance, "binding": plan.binding, "point": told_point(plan.point),
-        "limits": told_limits(plan.limits),
+        "error": plan.error, "provenance": plan.provenance, "binding": plan.binding, "point": point_to_dict(plan.point),
+        "limits": limits_to_dict(plan.limits),
     }  # fmt: skip
 
 
-def told_limits(limits: Limits) -> dict[str, Any]:
+def limits_to_dict(limits: Limits) -> dict[str, Any]:
     def ms(seconds: float | None) -> float | None:
         return None if seconds is None else seconds * 1e3
 
-    return {"ttft_ms": ms(limits.ttft_s), "itl_ms": ms(limits.itl_s), "e2e_ms": ms(limits.e2e_s), "of": limits.of}
+    return {
+        "ttft_ms": ms(limits.ttft_s),
+        "itl_ms": ms(limits.itl_s),
+        "e2e_ms": ms(limits.e2e_s),
+        "of": limits.statistic,
+    }
 
 
-def told_point(point: Point) -> dict[str, Any]:
-    def waits(found: Waits | None) -> dict[str, float] | None:
-        if found is None:
+def point_to_dict(point: OperatingPoint) -> dict[str, Any]:
+    def waits(times: Waits | None) -> dict[str, float] | None:
+        if times is None:
             return None
-        return {"ttft_ms": found.ttft_s * 1e3, "itl_ms": found.itl_s * 1e3, "e2e_ms": found.e2e_s * 1e3}
+        return {"ttft_ms": times.ttft_s * 1e3, "itl_ms": times.itl_s * 1e3, "e2e_ms": times.e2e_s * 1e3}
 
     sampled = point.sampled
     return {

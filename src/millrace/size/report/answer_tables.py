@@ -1,22 +1,22 @@
-"""An answer as tables of words: the same on a screen and on a page."""
+"""An answer as text tables, for the terminal and for the HTML page."""
 
 from collections.abc import Iterator
 
 from millrace.machine.devices import GB
 from millrace.report.format_numbers import count, format_4_digits, pluralize
-from millrace.size.answer.answer import Answer
-from millrace.size.performance.operating_point import P95_OF_CALLS, Point
+from millrace.size.answer.answer import SizingAnswer
+from millrace.size.performance.operating_point import P95_OF_CALLS, OperatingPoint
 from millrace.size.report.answer_json import interpretation_notes, uncertainty_text
 from millrace.size.report.cost_tables import costs, of_devices
-from millrace.size.report.table import Table, system_count
+from millrace.size.report.table import TextTable, system_count
 
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 _OF_A_SYSTEM = "requests/s are of a system; times in ms"
 _COLUMNS = ("configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems", "figures")
 
 
-def in_short(answer: Answer) -> list[tuple[str, str]]:
-    """The answer itself: names and values."""
+def in_short(answer: SizingAnswer) -> list[tuple[str, str]]:
+    """Return the summary of an answer as names and values."""
     plan, h = answer.plan, answer.question.hardware
     systems = f"{system_count(plan.fractional)} by the figures, {plan.systems} to buy; " if answer.demand else ""
     bought = f"planned with {h.utilisation:.0%} of what they can, {h.spare or 'none'} to spare"
@@ -34,9 +34,9 @@ def in_short(answer: Answer) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _few_devices(answer: Answer) -> str:
-    """Where a part of one system does: how much of it."""
-    point, bought = answer.plan.point, answer.offers.bought(answer.plan.point.device)
+def _few_devices(answer: SizingAnswer) -> str:
+    """Return a note if a part of one system suffices."""
+    point, bought = answer.plan.point, answer.offers.hardware_for(answer.plan.point.device)
     needed = answer.instances * point.devices
     is_sliced = bought is not None and bought.slices > 1
     if answer.demand is None or not answer.plan.systems or needed >= point.system or is_sliced:
@@ -44,15 +44,15 @@ def _few_devices(answer: Answer) -> str:
     return f"; {needed} of {pluralize(point.system, 'device')} would do: --system-size plans with smaller systems"
 
 
-def tables(answer: Answer) -> Iterator[Table]:
-    """In the order in which they are told; what there is nothing to say of is left out."""
+def tables(answer: SizingAnswer) -> Iterator[TextTable]:
+    """Yield the tables in their order; empty ones are left out."""
     yield _waits(answer)
     yield _points(answer)
-    yield Table("read", "How the question was read", notes=interpretation_notes(answer))
+    yield TextTable("read", "How the question was read", notes=interpretation_notes(answer))
     if answer.memory is not None:
         yield _memory(answer)
     if answer.demand is not None:
-        yield _why(answer)
+        yield _waterfall(answer)
     yield _configurations(answer)
     if answer.changes:
         yield _changes(answer)
@@ -63,8 +63,8 @@ def tables(answer: Answer) -> Iterator[Table]:
         yield costs(answer.money)
 
 
-def _waits(answer: Answer) -> Table:
-    """Of the point that systems are counted by, and below that of the load that comes, which may be much less."""
+def _waits(answer: SizingAnswer) -> TextTable:
+    """Return the latencies at the chosen point, with a note on those at the actual load, which may be much lower."""
     point, limits, load, notes = answer.plan.point, answer.plan.limits, answer.operating, list[str]()
     p99 = point.sampled.p99 if point.sampled else None
     rows = [
@@ -85,9 +85,9 @@ def _waits(answer: Answer) -> Table:
         waits = load.mean
         notes.append(f"at this load, on what is bought: mean TTFT {_ms(waits.ttft_s)} ms, ITL {_ms(waits.itl_s)} ms, "
                      f"E2E {_ms(waits.e2e_s)} ms")  # fmt: skip
-    return Table(
+    return TextTable(
         "waits", "What users wait for", rows, ("", "mean", "p95", "p99", "limit"),
-        f"where systems are as busy as they may be; limits are on the {limits.of}", tuple(notes),
+        f"where systems are as busy as they may be; limits are on the {limits.statistic}", tuple(notes),
     )  # fmt: skip
 
 
@@ -95,13 +95,13 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
 
 
-def _points(answer: Answer) -> Table:
+def _points(answer: SizingAnswer) -> TextTable:
     plan, other = answer.plan, answer.other
     points = [("chosen", plan.point)]
     if answer.operating != plan.point:
         points.append(("at this load", answer.operating))
     if other is not None:
-        points.append((f"with limits on the {other.limits.of}", other.point))
+        points.append((f"with limits on the {other.limits.statistic}", other.point))
     points += [("latency-optimal", plan.latency_optimal), ("throughput-optimal", plan.throughput_optimal)]
     if other is not None:
         needed = (
@@ -109,15 +109,16 @@ def _points(answer: Answer) -> Table:
             if answer.demand
             else f"{format_4_digits(other.rate)} requests/s, {format_4_digits(plan.rate)}"
         )
-        note = f"limits on the {other.limits.of}: {needed} with limits on the {plan.limits.of}"
+        note = f"limits on the {other.limits.statistic}: {needed} with limits on the {plan.limits.statistic}"
     else:
-        note = f"no answer with limits on the {'p95' if plan.limits.of == 'mean' else 'mean'}: {answer.why_no_other}"
+        opposite = "p95" if plan.limits.statistic == "mean" else "mean"
+        note = f"no answer with limits on the {opposite}: {answer.why_no_other}"
     rows = [[name, *_point(point, plan.rate)] for name, point in points]
-    return Table("points", "Beside each other", rows, ("", *_COLUMNS), _OF_A_SYSTEM, (note,))
+    return TextTable("points", "Beside each other", rows, ("", *_COLUMNS), _OF_A_SYSTEM, (note,))
 
 
-def _point(point: Point, rate: float) -> list[str]:
-    """As `_COLUMNS` name them. rate: that systems are counted for"""
+def _point(point: OperatingPoint, rate: float) -> list[str]:
+    """Return the cells of `_COLUMNS`. rate: the load that systems are counted for"""
     p95 = point.p95.ttft_s if point.p95 else None
     return [
         point.configuration, format_4_digits(point.concurrency), f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s),
@@ -126,7 +127,7 @@ def _point(point: Point, rate: float) -> list[str]:
     ]  # fmt: skip
 
 
-def _memory(answer: Answer) -> Table:
+def _memory(answer: SizingAnswer) -> TextTable:
     m, point = answer.memory, answer.plan.point
     assert m is not None, "there is one"
     rows = [
@@ -140,49 +141,49 @@ def _memory(answer: Answer) -> Table:
                     "measured"),
     ]  # fmt: skip
     of = f"{point.devices} x {point.device}; GB are 10^9 bytes"
-    return Table("memory", "Memory of an instance", rows, more=of)
+    return TextTable("memory", "Memory of an instance", rows, more=of)
 
 
-def _why(answer: Answer) -> Table:
+def _waterfall(answer: SizingAnswer) -> TextTable:
     before, rows, notes = 0.0, [], list[str]()
-    for step in answer.why:
+    for step in answer.waterfall:
         rows.append([system_count(step.systems), "+" + system_count(step.systems - before), step.why])
         before = step.systems
     if answer.plan.shares:
         shares = sorted(answer.plan.shares.items(), key=lambda share: -share[1])
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
         notes = [f"an instance's time: {spent}"]
-    return Table("why", f"Why {answer.plan.systems}", rows, ("systems", "", ""), notes=tuple(notes))
+    return TextTable("why", f"Why {answer.plan.systems}", rows, ("systems", "", ""), notes=tuple(notes))
 
 
-def _configurations(answer: Answer) -> Table:
+def _configurations(answer: SizingAnswer) -> TextTable:
     rows: list[list[str]] = []
-    for offer in answer.table[:_MOST_ROWS]:
+    for offer in answer.table[:_MAX_ROWS]:
         if offer.point is None:
             rows.append([offer.configuration, "", "-", "-", "-", "-", "-", "-", f"breaks {' and '.join(offer.broken)}"])
         else:
             rows.append(_point(offer.point, answer.plan.rate))
-    more = len(answer.table) - _MOST_ROWS
+    more = len(answer.table) - _MAX_ROWS
     notes = [f"and {more} more: --json has them"] if more > 0 else []
     if len({offer.point.source for offer in answer.table if offer.point}) > 1:
         surely = "" if answer.not_simulated else "; none of these could serve as much as what was simulated"
         notes.append(f"analytic: in closed form, where prompts come together and wait for each other{surely}")
     name, which = "Every configuration", f"the most within the limits; {_OF_A_SYSTEM}"
-    return Table("configurations", name, rows, _COLUMNS, which, notes)
+    return TextTable("configurations", name, rows, _COLUMNS, which, notes)
 
 
-def _changes(answer: Answer) -> Table:
+def _changes(answer: SizingAnswer) -> TextTable:
     rows = []
     for change in answer.changes:
         figure = "-" if change.fractional is None else system_count(change.fractional)
         rows.append([change.what, "-" if change.systems is None else str(change.systems), figure])
     breaks = any(change.systems is None for change in answer.changes)
     notes = ("-: nothing keeps the limits then",) if breaks else ()
-    return Table("changes", "What would change it", rows, ("", "systems", "by the figures"), notes=notes)
+    return TextTable("changes", "What would change it", rows, ("", "systems", "by the figures"), notes=notes)
 
 
-def _follows(answer: Answer) -> Table:
-    f = answer.follows
+def _follows(answer: SizingAnswer) -> TextTable:
+    f = answer.consequences
     a_day = f", {count(f.requests_a_day)} a day"
     if f.hours is None:
         a_day = f" at the peak, {count(f.requests_a_day)} on a day as busy as the one that was asked for"
@@ -192,4 +193,4 @@ def _follows(answer: Answer) -> Table:
         ("users", f"{count(f.users)}, with {pluralize(f.requests_each, 'request')} a day each"
                   + (f", in {f.hours:g} hours" if f.hours else "")),
     ]  # fmt: skip
-    return Table("follows", "What follows", rows, more="from what is bought, but for what is to spare")
+    return TextTable("follows", "What follows", rows, more="from what is bought, but for what is to spare")

@@ -1,14 +1,14 @@
-"""What systems cost, and every device that was asked for beside the others, as tables of words."""
+"""Costs, and the comparison of all requested devices, as text tables."""
 
 from collections.abc import Sequence
 
 from millrace.report.format_numbers import format_4_digits
 from millrace.size.answer.alternatives import Alternative
 from millrace.size.money.tco import DAY_HOURS, Money
-from millrace.size.report.table import Table, system_count
+from millrace.size.report.table import TextTable, system_count
 
 
-def of_devices(alternatives: Sequence[Alternative]) -> Table:
+def of_devices(alternatives: Sequence[Alternative]) -> TextTable:
     rows = []
     for one in alternatives:
         cost = one.money.cheapest if one.money else None
@@ -25,21 +25,23 @@ def of_devices(alternatives: Sequence[Alternative]) -> Table:
     header = ("", "by the figures", "systems", "configuration", f"{currency} a year", "figures")
     unknown = [one.device for one in alternatives if one.plan and one.money and one.money.cheapest is None]
     notes = [f"no price of {', '.join(unknown)} is known: give yours with --prices FILE"] if unknown else []
-    return Table("devices", "On each hardware, the cheapest first where prices are known", rows, header, notes=notes)
+    return TextTable(
+        "devices", "On each hardware, the cheapest first where prices are known", rows, header, notes=notes
+    )
 
 
-def costs(found: Money) -> Table:
-    rows = [*_bought(found), *_rented(found), *_both(found), *_cheapest(found)]
-    day, night = max(found.hourly), min(found.hourly)
+def costs(money: Money) -> TextTable:
+    rows = [*_bought(money), *_rented(money), *_hybrid(money), *_cheapest(money)]
+    day, night = max(money.hourly), min(money.hourly)
     if day > night:
-        rows.append(("instances", f"{night} at night, {day} by day: {_ranges(found.hourly)}"))
-    rows.append(("utilisation", f"{found.utilisation:.0%} of what instances could serve that run, on average"))
-    notes = [f"note: {note}" for note in found.notes]
-    return Table("costs", f"Costs, {found.currency} a year", rows, notes=notes)
+        rows.append(("instances", f"{night} at night, {day} by day: {_ranges(money.hourly)}"))
+    rows.append(("utilisation", f"{money.utilisation:.0%} of what instances could serve that run, on average"))
+    notes = [f"note: {note}" for note in money.notes]
+    return TextTable("costs", f"Costs, {money.currency} a year", rows, notes=notes)
 
 
-def _bought(found: Money) -> list[tuple[str, str]]:
-    own = found.bought
+def _bought(money: Money) -> list[tuple[str, str]]:
+    own = money.bought
     if own is None:
         return []
     return [
@@ -49,8 +51,8 @@ def _bought(found: Money) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _rented(found: Money) -> list[tuple[str, str]]:
-    own = found.rented
+def _rented(money: Money) -> list[tuple[str, str]]:
+    own = money.rented
     if own is None:
         return []
     rent, of = own.rent, f"the middle of {own.offers} offers from {own.low:,.2f} to {own.high:,.2f}"
@@ -61,40 +63,40 @@ def _rented(found: Money) -> list[tuple[str, str]]:
     ]
 
 
-def _both(found: Money) -> list[tuple[str, str]]:
+def _hybrid(money: Money) -> list[tuple[str, str]]:
     rows = []
-    if found.hybrid is not None:
-        n, of = found.hybrid.systems, found.hybrid
+    if money.hybrid is not None:
+        n, of = money.hybrid.systems, money.hybrid
         mixed = f"{of.year:,.0f} with {n} bought and the rest rented when it is needed"
         rows.append(("both", mixed if n and of.rented else f"no mix is cheaper than all {'bought' if n else 'rented'}"))
-    if found.by_token is not None:
-        rows.append(("by the token", f"{found.by_token:,.0f}"))
-    if found.bought is not None and found.rented is not None:
-        hours = found.break_even_hours
+    if money.by_token is not None:
+        rows.append(("by the token", f"{money.by_token:,.0f}"))
+    if money.bought is not None and money.rented is not None:
+        hours = money.break_even_hours
         rows.append(("break-even", "renting is cheaper even around the clock" if hours is None else
                      f"buying is cheaper from {hours:.1f} of {DAY_HOURS} hours a day on"))  # fmt: skip
-    if found.break_even_requests is not None:
-        rows.append(("", f"and than paying by the token from {found.break_even_requests:,.0f} requests a day on"))
+    if money.break_even_requests is not None:
+        rows.append(("", f"and than paying by the token from {money.break_even_requests:,.0f} requests a day on"))
     return rows
 
 
-def _cheapest(found: Money) -> list[tuple[str, str]]:
-    tokens, requests = found.a_million_tokens, found.a_thousand_requests
-    if found.cheapest is None or tokens is None or requests is None:
+def _cheapest(money: Money) -> list[tuple[str, str]]:
+    tokens, requests = money.a_million_tokens, money.a_thousand_requests
+    if money.cheapest is None or tokens is None or requests is None:
         return []
-    rows = [("the cheapest way", f"{found.cheapest_way}, {found.cheapest:,.0f}: "
+    rows = [("the cheapest way", f"{money.cheapest_way}, {money.cheapest:,.0f}: "
                                  f"{format_4_digits(tokens)} a million tokens, "
                                  f"{format_4_digits(requests)} a thousand requests")]  # fmt: skip
-    if found.band is not None:
-        low, high = found.band
-        said = f"{low:,.0f}, even if systems serve {found.error:.0%} less or more than told"
+    if money.band is not None:
+        low, high = money.band
+        band_text = f"{low:,.0f}, even if systems serve {money.error:.0%} less or more than told"
         if round(low) != round(high):
-            said = f"{low:,.0f} to {high:,.0f}, if systems serve {found.error:.0%} more or less than told"
-        rows.append(("  may be", f"{said}; at the prices above"))
+            band_text = f"{low:,.0f} to {high:,.0f}, if systems serve {money.error:.0%} more or less than told"
+        rows.append(("  may be", f"{band_text}; at the prices above"))
     return rows
 
 
 def _ranges(hourly: tuple[int, ...]) -> str:
-    """ "2 from 0 h, 12 from 8 h, 4 from 18 h"."""
+    """Format instances by hour: "2 from 0 h, 12 from 8 h, 4 from 18 h"."""
     starts = [hour for hour in range(len(hourly)) if hour == 0 or hourly[hour] != hourly[hour - 1]]
     return ", ".join(f"{hourly[hour]} from {hour} h" for hour in starts)

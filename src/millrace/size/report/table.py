@@ -1,4 +1,4 @@
-"""A table of words, with its heading and what stands below it."""
+"""A text table with heading and notes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from millrace.report.format_numbers import is_number
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """key: what it is of, for a page; name: its heading; more: beside that
+class TextTable:
+    """key: id for the page; name: heading; more: text next to the heading; notes: lines below
 
-    header: of columns; nothing: rows are names and values. notes: lines below
+    header: of columns; empty if rows are names and values
     """
 
     key: str
@@ -22,7 +22,7 @@ class Table:
 
     @property
     def numbers(self) -> list[bool]:
-        """Which columns are of numbers, set flush right."""
+        """Return for each column whether it is numeric (aligned right)."""
         return [all(is_number(row[i]) for row in self.rows) for i in range(len(self.header))]
 
 

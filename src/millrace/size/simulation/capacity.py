@@ -1,6 +1,6 @@
-"""How many requests a second an instance serves within limits, by simulation with the scheduler that serves.
+"""Capacity of an instance within latency limits, by simulation with the server's scheduler.
 
-What is waited for is a property of the scheduler and of how requests come, so each answer names both.
+Latencies depend on the scheduler and on the arrivals, so each result names both.
 """
 
 import math
@@ -12,117 +12,124 @@ import numpy as np
 
 from millrace.size.load.arrivals import ArrivalStream, Gaps, Traffic, arrival
 from millrace.size.load.sequential_calls import in_flight
-from millrace.size.performance.operating_point import Limits, Point, Sampled, Source, Waits, named_parallel
+from millrace.size.performance.operating_point import (
+    FigureSource,
+    Limits,
+    OperatingPoint,
+    Sampled,
+    Waits,
+    named_parallel,
+)
 from millrace.size.performance.roofline_cost import Floats
 from millrace.size.simulation.replicas import merge_routed, router, simulate
-from millrace.size.simulation.search_budget import Search, SearchTimeoutError
+from millrace.size.simulation.search_budget import SearchBudget, SearchTimeoutError
 from millrace.size.simulation.serving_model import Serving
-from millrace.size.simulation.simulator import Simulated, Simulation
+from millrace.size.simulation.simulator import Simulation, SimulationResult
 from millrace.size.simulation.virtual_clock import Arrival, RequestOutcome
 
-_LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
-_TOKENS, _FEWEST = 1 << 20, 200  # of answers, that the first of these have together at most; and the fewest requests
-_TRANSIENT = 0.25  # of them, those at the beginning that are not counted
-_STEADY = 0.95  # of what a full instance serves, that Poisson arrivals may ask for
-_ROUNDS = 5  # of a closed loop: the first and the last are not counted
-_OCTAVES, _CLOSE = 10, 0.02  # capacities are sought down to 2^-10 of what no schedule exceeds, to 2 %
-_BATCHES, _T = 10, 2.262  # means of ten runs of neighbours, Student's t for 95 % of nine degrees of freedom
-_MOST_ROUTED, _MOST_REQUESTS = 16, 8192  # instances and requests of a simulation behind a router
+_LEAST, _TURNS = 1000, 4  # requests per point: at least this many, and this multiple of the requests in flight
+_TOKENS, _FEWEST = 1 << 20, 200  # output tokens that bound _LEAST; the minimum number of requests
+_TRANSIENT = 0.25  # share of requests at the start that is not counted
+_STEADY = 0.95  # highest load relative to a full instance
+_ROUNDS = 5  # of a closed loop; the first and the last are not counted
+_OCTAVES, _CLOSE = 10, 0.02  # capacities are searched down to 2^-10 of the upper bound, to 2 %
+_BATCHES, _T = 10, 2.262  # batch means; Student's t for 95 % and nine degrees of freedom
+_MAX_ROUTED, _MAX_REQUESTS = 16, 8192  # instances and requests of a simulation with a router
 
 
 class Replica:
-    """One instance under load. search: which its simulations are part of; gaps: between requests"""
+    """One instance under load. search: the time budget of its simulations; gaps: between requests"""
 
-    def __init__(self, serving: Serving, search: Search | None = None, gaps: Gaps | None = None) -> None:
-        self.serving, self.lengths, self._search = serving, serving.lengths, search or Search()
+    def __init__(self, serving: Serving, search: SearchBudget | None = None, gaps: Gaps | None = None) -> None:
+        self.serving, self.lengths, self._search = serving, serving.lengths, search or SearchBudget()
         self._room, self._seconds, self._gaps = serving.room, serving.seconds, gaps or Gaps()
-        self._known: dict[float, Point | None] = {}
-        self._full: Point | None = None
-        self._loops: dict[int, Point] = {}
+        self._points: dict[float, OperatingPoint | None] = {}
+        self._full: OperatingPoint | None = None
+        self._loops: dict[int, OperatingPoint] = {}
 
     @property
     def name(self) -> str:
         one = self.serving
         return f"{one.precision} {named_parallel(one.tp, one.pp)} on {one.device}"
 
-    def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
+    def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> SimulationResult:
         return self._simulation().run(arrivals, closed)
 
     def _simulation(self, seed: int = 0, of_any: bool = False) -> Simulation:
-        """seed: of what its steps take, where that varies; of_any: requests, and what they share is found"""
-        made = self.serving.of_any if of_any else self.serving.simulation
-        return replace(made(seed), tick=self._search.tick)
+        """Create a simulation. seed: of step-time noise; of_any: requests of any lengths, with a prefix cache"""
+        factory = self.serving.any_lengths if of_any else self.serving.simulation
+        return replace(factory(seed), tick=self._search.tick)
 
-    def closed(self, concurrency: int) -> Point:
-        """So many requests always in flight, as serving is mostly measured."""
+    def closed(self, concurrency: int) -> OperatingPoint:
+        """Simulate a closed loop: a constant number of requests in flight."""
         n = concurrency * _ROUNDS
-        found = self.run([arrival(self.lengths, 0)] * n, concurrency)
-        counted = found.requests[concurrency : n - concurrency]
+        result = self.run([arrival(self.lengths, 0)] * n, concurrency)
+        counted = result.requests[concurrency : n - concurrency]
         rate = concurrency / float(np.mean([one.e2e_s for one in counted]))
-        return self._point(counted, n, rate, concurrency, found, f"{concurrency} always in flight")
+        return self._point(counted, n, rate, concurrency, result, f"{concurrency} always in flight")
 
     @property
     def _n_requests(self) -> int:
-        """Of a point: fewer where answers are long, for each of them has many steps."""
+        """Return the number of requests to simulate; fewer if answers are long, because each takes many steps."""
         n_out = sum(call.n_output for call in self.lengths.calls)
         return max(_TURNS * self._room, min(_LEAST, max(_FEWEST, _TOKENS // n_out)))
 
     @property
-    def full(self) -> Point:
-        """With as many in flight as fit: the most that it serves, whatever is waited for."""
+    def full(self) -> OperatingPoint:
+        """Return the point at the highest concurrency that fits, which is the highest throughput."""
         if self._full is None:
             self._full = self.closed(self._room)
         return self._full
 
-    def at(self, rate: float, seed: int = 0) -> Point | None:
-        """So many requests a second; None where that is more than 95 % of what a full instance serves: queues
-        would grow for longer than is simulated.
+    def at(self, rate: float, seed: int = 0) -> OperatingPoint | None:
+        """Simulate a rate in requests/s; None above 95 % of a full instance, where queues would grow for longer than
+        is simulated.
 
-        The same seed gives the same gaps, only shorter or longer.
+        The same seed gives the same gaps, scaled by the rate.
         """
         if rate > _STEADY * self.full.rate:
             return None
         n = self._n_requests
         times = self._gaps.times(rate, n, seed)
-        found = self.run(arrival(self.lengths, float(t)) for t in times)
-        counted = found.requests[int(n * _TRANSIENT) :]
+        result = self.run(arrival(self.lengths, float(t)) for t in times)
+        counted = result.requests[int(n * _TRANSIENT) :]
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
-        return self._point(counted, n, rate, concurrency, found, str(self._gaps))
+        return self._point(counted, n, rate, concurrency, result, str(self._gaps))
 
-    def behind(self, traffic: Traffic, instances: int, rate: float, seed: int = 0) -> Point | None:
-        """So many such instances behind a router, with that rate each on average; None as of `at`.
+    def behind(self, traffic: Traffic, instances: int, rate: float, seed: int = 0) -> OperatingPoint | None:
+        """Simulate instances behind a router at a mean rate per instance; None as in `at`.
 
-        Of more than 16 instances 16 are simulated: a router that chooses among more does hardly better.
-        raises ConfigError where no request of a trace fits
+        At most 16 instances are simulated: a router hardly benefits from more.
+        raises ConfigError if no request of a trace fits
         """
         if rate > _STEADY * self.full.rate:
             return None
-        many = min(instances, _MOST_ROUTED)
-        most = min(self._n_requests * many, _MOST_REQUESTS)
-        coming = traffic.coming(self.lengths, self.serving.context, rate * many, most, seed)
+        many = min(instances, _MAX_ROUTED)
+        most = min(self._n_requests * many, _MAX_REQUESTS)
+        coming = traffic.stream(self.lengths, self.serving.context, rate * many, most, seed)
         simulations = [self._simulation(i, traffic.recorded is not None or traffic.is_cached) for i in range(many)]
-        found = merge_routed(simulate(simulations, coming.arrivals, router(traffic.routing, seed)))
+        result = merge_routed(simulate(simulations, coming.arrivals, router(traffic.routing, seed)))
         n = len(coming.arrivals)
-        counted = found.requests[int(n * _TRANSIENT) :]
+        counted = result.requests[int(n * _TRANSIENT) :]
         if traffic.recorded is not None:
             span_s = counted[-1].arrival.at_s - counted[0].arrival.at_s
             if span_s <= 0:
-                return None  # a handful of requests, all at once
+                return None  # a few requests at the same instant
             rate = (len(counted) - 1) / span_s / many
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
-        how = f"{_how(traffic, coming)} at {many} instances behind a router ({traffic.routing})"
+        how = f"{_arrivals_text(traffic, coming)} at {many} instances behind a router ({traffic.routing})"
         if traffic.is_cached:
             tokens = sum(one.n_input for one in coming.arrivals)
-            how += f", {found.prefix_hits / tokens:.0%} of prompts' tokens were in a cache"
-        return self._point(counted, n, rate, concurrency, found, how)
+            how += f", {result.prefix_hits / tokens:.0%} of prompts' tokens were in a cache"
+        return self._point(counted, n, rate, concurrency, result, how)
 
-    def most(self, limits: Limits, above: float = 0.0) -> Point | None:
-        """The highest rate within the limits, and what the next higher one that was tried breaks.
+    def best_within(self, limits: Limits, above: float = 0.0) -> OperatingPoint | None:
+        """Return the highest rate within the limits, with the limits that the next higher tried rate breaks.
 
-        None: not even 2^-10 of what the devices could do keeps them, or no more than `above` does. Rates that are tried
-        are the same ones whatever the limits, so that looser limits never give less.
+        None: not even 2^-10 of the upper bound meets them, or nothing above `above`. The rates tried do not depend on
+        the limits, so looser limits never give less.
 
-        raises TimeIsUp before any is found; once there is one, it is the answer, and says that it was cut
+        raises SearchTimeoutError before any rate is found; afterwards the best one is returned, marked as cut
         """
         if self.alone_breaks(limits):
             return None
@@ -140,13 +147,13 @@ class Replica:
                     raise
                 return _cut(self._at(low / steps))
             low, high = (middle, high) if keeps else (low, middle)
-        found = self._at(low / steps) if low else None
-        return _beyond(found, self._at(high / steps), limits) if found is not None else None
+        best = self._at(low / steps) if low else None
+        return _beyond(best, self._at(high / steps), limits) if best is not None else None
 
-    def most_closed(self, limits: Limits) -> Point | None:
-        """The most requests always in flight within the limits, as serving is mostly measured; None: not even one.
+    def best_closed_within(self, limits: Limits) -> OperatingPoint | None:
+        """Return the highest concurrency of a closed loop within the limits; None: not even one request.
 
-        raises TimeIsUp, as `most`
+        raises SearchTimeoutError, as `best_within`
         """
         low, high = 0, 2 * self._room + 1
         while high - low > 1:
@@ -164,7 +171,7 @@ class Replica:
 
     @property
     def _highest(self) -> float:
-        """Requests a second, from which on down capacities are sought."""
+        """Return the upper end of the searched rates."""
         bound = self.bound(Limits())
         return bound if math.isfinite(bound) else self.full.rate
 
@@ -172,41 +179,41 @@ class Replica:
         point = self._at(share)
         return point is not None and not limits.broken(point)
 
-    def _at(self, share: float) -> Point | None:
-        """share: of the octaves below what no schedule exceeds"""
-        if share not in self._known:
-            self._known[share] = self.at(self._highest * 2 ** (_OCTAVES * (share - 1)))
-        return self._known[share]
+    def _at(self, share: float) -> OperatingPoint | None:
+        """Return the point at a share of the octaves below the upper bound."""
+        if share not in self._points:
+            self._points[share] = self.at(self._highest * 2 ** (_OCTAVES * (share - 1)))
+        return self._points[share]
 
     @property
-    def tried(self) -> tuple[Point, ...]:
-        """All rates at which it keeps up, among those that a search has tried, or all loops."""
-        known = [point for point in self._known.values() if point is not None] or [*self._loops.values()]
-        return tuple(sorted(known, key=lambda point: point.rate))
+    def tried(self) -> tuple[OperatingPoint, ...]:
+        """Return the sustained points that a search has tried, by rate; closed loops if no rate was tried."""
+        points = [point for point in self._points.values() if point is not None] or [*self._loops.values()]
+        return tuple(sorted(points, key=lambda point: point.rate))
 
     @property
-    def alone(self) -> Point:
-        """One request at a time."""
+    def alone(self) -> OperatingPoint:
+        """Return the point with one request at a time."""
         return self.closed(1)
 
     def alone_breaks(self, limits: Limits) -> tuple[str, ...]:
-        """Limits that not even a request alone keeps."""
+        """Return the limits that not even a single request meets."""
         waited_s = 0.0  # for the calls before
         for call in self.lengths.calls:
             ttft_s = waited_s + self.serving.front_s + self._seconds([call.n_input], [0], 0, 0.0)
             step_s = self._seconds((), (), 1, call.n_input)
             waited_s = ttft_s + (call.n_output - 1) * step_s
-        asked = (
+        checks = (
             ("TTFT", limits.ttft_s, ttft_s), ("ITL", limits.itl_s if call.n_output > 1 else None, step_s),
             ("E2E", limits.e2e_s, waited_s),
         )  # fmt: skip
-        return tuple(name for name, limit, waited in asked if limit is not None and waited > limit)
+        return tuple(name for name, limit, waited in checks if limit is not None and waited > limit)
 
     def bound(self, limits: Limits) -> float:
-        """Requests a second that no schedule exceeds: arithmetic of prompts, and decode steps shared by as many as fit.
+        """Return an upper bound of requests/s: prefill arithmetic, and decode steps shared by as many as fit.
 
-        A step grows with what runs in it, and answers see the mean of their steps at least: so a limit on ITL bounds
-        how many run. inf: of a server whose steps follow no law that would bound them
+        Step times grow with the batch, and ITL is at least the mean step time, so a limit on ITL bounds the batch.
+        inf for a server whose measured steps give no bound.
         """
         if self.serving.running is None:
             return math.inf
@@ -222,7 +229,7 @@ class Replica:
 
     @cached_property
     def _usual(self) -> tuple[float, float]:
-        """Tokens in and out of what is in flight at a time, on average: each call as long as it takes alone."""
+        """Return mean input and output tokens of a call in flight, weighted by the duration of each call alone."""
         lengths, alone_s = [], []
         for call in self.lengths.calls:
             lengths.append((call.n_input, call.n_output))
@@ -232,58 +239,77 @@ class Replica:
         return in_flight(lengths, alone_s)
 
     def _point(
-        self, counted: Sequence[RequestOutcome], n: int, rate: float, concurrency: float, found: Simulated, how: str
-    ) -> Point:
+        self,
+        counted: Sequence[RequestOutcome],
+        n: int,
+        rate: float,
+        concurrency: float,
+        result: SimulationResult,
+        description: str,
+    ) -> OperatingPoint:
         waits = {name: _values(counted, name) for name in ("ttft_s", "itl_s", "e2e_s")}
 
-        def of(what: Callable[[Floats], float]) -> Waits:
-            return Waits(*(what(values) for values in waits.values()))
+        def waits_by(statistic: Callable[[Floats], float]) -> Waits:
+            return Waits(*(statistic(values) for values in waits.values()))
 
         one = self.serving
-        return Point(
-            model=one.model, device=one.device, precision=one.precision, tp=one.tp, pp=one.pp,
-            input_tokens=self._usual[0], output_tokens=self._usual[1], concurrency=concurrency, rate=rate,
+        return OperatingPoint(
+            model=one.model,
+            device=one.device,
+            precision=one.precision,
+            tp=one.tp,
+            pp=one.pp,
+            input_tokens=self._usual[0],
+            output_tokens=self._usual[1],
+            concurrency=concurrency,
+            rate=rate,
             calls=tuple((call.n_input, call.n_output) for call in self.lengths.calls) if self.lengths.before else (),
-            mean=of(lambda v: float(v.mean())), p95=of(lambda v: float(np.quantile(v, 0.95))), source=Source.SIMULATED,
+            mean=waits_by(lambda v: float(v.mean())),
+            p95=waits_by(lambda v: float(np.quantile(v, 0.95))),
+            source=FigureSource.SIMULATED,
             sampled=Sampled(
-                of(lambda v: float(np.quantile(v, 0.99))), of(lambda v: _interval(v, np.mean)),
-                of(lambda v: _interval(v, _p95)), len(counted), n - len(counted), found.preemptions,
-                f"{how}; {one.scheduler}",
+                waits_by(lambda v: float(np.quantile(v, 0.99))),
+                waits_by(lambda v: _interval(v, np.mean)),
+                waits_by(lambda v: _interval(v, _p95)),
+                len(counted),
+                n - len(counted),
+                result.preemptions,
+                f"{description}; {one.scheduler}",
             ),
-        )  # fmt: skip
+        )
 
 
-def _how(traffic: Traffic, coming: ArrivalStream) -> str:
+def _arrivals_text(traffic: Traffic, coming: ArrivalStream) -> str:
     if traffic.recorded is None:
         return str(traffic.gaps)
     without = f" without {coming.left_out} that are empty or too long" if coming.left_out else ""
     return f"{len(coming.arrivals)} recorded requests{without}"
 
 
-def _beyond(point: Point, after: Point | None, limits: Limits) -> Point:
-    """The point, and what the next one breaks; None: there the instance falls behind."""
+def _beyond(point: OperatingPoint, after: OperatingPoint | None, limits: Limits) -> OperatingPoint:
+    """Return the point with the limits that the next one breaks. after: None if the instance falls behind there"""
     assert point.sampled is not None, "it was simulated"
     return replace(point, sampled=replace(point.sampled, beyond=limits.broken(after) if after is not None else ()))
 
 
-def _cut(point: Point | None) -> Point:
+def _cut(point: OperatingPoint | None) -> OperatingPoint:
     assert point is not None and point.sampled is not None, "it was simulated, and keeps the limits"
     return replace(point, sampled=replace(point.sampled, cut=True))
 
 
 def _values(requests: Sequence[RequestOutcome], name: str) -> Floats:
     values: Floats = np.array([getattr(one, name) for one in requests])
-    known: Floats = values[~np.isnan(values)]  # answers of one token have no ITL
-    return known if len(known) else np.zeros(1)
+    finite: Floats = values[~np.isnan(values)]  # answers of one token have no ITL
+    return finite if len(finite) else np.zeros(1)
 
 
 def _p95(values: Floats) -> float:
     return float(np.quantile(values, 0.95))
 
 
-def _interval(values: Floats, of: Callable[[Floats], float]) -> float:
-    """Half of the 95 % interval, from batches of neighbours, as neighbours are alike."""
+def _interval(values: Floats, statistic: Callable[[Floats], float]) -> float:
+    """Return half of the 95 % interval by batch means, because neighbouring values are correlated."""
     if len(values) < 2 * _BATCHES:
         return math.inf
-    found = [float(of(batch)) for batch in np.array_split(values, _BATCHES)]
-    return _T * float(np.std(found, ddof=1)) / math.sqrt(_BATCHES)
+    batches = [float(statistic(batch)) for batch in np.array_split(values, _BATCHES)]
+    return _T * float(np.std(batches, ddof=1)) / math.sqrt(_BATCHES)

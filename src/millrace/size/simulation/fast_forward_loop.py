@@ -1,8 +1,8 @@
-"""The loop without texts, on a virtual clock: the scheduler, pages and budget that serve, in the order of EngineLoop.
+"""Event-driven simulation of EngineLoop on a virtual clock: the real scheduler, page pool and token budget, no tokens.
 
-Running answers are alike from step to step: each grows by a token. So nothing is done for them but at their turns, when
-one needs a page, has a full one that others may find, or ends; between these only time passes. Where pages lack, all is
-done step by step. A test holds every time of every request equal, bit for bit, to that of EngineLoop.
+Decoding sequences only grow by a token per step. So they are touched only at events: one needs a page, fills a page
+that enters the prefix index, or ends; in between only time passes. If free pages run short, every sequence is
+processed in every step. A test checks that all times of all requests equal those of EngineLoop, bit for bit.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.simulation.virtual_clock import TOKEN, RequestOutcome, VirtualClock
 
 _NOTHING = StopTables(())
-_Turn = tuple[int, int, int, Sequence]  # step, place in the order of admission, which of its turns
+_Turn = tuple[int, int, int, Sequence]  # event: step, place in the order of admission, kind of event
 
 
 class _NullDetokenizer:
-    """Answers' texts are not looked at."""
+    """A detokenizer that yields no text."""
 
     def push(self, ids: object) -> str:
         return ""
@@ -38,12 +38,12 @@ def _no_text() -> AnswerText:
     return AnswerText(_NullDetokenizer(), _NOTHING, False)
 
 
-def _nobody(_: object) -> None:
-    """No one reads along."""
+def _discard(_: object) -> None:
+    """Drop the output of a request."""
 
 
 class FastForwardLoop:
-    """ended: requests so far; steps: that were taken; after_s: what the host took after the last of them"""
+    """A simulated engine loop. ended: finished requests; steps: executed steps; after_s: host time after the last"""
 
     def __init__(
         self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime, between: Callable[[int], float],
@@ -51,11 +51,11 @@ class FastForwardLoop:
     ) -> None:  # fmt: skip
         self._limits, self._clock, self._seconds, self._between = limits, clock, seconds, between
         self._scheduler = Scheduler(limits, PagePool(limits.n_pages), clock, budget, prefix_cache)
-        self._seen: dict[Sequence, RequestOutcome] = {}
+        self._outcomes: dict[Sequence, RequestOutcome] = {}
         self._resolved = cache(self._resolve)
         self.ended = self.steps = 0
         self.after_s = 0.0
-        # Running answers: what is known of each was true before that step. Their tokens lag behind since.
+        # Decoding sequences -> the step before which their state is current; their tokens lag behind since.
         self._since: dict[Sequence, int] = {}
         self._contexts = 0  # tokens of all of them
         self._place: dict[Sequence, int] = {}
@@ -71,23 +71,23 @@ class FastForwardLoop:
     def prefix_hits(self) -> int:
         return self._scheduler.n_hit
 
-    def submit(self, prompt: IntArray, seen: RequestOutcome) -> None:
-        resolved = self._resolved(len(prompt), seen.arrival.n_output)
-        request = Request("", prompt, resolved, _nobody, Timings(self._clock.now_s), _no_text)
-        self._seen[request.choices[0]] = seen
+    def submit(self, prompt: IntArray, outcome: RequestOutcome) -> None:
+        resolved = self._resolved(len(prompt), outcome.arrival.n_output)
+        request = Request("", prompt, resolved, _discard, Timings(self._clock.now_s), _no_text)
+        self._outcomes[request.choices[0]] = outcome
         self._scheduler.add(request)
 
     def step(self, until_s: float) -> bool:
-        """One step, or as many as are alike before somebody comes at `until_s`; False where there is no work."""
+        """Run one step, or several identical ones until the next arrival at `until_s`; False if there is no work."""
         scheduler = self._scheduler
         if not scheduler.has_work:
             return False
         if not self._is_quick():
-            self._plainly()
+            self._step_all()
         elif len(self._since) < len(scheduler.running) or self._may_admit:
-            self._beside_prompts()
+            self._step_with_prompts()
         else:
-            self._running_alone(until_s)
+            self._step_decode_only(until_s)
         return True
 
     @property
@@ -95,7 +95,7 @@ class FastForwardLoop:
         return bool(self._scheduler.waiting) and len(self._scheduler.running) < self._limits.max_sequences
 
     def _is_quick(self) -> bool:
-        """Pages are there for who needs one now, and no prompt has one token left, which would run as answers do."""
+        """Whether pages suffice, and no prompt has a single token left (which the scheduler treats like decoding)."""
         n_free = self._scheduler.pool.n_free
         if n_free < len(self._since) and n_free < sum(turn[0] <= self.steps for turn in self._growing):
             return False
@@ -104,7 +104,7 @@ class FastForwardLoop:
         return all(seq in self._since or seq.n_left > 1 for seq in self._scheduler.running)
 
     def _spend(self, step: Step, n: int, contexts: int) -> None:
-        """Time for its chunks and n running answers, whose contexts have so many tokens together before it."""
+        """Advance the clock by a step of its chunks and n decoding sequences. contexts: their tokens before it"""
         prompts = [chunk for chunk in step.chunks if chunk.n > 1]
         singles = [chunk for chunk in step.chunks if chunk.n == 1]
         n, contexts = n + len(singles), contexts + n + sum(chunk.start + 1 for chunk in singles)
@@ -116,30 +116,30 @@ class FastForwardLoop:
         self.steps += 1
 
     def _rest(self, n_sequences: int) -> None:
-        """Until the next step may begin."""
+        """Advance the clock to when the next step may begin."""
         self.after_s = self._between(n_sequences)
         self._clock.now_s += self.after_s
 
     def _draw(self, seq: Sequence) -> None:
-        seen = self._seen[seq]
+        outcome = self._outcomes[seq]
         self._scheduler.verified(seq)
         seq.tokens.append(TOKEN)
         if seq.n_output == 1:
-            seen.first_s = self._clock.now_s
-        if seq.n_output == seen.arrival.n_output:
-            self._end(seq, seen)
+            outcome.first_s = self._clock.now_s
+        if seq.n_output == outcome.arrival.n_output:
+            self._end(seq, outcome)
 
-    def _end(self, seq: Sequence, seen: RequestOutcome) -> None:
-        seen.last_s = self._clock.now_s
+    def _end(self, seq: Sequence, outcome: RequestOutcome) -> None:
+        outcome.last_s = self._clock.now_s
         self._scheduler.remove(seq)
-        del self._seen[seq]
+        del self._outcomes[seq]
         self._place.pop(seq, None)
         self.ended += 1
 
     # ------------------------------------------------------------------ step by step
 
-    def _plainly(self) -> None:
-        """As EngineLoop does, for every sequence."""
+    def _step_all(self) -> None:
+        """Run one step as EngineLoop does, for every sequence."""
         for seq in self._since:
             self._catch_up(seq)
         self._since, self._contexts, self._growing, self._turning, self._place = {}, 0, [], [], {}
@@ -152,17 +152,17 @@ class FastForwardLoop:
         for seq in self._scheduler.running:
             self._place_last(seq)
             if seq.n_left == 1 and seq.n_output:
-                self._joins(seq)
+                self._start_decoding(seq)
 
-    # ------------------------------------------------------------------ only what has its turn
+    # ------------------------------------------------------------------ events only
 
-    def _joins(self, seq: Sequence) -> None:
-        """The running answers, as far as it is."""
+    def _start_decoding(self, seq: Sequence) -> None:
+        """Add a sequence to the decoding ones, and schedule its events."""
         start, size, place = seq.n_computed, self._limits.page_tokens, self._place[seq]
         self._since[seq] = self.steps
         self._contexts += start
         heappush(self._growing, (self.steps + len(seq.pages) * size - start, place, 0, seq))
-        heappush(self._turning, (self.steps + self._seen[seq].arrival.n_output - seq.n_output - 1, place, 1, seq))
+        heappush(self._turning, (self.steps + self._outcomes[seq].arrival.n_output - seq.n_output - 1, place, 1, seq))
         if self._scheduler.prefix_cache:
             heappush(self._turning, (self.steps + (seq.n_known + 1) * size - start - 1, place, 0, seq))
 
@@ -178,7 +178,7 @@ class FastForwardLoop:
         seq.n_finite = seq.n_computed
 
     def _grow(self) -> None:
-        """Pages for who needs one in the next step; those that have left are passed over."""
+        """Reserve pages for sequences that need one in the next step; events of ended sequences are skipped."""
         while self._growing and self._growing[0][0] <= self.steps:
             at, place, _, seq = heappop(self._growing)
             if seq in self._since:
@@ -187,8 +187,8 @@ class FastForwardLoop:
                 seq.pages.extend(page)
                 heappush(self._growing, (at + self._limits.page_tokens, place, 0, seq))
 
-    def _turn(self) -> None:
-        """What the step that was taken fills, and ends."""
+    def _handle_events(self) -> None:
+        """Process the events of the last step: filled pages and finished sequences."""
         while self._turning and self._turning[0][0] < self.steps:
             at, place, ends, seq = heappop(self._turning)
             if seq not in self._since:
@@ -197,13 +197,13 @@ class FastForwardLoop:
             if ends:
                 self._contexts -= seq.n_computed
                 del self._since[seq]
-                self._end(seq, self._seen[seq])
+                self._end(seq, self._outcomes[seq])
             else:
                 self._scheduler.verified(seq)
                 heappush(self._turning, (at + self._limits.page_tokens, place, 0, seq))
 
-    def _beside_prompts(self) -> None:
-        """A step with chunks of prompts, perhaps of new ones."""
+    def _step_with_prompts(self) -> None:
+        """Run one step with prompt chunks, perhaps of newly admitted sequences."""
         self._grow()
         n = len(self._since)
         step = Step([], n, 0)
@@ -213,17 +213,17 @@ class FastForwardLoop:
                 self._place_last(chunk.sequence)
         self._spend(step, n, self._contexts)
         self._contexts += n
-        self._turn()
+        self._handle_events()
         for chunk in step.chunks:
             seq = chunk.sequence
             if chunk.draws:
                 self._draw(seq)
-                if seq in self._seen:
-                    self._joins(seq)
+                if seq in self._outcomes:
+                    self._start_decoding(seq)
         self._rest(n + len(step.chunks))
 
-    def _running_alone(self, until_s: float) -> None:
-        """Steps of running answers, until one has its turn or somebody comes."""
+    def _step_decode_only(self, until_s: float) -> None:
+        """Run decode-only steps until the next event or arrival."""
         self._grow()
         budget, clock, n = self._scheduler.budget, self._clock, len(self._since)
         between_s, last = self._between(n), self._turning[0][0]  # the step with which something turns
@@ -238,7 +238,7 @@ class FastForwardLoop:
             if self.steps > last or clock.now_s + between_s >= until_s:
                 break
             clock.now_s += between_s
-        self._turn()
+        self._handle_events()
         self._rest(n)
 
     def _resolve(self, n_prompt: int, n_output: int) -> ResolvedParams:

@@ -1,6 +1,6 @@
-"""A server of this machine by its own measured steps: as simulations have it, and in closed form.
+"""A server of this machine described by its measured steps, for simulation and in closed form.
 
-What `size verify` predicts and what `size --profile` plans with is the same simulation.
+`size verify` and `size --profile` use the same simulation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,22 +14,22 @@ from millrace.machine.cpu import machine_name
 from millrace.runtime.scheduling.step_cost_model import SchedulerSettings, StepCost, StepProfile, StepTime
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.answer.sizing import CLOSED_FORM_ERROR, PlanInputs
-from millrace.size.load.token_lengths import Call, Lengths
+from millrace.size.load.token_lengths import Lengths, ModelCall
 from millrace.size.performance.closed_form import CONCURRENCIES, closed_form
-from millrace.size.performance.operating_point import Point, Source
+from millrace.size.performance.operating_point import FigureSource, OperatingPoint
 from millrace.size.simulation.serving_model import VOCAB, Serving
 from millrace.size.simulation.simulator import Simulation
 
-AS_BUILT = "as built"  # the precision: that of the engine, whatever it is
-_DRAWN = 1024  # at once
-_FULL = 0.95  # of what memory has room for
+AS_BUILT = "as built"  # the precision of the engine
+_BATCH = 1024  # random numbers drawn at a time
+_FULL = 0.95  # share of the KV-cache capacity from which it counts as full
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStepTimes:
-    """cost: what steps usually take; spread: how many times as long they do, all equally likely
+    """Step times of a server. cost: typical times; spread: equally likely factors on them
 
-    front_s: of a request beside its steps; schedule: what bounds them
+    front_s: host time per request outside steps; schedule: limits of a step
     """
 
     cost: StepCost
@@ -38,15 +38,15 @@ class MeasuredStepTimes:
     schedule: SchedulerSettings
 
     @classmethod
-    def of(cls, profile: StepProfile) -> "MeasuredStepTimes":
+    def from_profile(cls, profile: StepProfile) -> "MeasuredStepTimes":
         return cls(profile.cost, profile.spread, profile.front, profile.schedule)
 
     def simulation(self, n_input: int, seed: int = 0, longest: int | None = None) -> Simulation:
-        """One such server, whose budget knows its steps already, as after a warm-up.
+        """Create a simulation whose token budget is already calibrated, as after a warm-up.
 
-        n_input: tokens of a usual prompt; longest: of any request, in and out, where that is known
+        n_input: tokens of a typical prompt; longest: input plus output tokens of the longest request, if known
         """
-        usual, s, draw = self.cost.timed(), self.schedule, _drawn(self.spread, seed).__next__
+        usual, s, draw = self.cost.timed(), self.schedule, _samples(self.spread, seed).__next__
         pages = s.pages if longest is None else s.max_sequences * -(-longest // s.page_tokens) + 1
         limits = ExecutorLimits(
             max_step_tokens=s.max_step_tokens, max_sequences=s.max_sequences, max_rows=s.max_rows,
@@ -66,16 +66,16 @@ class MeasuredStepTimes:
         )  # fmt: skip
 
 
-def _drawn(values: Sequence[float], seed: int) -> Iterator[float]:
+def _samples(values: Sequence[float], seed: int) -> Iterator[float]:
     rng = np.random.default_rng(seed)
     while True:
-        for i in rng.integers(len(values), size=_DRAWN).tolist():
+        for i in rng.integers(len(values), size=_BATCH).tolist():
             yield values[i]
 
 
 @dataclass(frozen=True, slots=True)
-class Profiled:
-    """A profile to plan with."""
+class ProfiledServer:
+    """A profiled server to plan with."""
 
     profile: StepProfile
 
@@ -91,7 +91,7 @@ class Profiled:
 
     @property
     def took(self) -> StepTime:
-        """Of a step on average, and of the host until the next one."""
+        """Return the mean time of a step, including the host time until the next one."""
         usual, mean, cost = self.profile.cost.timed(), self.profile.mean, self.profile.cost
 
         def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
@@ -99,55 +99,55 @@ class Profiled:
 
         return seconds
 
-    def room(self, both: float) -> int:
-        """Requests of so many tokens that are in flight at most. raises ConfigError where none fits"""
+    def room(self, n_tokens: float) -> int:
+        """Return how many requests of n tokens fit in flight. raises ConfigError if none does"""
         s = self.profile.schedule
-        if both > s.context_tokens:
-            raise ConfigError(f"requests of {both:,.0f} tokens",
+        if n_tokens > s.context_tokens:
+            raise ConfigError(f"requests of {n_tokens:,.0f} tokens",
                               f"at most {s.context_tokens:,}, as the profiled server had",
                               "shorten them, or fit a profile of a server with more")  # fmt: skip
-        return max(1, min(s.max_sequences, s.pages // int(-(-both // s.page_tokens))))
+        return max(1, min(s.max_sequences, s.pages // int(-(-n_tokens // s.page_tokens))))
 
     def check(self) -> None:
-        """raises ConfigError on another machine"""
+        """Refuse a profile of another machine. raises ConfigError"""
         self.profile.check(self.profile.engine, machine_name())
 
-    def points(self, call: Call) -> list[Point]:
-        """In closed form. raises ConfigError where a request does not fit"""
+    def points(self, call: ModelCall) -> list[OperatingPoint]:
+        """Return the closed-form points of a call. raises ConfigError if a request does not fit"""
         p, lengths, room = self.profile, call.lengths, self.room(sum(call.lengths))
-        seconds, found = self.took, []
+        seconds, points = self.took, []
         for n in CONCURRENCIES:
             rate, waits = closed_form(seconds, p.front, p.schedule.max_step_tokens, lengths, n, min(n, room))
-            found.append(Point(
+            points.append(OperatingPoint(
                 model=p.model, device=self.device, precision=AS_BUILT, tp=1, system=1, input_tokens=lengths[0],
-                output_tokens=lengths[1], concurrency=n, rate=rate, mean=waits, p95=None, source=Source.ANALYTIC,
+                output_tokens=lengths[1], concurrency=n, rate=rate, mean=waits, p95=None, source=FigureSource.ANALYTIC,
             ))  # fmt: skip
-        return found
+        return points
 
     def serving(self, lengths: Lengths) -> Serving:
-        """raises ConfigError where a request does not fit"""
-        p, own, least = self.profile, MeasuredStepTimes.of(self.profile), min(self.profile.spread)
+        """Describe the server for simulation. raises ConfigError if a request does not fit"""
+        p, own, least = self.profile, MeasuredStepTimes.from_profile(self.profile), min(self.profile.spread)
         usual = p.cost.timed()
         return Serving(
             model=p.model, device=self.device, precision=AS_BUILT, tp=1, lengths=lengths, scheduler=self.scheduler,
-            room=self.room(lengths.both), running=None, front_s=p.front,
+            room=self.room(lengths.total_tokens), running=None, front_s=p.front,
             seconds=lambda prompts, starts, n, context: usual(prompts, starts, n, context) * least,
             context=p.schedule.context_tokens,
-            simulation=lambda seed: own.simulation(lengths.n_input, seed, lengths.both),
-            of_any=lambda seed: replace(own.simulation(lengths.n_input, seed), prefix_cache=True),
+            simulation=lambda seed: own.simulation(lengths.n_input, seed, lengths.total_tokens),
+            any_lengths=lambda seed: replace(own.simulation(lengths.n_input, seed), prefix_cache=True),
         )  # fmt: skip
 
-    def grounds(self, point: Point) -> PlanInputs:
-        """What such a point rests on."""
+    def grounds(self, point: OperatingPoint) -> PlanInputs:
+        """Return what a point is based on."""
         p = self.profile
-        told = f"measured steps of {p.model} (engine {p.engine:.12}) on {p.machine}, {p.n_steps:,} of {p.date}"
+        provenance = f"measured steps of {p.model} (engine {p.engine:.12}) on {p.machine}, {p.n_steps:,} of {p.date}"
         full = self.room(point.input_tokens + point.output_tokens)
         is_full = full < p.schedule.max_sequences and point.concurrency > _FULL * full
-        error = p.error + (CLOSED_FORM_ERROR if point.source == Source.ANALYTIC else 0.0)
-        return PlanInputs(error, told, self._shares(point, full), is_full)
+        error = p.error + (CLOSED_FORM_ERROR if point.source == FigureSource.ANALYTIC else 0.0)
+        return PlanInputs(error, provenance, self._shares(point, full), is_full)
 
-    def _shares(self, point: Point, room: int) -> Mapping[str, float]:
-        """Of the server's time, what goes where; together 1."""
+    def _shares(self, point: OperatingPoint, room: int) -> Mapping[str, float]:
+        """Return the shares of the server's time by activity; they add up to 1."""
         cost = self.profile.cost
         usual, n = cost.timed(), max(1, min(room, round(point.concurrency)))
         alone_s, many_s = usual((), (), 1, 0.0), usual((), (), n, 0.0)

@@ -1,7 +1,7 @@
-"""Several replicas behind a router, on one virtual time: each is the loop that serves, with a clock of its own. Calls
-of a request in a row stay at one.
+"""Several replicas behind a router on a common virtual time, each with its own clock and engine loop.
 
-A router sees what one sees in practice: how many requests each replica has, and which beginnings it was sent.
+The sequential calls of a request stay on one replica. A router sees what real ones see: the requests in flight of
+each replica, and the prefixes that it was sent.
 """
 
 import math
@@ -11,81 +11,81 @@ from itertools import takewhile
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.size.simulation.simulator import Server, Simulated, Simulation
+from millrace.size.simulation.simulator import SimulatedServer, Simulation, SimulationResult
 from millrace.size.simulation.virtual_clock import Arrival
 
 Router = Callable[[Arrival, Sequence["Routed"]], int]
-_MOST_REPLICAS = 4096
-_CROWDED = 4  # requests more than the emptiest has, from which on a known beginning is not worth it
+_MAX_REPLICAS = 4096
+_CROWDED = 4  # extra requests in flight from which a known prefix no longer outweighs the load
 
 
-class Routed(Server):
-    """known: beginnings that it was sent, as far as whole blocks go"""
+class Routed(SimulatedServer):
+    """A replica behind a router. prefixes: keys of the block-aligned prefixes that it was sent"""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        self.known: set[int] = set()
+        self.prefixes: set[int] = set()
 
-    def take(self, arrival: Arrival) -> None:
-        super().take(arrival)
-        self.known.update(_chain(arrival.blocks))
+    def admit(self, arrival: Arrival) -> None:
+        super().admit(arrival)
+        self.prefixes.update(_chain(arrival.blocks))
 
     def shared(self, blocks: tuple[int, ...]) -> int:
-        """Blocks of that beginning that it was sent before."""
-        return sum(1 for _ in takewhile(self.known.__contains__, _chain(blocks)))
+        """Return how many leading blocks the replica has seen before."""
+        return sum(1 for _ in takewhile(self.prefixes.__contains__, _chain(blocks)))
 
 
 def _chain(blocks: tuple[int, ...]) -> Iterator[int]:
-    """A key for each beginning: of the one before, and the block."""
+    """Yield a key for each prefix: a hash of the previous key and the block."""
     key = 0
     for block in blocks:
         key = hash((key, block))
         yield key
 
 
-def simulate(simulations: Sequence[Simulation], arrivals: Iterable[Arrival], route: Router) -> list[Simulated]:
-    """Each replica's share of the arrivals, which come in the order of their times. raises ConfigError"""
-    if not 0 < len(simulations) <= _MOST_REPLICAS:
-        raise ConfigError(f"{len(simulations)} replicas", f"1 to {_MOST_REPLICAS}", "correct it")
+def simulate(simulations: Sequence[Simulation], arrivals: Iterable[Arrival], route: Router) -> list[SimulationResult]:
+    """Route arrivals, which are in time order, and return the result of each replica. raises ConfigError"""
+    if not 0 < len(simulations) <= _MAX_REPLICAS:
+        raise ConfigError(f"{len(simulations)} replicas", f"1 to {_MAX_REPLICAS}", "correct it")
     servers = [Routed(one) for one in simulations]
     for arrival in simulations[0].checked(arrivals):
         for server in servers:
             server.advance(arrival.at_s)
-        servers[route(arrival, servers)].take(arrival)
+        servers[route(arrival, servers)].admit(arrival)
     for server in servers:
         server.advance(math.inf)
     return [server.result() for server in servers]
 
 
-def merge_routed(found: Sequence[Simulated]) -> Simulated:
-    """All replicas as one."""
-    requests = sorted((one for each in found for one in each.requests), key=lambda one: one.arrival.came_s)
-    return Simulated(
-        tuple(requests), max(each.seconds for each in found), sum(each.steps for each in found),
-        sum(each.preemptions for each in found), sum(each.prefix_hits for each in found),
-        sum(each.in_system_s for each in found),
+def merge_routed(results: Sequence[SimulationResult]) -> SimulationResult:
+    """Merge the results of all replicas."""
+    requests = sorted((one for each in results for one in each.requests), key=lambda one: one.arrival.came_s)
+    return SimulationResult(
+        tuple(requests), max(each.seconds for each in results), sum(each.steps for each in results),
+        sum(each.preemptions for each in results), sum(each.prefix_hits for each in results),
+        sum(each.in_system_s for each in results),
     )  # fmt: skip
 
 
 def random_router(seed: int = 0) -> Router:
-    """By chance, as many servers behind one name are found."""
+    """Route at random, like DNS load balancing."""
     rng = np.random.default_rng(seed)
     return lambda _, servers: int(rng.integers(len(servers)))
 
 
 def router(routing: str, seed: int = 0) -> Router:
-    """One of ROUTINGS, by its name."""
-    known: dict[str, Router] = {"least-loaded": least_loaded, "prefix-aware": prefix_aware}
-    return random_router(seed) if routing == "blind" else known[routing]
+    """Return the router with this name."""
+    routers: dict[str, Router] = {"least-loaded": least_loaded, "prefix-aware": prefix_aware}
+    return random_router(seed) if routing == "blind" else routers[routing]
 
 
 def least_loaded(_: Arrival, servers: Sequence[Routed]) -> int:
-    """The one with the fewest requests; the first of several."""
+    """Route to the replica with the fewest requests; ties: the first."""
     return min(range(len(servers)), key=lambda i: (servers[i].in_flight, i))
 
 
 def prefix_aware(arrival: Arrival, servers: Sequence[Routed]) -> int:
-    """The one that knows most of the beginning, unless it is crowded; of several the one with the fewest requests."""
+    """Route to the replica that knows the longest prefix unless it is overloaded; ties: the fewest requests."""
     least = min(server.in_flight for server in servers)
     free = [i for i, server in enumerate(servers) if server.in_flight <= 2 * least + _CROWDED]
     return max(free, key=lambda i: (servers[i].shared(arrival.blocks), -servers[i].in_flight, -i))

@@ -1,34 +1,35 @@
-"""How long is searched by simulation, and what is told of it meanwhile."""
+"""Time budget and progress of a search by simulation."""
 
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-Progress = Callable[[str, int, int], None]  # what is simulated, seconds so far, of so many
+Progress = Callable[[str, int, int], None]  # label, elapsed seconds, seconds in total
 _TELL_S = 0.1
 
 
 class SearchTimeoutError(Exception):
-    """Within a simulation, which is given up."""
+    """Raised within a simulation to abandon it when its time is up."""
 
 
-class Search:
-    """All simulations of an answer. left: configurations that were not simulated to the end; over: there are such"""
+class SearchBudget:
+    """Time budget of all simulations of an answer. left: configurations whose simulation was cut; over: there are
+    some"""
 
     def __init__(
         self, limit_s: float = math.inf, tell: Progress = lambda *_: None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._tell, self._clock, self._what = tell, clock, ""
         self._left: dict[Hashable, list[str]] = {}
-        self.again(limit_s)
+        self.restart(limit_s)
 
     @property
     def left(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(what for some in self._left.values() for what in some))
 
-    def again(self, limit_s: float) -> None:
-        """From now on so long, for something else."""
+    def restart(self, limit_s: float) -> None:
+        """Start a new budget of limit_s seconds."""
         self._begun_s, self.limit_s, self.over = self._clock(), limit_s, False
         self._until_s, self._told_s = self._begun_s + limit_s, -math.inf
 
@@ -38,7 +39,7 @@ class Search:
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
-        """Of the time that is left, no more than that share for what is simulated within."""
+        """Limit simulations in this context to a share of the remaining time."""
         now_s, until_s = self._clock(), self._until_s
         self._until_s = min(until_s, now_s + max(0.0, until_s - now_s) * share)
         try:
@@ -46,11 +47,11 @@ class Search:
         finally:
             self._until_s = until_s
 
-    def begins(self, what: str) -> None:
-        self._what = what
+    def begin(self, label: str) -> None:
+        self._what = label
 
     def tick(self) -> None:
-        """Called by simulations as they go on. raises TimeIsUp"""
+        """Report progress; called repeatedly by simulations. raises SearchTimeoutError"""
         now_s = self._clock()
         if now_s > self._until_s:
             raise SearchTimeoutError
@@ -59,11 +60,11 @@ class Search:
             self._told_s = passed_s
             self._tell(f"Simulating {self._what} (seconds)", int(passed_s), math.ceil(min(self.limit_s, 1e9)))
 
-    def cut(self, what: str, of: Hashable = None) -> None:
-        """It was not simulated to the end. of: what it was a part of"""
+    def cut(self, label: str, owner: Hashable = None) -> None:
+        """Note that a simulation was cut. owner: the search it belongs to, for `forget`"""
         self.over = True
-        self._left.setdefault(of, []).append(what)
+        self._left.setdefault(owner, []).append(label)
 
-    def forget(self, of: Hashable) -> None:
-        """All of that is simulated once more."""
-        self._left.pop(of, None)
+    def forget(self, owner: Hashable) -> None:
+        """Drop the notes of an owner, which is simulated again."""
+        self._left.pop(owner, None)

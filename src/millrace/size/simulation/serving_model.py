@@ -1,4 +1,4 @@
-"""How an instance serves requests of some lengths, as simulations have it: by a device's datasheet and a stack."""
+"""Serving model of an instance for simulations, from a device's datasheet and a serving stack."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,23 +10,24 @@ from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.load.token_lengths import Lengths
 from millrace.size.performance.closed_form import check_fits, kv_capacity
 from millrace.size.performance.fitted_devices import Profile
-from millrace.size.performance.roofline_cost import Instance
+from millrace.size.performance.roofline_cost import ModelInstance
 from millrace.size.performance.serving_overhead import Stack
 from millrace.size.performance.step_time import least_time, step_time
 from millrace.size.simulation.simulator import Simulation
 
-VOCAB = 1 << 15  # ids are not looked at
-_MOST_PAGES = 1 << 20  # more than simulated requests fill
+VOCAB = 1 << 15  # arbitrary: token ids are not used
+_MAX_PAGES = 1 << 20  # more than simulated requests need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """model, device, precision, tp, pp: by which its points are known; scheduler: in words
+    """How an instance serves requests of given lengths. model, device, precision, tp, pp: identify its points
 
-    room: requests in flight that fit; running: answers in a step at most, None where steps follow no law that bounds
-    what is served; front_s: of a request before its first step; seconds: what a step takes at least
-    simulation: of it from the beginning on, with a seed for what its steps take
-    of_any: the same for requests of any lengths up to `context`, which find what they share with earlier ones
+    scheduler: description; room: requests in flight that fit
+    running: largest decode batch, None if measured steps give no upper bound of the rate
+    front_s: host time of a request before its first step; seconds: lower bound of the step time
+    simulation: creates a simulation from a seed for step times
+    any_lengths: the same for requests of any lengths up to `context`, with a prefix cache
     """
 
     model: str
@@ -42,37 +43,44 @@ class Serving:
     seconds: StepTime
     context: int
     simulation: Callable[[int], Simulation]
-    of_any: Callable[[int], Simulation]
+    any_lengths: Callable[[int], Simulation]
 
 
-def computed(
-    instance: Instance, profile: Profile, lengths: Lengths, stack: Stack | None = None, seconds: StepTime | None = None
-) -> Serving:  # fmt: skip
-    """seconds: what its steps take, where that is not the profile's. raises ConfigError where a request does not fit"""
+def make_serving(
+    instance: ModelInstance,
+    profile: Profile,
+    lengths: Lengths,
+    stack: Stack | None = None,
+    seconds: StepTime | None = None,
+) -> Serving:
+    """Create the serving model of an instance. seconds: step times other than the profile's
+
+    raises ConfigError if a request does not fit
+    """
     for call in lengths.calls:
         check_fits(instance, (call.n_input, call.n_output))
     stack = stack or profile.stack
     took = seconds or step_time(instance, profile.constants, stack)
     least = took if seconds or instance.pp == 1 else least_time(instance, profile.constants, stack)
-    n_pages, pages = int(kv_capacity(instance)) // PAGE_TOKENS, -(-lengths.both // PAGE_TOKENS)
+    n_pages, pages = int(kv_capacity(instance)) // PAGE_TOKENS, -(-lengths.total_tokens // PAGE_TOKENS)
     limits = ExecutorLimits(
         max_step_tokens=stack.step_tokens, max_sequences=stack.sequences, max_rows=stack.sequences,
-        max_context=lengths.both, page_tokens=PAGE_TOKENS,
+        max_context=lengths.total_tokens, page_tokens=PAGE_TOKENS,
         n_pages=max(pages, min(n_pages, stack.sequences * pages + 1)), vocab_size=VOCAB,
     )  # fmt: skip
     shortest = min(call.n_input for call in lengths.calls)
     budget_tokens, front_s = stack.step_tokens, stack.front_s
-    whole = replace(limits, max_context=instance.model.max_context, n_pages=min(n_pages, _MOST_PAGES))
+    any_limits = replace(limits, max_context=instance.model.max_context, n_pages=min(n_pages, _MAX_PAGES))
 
     def simulation(_: int) -> Simulation:
         return Simulation(limits, took, TokenBudget.unhurried(budget_tokens), prefix_cache=False, front_s=front_s)
 
     def of_any(_: int) -> Simulation:
-        return Simulation(whole, took, TokenBudget.unhurried(budget_tokens), front_s=front_s)
+        return Simulation(any_limits, took, TokenBudget.unhurried(budget_tokens), front_s=front_s)
 
     return Serving(
         model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
         pp=instance.pp, lengths=lengths, scheduler=stack.scheduler, room=max(1, min(stack.sequences, n_pages // pages)),
         running=max(1, min(stack.sequences, limits.n_pages * PAGE_TOKENS // shortest)), front_s=front_s,
-        seconds=least, context=whole.context_tokens, simulation=simulation, of_any=of_any,
+        seconds=least, context=any_limits.context_tokens, simulation=simulation, any_lengths=of_any,
     )  # fmt: skip

@@ -1,7 +1,6 @@
-"""The loop that serves, on a virtual clock: the real scheduler, pages and budget, with steps that cost what they would.
+"""Simulation of a server on a virtual clock: the real scheduler, page pool and token budget, with modelled step times.
 
-Nothing is computed: the clock moves by what a step takes on the machine that is planned for, and every answer is as
-long as its request says.
+No model is run: the clock advances by the step time of the planned machine, and every answer has its requested length.
 """
 
 import math
@@ -22,14 +21,14 @@ from millrace.size.simulation.virtual_clock import TOKEN, Arrival, RequestOutcom
 from millrace.tune.trace_formats import BLOCK
 
 Floats = NDArray[np.float64]
-_VOCAB = 1 << 15  # ids that prompts are told apart by; equal blocks are equal text
+_VOCAB = 1 << 15  # ids that distinguish prompts; equal blocks have equal tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
-    """What happened. requests: in the order in which they came; of calls in a row the last ones, which are answers
+class SimulationResult:
+    """Outcome of a simulation. requests: in order of arrival; for sequential calls the last ones, which are the answers
 
-    in_system_s: the integral of requests in the system over time (Little's law is held to it)
+    in_system_s: integral of the requests in the system over time (tests check Little's law with it)
     """
 
     requests: tuple[RequestOutcome, ...]
@@ -39,25 +38,25 @@ class Simulated:
     prefix_hits: int
     in_system_s: float
 
-    def of(self, measure: str, after_s: float = 0.0) -> Floats:
-        """ "ttft_s", "itl_s" or "e2e_s" of all that came after the transient."""
+    def values(self, measure: str, after_s: float = 0.0) -> Floats:
+        """Return "ttft_s", "itl_s" or "e2e_s" of the requests that arrived after `after_s`."""
         values: Floats = np.array([getattr(one, measure) for one in self.requests if one.arrival.came_s >= after_s])
-        known: Floats = values[~np.isnan(values)]
-        return known
+        finite: Floats = values[~np.isnan(values)]
+        return finite
 
 
 def _nothing() -> None:
-    """Nobody looks at how far it is."""
+    """Report no progress."""
 
 
 @dataclass(slots=True)
 class Simulation:
-    """One replica. budget: how much of prompts a step may have, as the server's
+    """One replica. budget: the server's limit of prompt tokens per step
 
-    front_s: of the host for a request before it is scheduled, one after another
-    between: what the host takes after a step with so many sequences, before the next may begin
-    tick: called again and again while it goes on; what it raises ends it
-    quick: steps in which nothing happens at once, with equal times; else EngineLoop, step by step
+    front_s: host time per request before it is scheduled, serially
+    between: host time after a step with n sequences, before the next may start
+    tick: called repeatedly; an exception ends the simulation
+    quick: use the event-driven loop, which gives the same times; otherwise EngineLoop, step by step
     """
 
     limits: ExecutorLimits
@@ -70,33 +69,32 @@ class Simulation:
     tick: Callable[[], None] = _nothing
     clock: VirtualClock = field(default_factory=VirtualClock)
 
-    def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
-        """Until all is answered. arrivals: in the order of their times
+    def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> SimulationResult:
+        """Run until all requests are answered. arrivals: in time order
 
-        closed: so many requests are always in flight, and their times are not looked at
-
-        raises ConfigError where a request fits no context
+        closed: number of requests kept in flight; arrival times are ignored then
+        raises ConfigError if a request does not fit the context
         """
-        server = Server(self)
+        server = SimulatedServer(self)
         if closed is None:
             for arrival in self.checked(arrivals):
                 server.advance(arrival.at_s)
-                server.take(arrival)
+                server.admit(arrival)
             server.advance(math.inf)
             return server.result()
         coming = deque(self.checked(arrivals))
         while coming or server.in_flight:
             while coming and server.in_flight < closed:
-                server.take(replace(coming.popleft(), at_s=server.stepped_s))
+                server.admit(replace(coming.popleft(), at_s=server.stepped_s))
             server.turn(math.inf)
         return server.result()
 
     def loop(self) -> FastForwardLoop | SteppedLoop:
-        made = FastForwardLoop if self.quick else SteppedLoop
-        return made(self.limits, self.clock, self.seconds, self.between, self.budget, self.prefix_cache)
+        loop_class = FastForwardLoop if self.quick else SteppedLoop
+        return loop_class(self.limits, self.clock, self.seconds, self.between, self.budget, self.prefix_cache)
 
     def checked(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
-        """raises ConfigError where one fits no context, or comes before the last"""
+        """Yield the arrivals. raises ConfigError if one does not fit the context, or times are out of order"""
         most, before_s = self.limits.context_tokens, 0.0
         for i, one in enumerate(arrivals):
             for n_input, n_output in ((one.n_input, one.n_output), *one.then):
@@ -113,42 +111,42 @@ class Simulation:
             yield one
 
 
-class Server:
-    """One replica between arrivals. seen: all requests that it was given; of calls in a row each"""
+class SimulatedServer:
+    """One replica that is advanced between arrivals. outcomes: of all requests and sequential calls"""
 
     def __init__(self, simulation: Simulation) -> None:
         self.clock, self._front_s, self._loop = simulation.clock, simulation.front_s, simulation.loop()
         self._tick = simulation.tick
-        self._behind = deque[tuple[float, RequestOutcome]]()  # those that the host prepares
+        self._behind = deque[tuple[float, RequestOutcome]]()  # requests that the host is preparing
         self._free_s, self._in_system_s, self._n_submitted = 0.0, 0.0, 0
-        self.seen: list[RequestOutcome] = []
-        self._in_a_row: list[RequestOutcome] = []  # those behind which another call comes
-        self._looked_at = 0  # of those that have ended
+        self.outcomes: list[RequestOutcome] = []
+        self._in_a_row: list[RequestOutcome] = []  # calls that another call follows
+        self._looked_at = 0  # ended requests that `_go_on` has processed
 
     @property
     def in_flight(self) -> int:
-        return len(self.seen) - self._loop.ended
+        return len(self.outcomes) - self._loop.ended
 
     @property
     def stepped_s(self) -> float:
-        """When the last step ended and its answers were out, before what the host takes after it."""
+        """Return when the last step ended, before the host time after it."""
         return self.clock.now_s - self._loop.after_s
 
-    def take(self, arrival: Arrival) -> None:
-        self._in_system_s += self.clock.now_s - arrival.at_s  # it came within a step, which did not know of it
+    def admit(self, arrival: Arrival) -> None:
+        self._in_system_s += self.clock.now_s - arrival.at_s  # it arrived during a step
         self._free_s = max(self._free_s, arrival.at_s) + self._front_s
-        self.seen.append(RequestOutcome(arrival))
-        self._behind.append((self._free_s, self.seen[-1]))
+        self.outcomes.append(RequestOutcome(arrival))
+        self._behind.append((self._free_s, self.outcomes[-1]))
         if arrival.then:
-            self._in_a_row.append(self.seen[-1])
+            self._in_a_row.append(self.outcomes[-1])
 
     def advance(self, until_s: float) -> None:
-        """To that time, or to the end of the step in which it falls; inf: until all is answered."""
+        """Advance to a time, or to the end of the step in which it falls; inf: until all requests are answered."""
         while self.clock.now_s < until_s and self.turn(until_s):
             pass
 
     def turn(self, until_s: float) -> bool:
-        """A step, or several that are alike, or a wait; False where there is nothing to wait for."""
+        """Run one step or several identical ones, or wait; False if there is nothing left to do."""
         self._tick()
         now_s, n = self.clock.now_s, self.in_flight
         while self._behind and self._behind[0][0] <= now_s:
@@ -167,23 +165,23 @@ class Server:
         return True
 
     def _go_on(self) -> None:
-        """The next calls of those whose answer is there, from its end on."""
+        """Submit the next calls of requests whose previous call has ended."""
         self._looked_at = self._loop.ended
         ended = [one for one in self._in_a_row if not math.isnan(one.last_s)]
         self._in_a_row = [one for one in self._in_a_row if math.isnan(one.last_s)]
         for one in ended:
-            self.take(one.arrival.following(one.last_s))
+            self.admit(one.arrival.following(one.last_s))
 
-    def result(self) -> Simulated:
+    def result(self) -> SimulationResult:
         loop = self._loop
-        answers = sorted((one for one in self.seen if not one.arrival.then), key=lambda one: one.arrival.came_s)
-        return Simulated(
+        answers = sorted((one for one in self.outcomes if not one.arrival.then), key=lambda one: one.arrival.came_s)
+        return SimulationResult(
             tuple(answers), self.clock.now_s, loop.steps, loop.preemptions, loop.prefix_hits, self._in_system_s
         )
 
 
 def _prompt(arrival: Arrival, number: int) -> IntArray:
-    """Tokens that are equal where blocks are, and else begin as no other request's do."""
+    """Create a prompt: equal blocks have equal tokens; without blocks it starts like no other prompt."""
     ids = np.full(arrival.n_input, TOKEN, np.int32)
     for i, block in enumerate(arrival.blocks[: -(-arrival.n_input // BLOCK)]):
         part = ids[i * BLOCK : (i + 1) * BLOCK]
@@ -194,7 +192,7 @@ def _prompt(arrival: Arrival, number: int) -> IntArray:
 
 
 def _write(part: IntArray, number: int) -> None:
-    """The number in the first tokens, so far as there is room."""
+    """Encode a number in the first tokens."""
     for i in range(min(len(part), 5)):
         part[i] = number % _VOCAB
         number //= _VOCAB

@@ -1,4 +1,4 @@
-"""EngineLoop itself on a virtual clock, step by step: its executor moves the clock by what a step costs."""
+"""EngineLoop on a virtual clock, step by step: its executor advances the clock by the cost of each step."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from millrace.size.simulation.virtual_clock import TOKEN, RequestOutcome, Virtua
 
 
 class CostExecutor(Executor):
-    """Moves the clock by what each step costs. n_sequences: of the last one"""
+    """An executor that advances the clock by the cost of each step. n_sequences: in the last step"""
 
     n_sequences = 0
 
@@ -44,11 +44,11 @@ class CostExecutor(Executor):
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the executor holds no resources."""
 
 
 class _Letters(Tokenizer):
-    """Every token is one letter: texts of answers are not looked at."""
+    """A tokenizer whose tokens are all the same letter; the texts are not used."""
 
     def __init__(self, vocab_size: int) -> None:
         specials = Specials(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset())
@@ -64,7 +64,7 @@ class _Letters(Tokenizer):
 
 
 class SteppedLoop:
-    """ended: requests so far; after_s: what the host took after the last step, in which nobody ends"""
+    """EngineLoop with a simulated executor. ended: finished requests; after_s: host time after the last step"""
 
     def __init__(
         self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime, between: Callable[[int], float],
@@ -87,20 +87,20 @@ class SteppedLoop:
     def prefix_hits(self) -> int:
         return self._loop.stats().prefix_hits_total
 
-    def submit(self, prompt: IntArray, seen: RequestOutcome) -> None:
+    def submit(self, prompt: IntArray, outcome: RequestOutcome) -> None:
         def deliver(deltas: list[Delta]) -> None:
-            if math.isnan(seen.first_s):
-                seen.first_s = self._clock.now_s
+            if math.isnan(outcome.first_s):
+                outcome.first_s = self._clock.now_s
             if deltas[-1].finish_reason is not None:
-                seen.last_s = self._clock.now_s
+                outcome.last_s = self._clock.now_s
                 self.ended += 1
 
         self._loop.submit(
-            prompt, SamplingParams(max_tokens=seen.arrival.n_output, temperature=0, ignore_eos=True), deliver
+            prompt, SamplingParams(max_tokens=outcome.arrival.n_output, temperature=0, ignore_eos=True), deliver
         )
 
     def step(self, until_s: float) -> bool:
-        """One step; False where there is no work."""
+        """Run one step; False if there is no work."""
         if not self._loop.step():
             return False
         self.after_s = self._between(self._executor.n_sequences)

@@ -1,17 +1,17 @@
-"""Time that passes by what happens: requests that come, and what became of each."""
+"""Virtual clock, arrivals and request outcomes of simulations."""
 
 from dataclasses import dataclass
 
-TOKEN = 7  # every answer is made of
+TOKEN = 7  # the only token of all answers
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, or a call of one.
+    """A request, or one of its sequential calls.
 
-    blocks: an id for each 512 tokens of the prompt, where they are known; those that begin alike share pages
-    then: calls behind it, tokens in and out, each of which comes when the one before is answered
-    begun_s: of such a call, when the request came
+    blocks: an id for each 512 tokens of the prompt, if known; equal leading blocks share pages
+    then: input and output tokens of the following calls, each submitted when the previous one is answered
+    begun_s: arrival of the request, for a following call
     """
 
     at_s: float
@@ -26,18 +26,18 @@ class Arrival:
         return self.at_s if self.begun_s is None else self.begun_s
 
     def following(self, at_s: float) -> "Arrival":
-        """The next call."""
+        """Return the arrival of the next call."""
         (n_input, n_output), *rest = self.then
         return Arrival(at_s, n_input, n_output, then=tuple(rest), begun_s=self.came_s)
 
 
 def at_once(_: int) -> float:
-    """No time between two steps: what the host takes is counted with the steps themselves."""
+    """Return 0: host time is part of the step times."""
     return 0.0
 
 
 class VirtualClock:
-    """Seconds since the beginning; moved by steps, and by waiting for an arrival."""
+    """Seconds since the start; advanced by steps and by waiting for arrivals."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -48,8 +48,7 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """One request, or a call of one, in seconds of the virtual clock; nan: it has not come so far. What is waited for
-    is from the beginning of its request on."""
+    """Times of a request or call on the virtual clock; nan: not reached yet. Latencies count from the request."""
 
     arrival: Arrival
     first_s: float = float("nan")
@@ -65,6 +64,6 @@ class RequestOutcome:
 
     @property
     def itl_s(self) -> float:
-        """nan: of an answer of one token"""
+        """Return the mean time between tokens; nan for an answer of one token."""
         n = self.arrival.n_output - 1
         return (self.last_s - self.first_s) / n if n else float("nan")

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import ENDPOINTS
-from millrace.bench.client.request_record import Answer, Message, Question
+from millrace.bench.client.request_record import BenchMessage, BenchRecord, BenchRequest
 from tests.support.kserve import ID
 from tests.support.python_models import HEAD, SAY, write
 from tests.support.repository import ADD_SUB, REPEAT, identity, serving, write_models
@@ -245,9 +245,9 @@ def test_events_come_as_they_are_made_and_who_goes_away_cancels(url: str, mark: 
 
 @pytest.mark.parametrize(("streamed", "n"), [(True, 7), (False, 1)])
 def test_the_load_generator_drives_it(url: str, streamed: bool, n: int) -> None:
-    async def ask() -> Answer:
-        async with Client(Target(url, ENDPOINTS["generate"], "words", streamed, keep_text=True)) as client:
-            return await client.ask(Question([Message("user", "one two three")], n))
+    async def ask() -> BenchRecord:
+        async with Client(BenchTarget(url, ENDPOINTS["generate"], "words", streamed, keep_text=True)) as client:
+            return await client.ask(BenchRequest([BenchMessage("user", "one two three")], n))
 
     answer = asyncio.run(ask())
     assert (answer.failure, answer.detail, answer.status) == (None, "", 200)
