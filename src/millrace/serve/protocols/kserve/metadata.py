@@ -1,4 +1,4 @@
-"""What is told of the server and of a model, in the words of KServe's metadata."""
+"""KServe's metadata and statistics of the server and of models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.request_validation import wire_name
 from millrace.model_repository.request.status_code import invalid
 
-# Triton's name and version: clients ask by it what they may send. Of its extensions those that are there.
+# Triton's name and version, from which clients conclude what they may send, and the extensions that are supported.
 VERSION = "2.73.0"
 EXTENSIONS = (
     "classification", "sequence", "sequence(string_id)", "model_repository", "model_repository(unload_dependents)",
@@ -36,7 +36,7 @@ def metadata(model: Model, versions: Sequence[int]) -> dict[str, Any]:
 
 
 def statistics(repository: ModelRepository, name: str = "", version: int | None = None) -> list[dict[str, Any]]:
-    """Of every version of every model, of a model's, or of one. raises StatusError"""
+    """Return the statistics of all versions of all models, of one model's versions, or of one. raises StatusError"""
     if not name:
         return [model.statistics_dict() for model in repository.models()]
     repository.get(name)

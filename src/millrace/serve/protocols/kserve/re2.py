@@ -1,6 +1,6 @@
-"""Patterns of RE2's syntax, as Triton's flags take them, for Python's `re`.
+"""Conversion of patterns in RE2's syntax, as in Triton's flags, to Python's `re`.
 
-Flags such as (?i) or (?-i) may stand anywhere, and hold to the end of their group. What RE2 does not have, because it
+Flags such as (?i) or (?-i) may occur anywhere, and apply to the end of their group. Syntax that RE2 lacks, because it
 takes more than linear time, is refused.
 """
 
@@ -18,14 +18,14 @@ _ESCAPES = {"z": r"\Z", "C": "."}  # of RE2: Python's
 
 
 def compile_pattern(pattern: str, ignore_case: bool) -> re.Pattern[str]:
-    """A pattern for whole names; letters are ASCII. raises re.error for what RE2 has not"""
+    """Compile a pattern for whole names; letters are ASCII. raises re.error for syntax that RE2 lacks"""
     text = _Reader(pattern).read()
     return re.compile(text, re.ASCII | (re.IGNORECASE if ignore_case else 0))
 
 
 @dataclass
 class _Group:
-    """scopes: what flags opened inside of it, as `(?i:`"""
+    """An open group. scopes: those that flags opened within it, such as `(?i:`"""
 
     scopes: list[str] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class _Reader:
             self._take(2, _ESCAPES.get(following))
 
     def _class(self) -> None:
-        """[...], in which a first ] is itself."""
+        """Convert a class [...], in which a first ] is literal."""
         end = self._at + 1
         end += self._pattern.startswith("^", end)
         end += self._pattern.startswith("]", end)

@@ -1,4 +1,4 @@
-"""A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
+"""Backend of a repository of tensor models; routes below /v2 find its models by name."""
 
 import asyncio
 from bisect import bisect_left
@@ -26,15 +26,15 @@ from millrace.serve.ops.health import Heartbeat
 from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions
 
-# Bytes up to which bodies share a lane: what takes milliseconds does not wait for what takes a second, or several.
+# Sizes up to which bodies share an executor: work of milliseconds does not wait for work of seconds.
 _LANE_BYTES = (1 << 20, 16 << 20)
-POLL_S = 0.1  # between two looks whether what failed at the start is there
+POLL_S = 0.1  # interval of checks whether models that failed at the start are ready
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _AlwaysHealthy:
-    """What the heartbeat is told: the event loop that answers is the one that works."""
+    """Constant health of the backend: the event loop that answers is the one that works."""
 
     healthy: bool = True
     idle: bool = True
@@ -49,7 +49,7 @@ class RepositoryModel(ServedModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """None: its models are no models of the protocols that speak of text."""
+        """Return no names, because the text protocols do not serve its models."""
         return ()
 
     def backend(self, serving: ServerContext) -> "RepositoryBackend":
@@ -98,7 +98,7 @@ class RepositoryBackend(Backend):
         return _line(await self.repository.start()) or None
 
     async def wait_until_recovered(self) -> bool:
-        """By clients that load and unload, or in the folders; what is loaded once stays as it is."""
+        """Wait until all models are ready, by loads and unloads or changed folders; False in mode `none`."""
         if self.repository.flags.model_control_mode == "none":
             return False
         while not self.repository.is_ready():
@@ -122,25 +122,25 @@ class RepositoryBackend(Backend):
         await self.repository.close(within_s)
 
     async def run_off_loop(self, work: Callable[[], T], n_bytes: int) -> T:
-        """Return `work()` on so many bytes; if they are many, called in the lane of their size. raises as `Lane.run`"""
+        """Return `work()` on n_bytes, run in an executor if they are many. raises as `BoundedExecutor.run`"""
         if n_bytes <= LARGE_BODY:
             return work()
         return await self._lanes[bisect_left(_LANE_BYTES, n_bytes)].run(work, n_bytes)
 
     def is_ready(self, heartbeat: Heartbeat) -> bool:
-        """The server as a whole, as KServe means it: whoever else is in it, and every model that was to be loaded."""
+        """Return whether the server is ready, including all models that were to be loaded, as KServe defines it."""
         return heartbeat.ready().ok
 
     @property
     def has_room(self) -> bool:
-        """Whether `admitted` would let one more in."""
+        """Return whether `admitted` would admit another request."""
         return self._n_open < self._max_open and not self._admission.is_draining
 
     @contextmanager
     def admitted(self, is_control: bool = False) -> Iterator[None]:
-        """While a request is answered. raises BusyError while it drains, StatusError where too many wait
+        """Admit a request while it is answered. raises BusyError while the server drains, StatusError if too many wait
 
-        is_control: it is never one too many, for a model that hangs must be unloaded by whoever can
+        is_control: always admit it, so that a model that hangs can be unloaded
         """
         self.enter(is_control)
         try:
@@ -149,7 +149,7 @@ class RepositoryBackend(Backend):
             self.leave()
 
     def enter(self, is_control: bool = False) -> None:
-        """Begin what `admitted` does, until `leave`. raises as that"""
+        """Admit a request, until `leave`. raises as `admitted`"""
         if self._admission.is_draining or self._n_open < self._max_open or is_control:
             self._admission.enter()
             self._n_open += 1
@@ -158,7 +158,7 @@ class RepositoryBackend(Backend):
         raise StatusError(Code.UNAVAILABLE, what)
 
     def leave(self) -> None:
-        """One request is answered."""
+        """End an admitted request."""
         self._n_open -= 1
         self._admission.leave()
 

@@ -1,6 +1,6 @@
-"""What a request may say, by whatever protocol it comes: versions, parameters, outputs, what a model is loaded with.
+"""Fields of requests over both protocols: versions, parameters, outputs, load requests.
 
-Values have a wrong type in each protocol's own words, so that whoever reads them hands in how that is said.
+The error texts of wrong types differ by protocol, so callers pass a function that creates them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from millrace.serve.protocols.kserve.http.json_values import no_json
 SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 NO_CUDA = "cuda shared memory is not supported: tensor models run on the CPU here"
 NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
-MAX_CONTROL_BYTES = 1 << 20  # bytes of what changes a setting, or is looked up
+MAX_CONTROL_BYTES = 1 << 20  # of a request that reads or changes settings
 _MAX_VALUES = 1 << 16
 # Of a parameter, by its name, and what it should have been: "id", "boolean", "string", "count", "natural" (the range of
 # a count), "any" (of those that are the model's own)
@@ -27,9 +27,9 @@ Wrong = Callable[[str, str], StatusError]
 
 
 def cuda_regions(action: str, name: str) -> list[Any] | None:
-    """The regions of CUDA's shared memory that there are: none, as in a Triton without GPUs; None where none is told.
+    """Return the regions of CUDA shared memory: none, as in a Triton without GPUs; None for an empty response.
 
-    Clients begin with unregistering them all. action: status, register or unregister. raises StatusError
+    Clients begin with unregistering all regions. action: status, register or unregister. raises StatusError
     """
     if action == "register":
         raise StatusError(Code.UNSUPPORTED, NO_CUDA)
@@ -55,7 +55,7 @@ def region_fields(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def version_of(text: str) -> int:
-    """Of a model. raises StatusError"""
+    """Parse a model version. raises StatusError"""
     what = f"failed to get model version from specified version string '{text}'"
     expected = "version should be an integral value > 0"
     if not (text.isascii() and text.isdigit()) or len(text) > 19 or int(text) >= 2**63:
@@ -66,7 +66,7 @@ def version_of(text: str) -> int:
 
 
 def take_parameter(request: InferRequest, key: str, value: Any, wrong: Wrong) -> None:
-    """One that both protocols have, or of the model's own. raises StatusError"""
+    """Take a parameter that both protocols have, or one of the model's own. raises StatusError"""
     if key == "sequence_id":
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise wrong(key, "id")
@@ -89,7 +89,7 @@ def take_parameter(request: InferRequest, key: str, value: Any, wrong: Wrong) ->
 
 
 def output_names(names: Iterable[str]) -> tuple[str, ...]:
-    """raises StatusError where one comes twice"""
+    """Return the names of requested outputs. raises StatusError if one occurs twice"""
     unique: dict[str, None] = {}
     for name in names:
         if name in unique:
@@ -100,7 +100,7 @@ def output_names(names: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class LoadRequest:
-    """config, files: as `ModelRepository.load` takes them. dry_run: nothing is loaded, and what would change is told"""
+    """A load request. config, files: as in `ModelRepository.load`; dry_run: report what would change, load nothing"""
 
     config: dict[str, Any] | None = None
     files: dict[str, bytes | str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class LoadRequest:
 
 
 def load_of(model: str, parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> LoadRequest:
-    """What a load of model brings. file_type: what the protocol has files as, bytes or base64 in a string
+    """Parse the parameters of a load request. file_type: the protocol's type of files, bytes or base64 in a string
 
     raises StatusError
     """
@@ -138,7 +138,7 @@ def load_of(model: str, parameters: Mapping[str, Any], wrong: Wrong, file_type: 
 
 
 def unloads_members(parameters: Mapping[str, Any], wrong: Wrong) -> bool:
-    """Of an unload. raises StatusError"""
+    """Return whether an unload request includes the members of an ensemble. raises StatusError"""
     value = parameters.get("unload_dependents", False)
     if not isinstance(value, bool):
         raise wrong("unload_dependents", "boolean")
@@ -146,7 +146,7 @@ def unloads_members(parameters: Mapping[str, Any], wrong: Wrong) -> bool:
 
 
 def json_object(body: bytes, max_bytes: int = MAX_CONTROL_BYTES) -> dict[str, Any]:
-    """Of a body that is no inference's, and may be empty. raises StatusError"""
+    """Decode a body that is not an inference and may be empty. raises StatusError"""
     if not body:
         return {}
     if len(body) > max_bytes:

@@ -1,4 +1,4 @@
-"""What of KServe's protocols only some may use, and which headers a model gets to see: Triton's flags, and their words.
+"""Triton's restricted APIs and forwarded headers: parts of KServe's protocols that need a header, headers for models.
 
 --http-restricted-api model-repository,statistics:x-admin=secret
 """
@@ -14,7 +14,7 @@ from millrace.model_repository.request.status_code import invalid
 from millrace.serve.protocols.kserve import re2
 from millrace.settings import Settings, setting
 
-# Of HTTP by the parts of a path behind /v2, of gRPC by the calls' names; whatever is none of these is open.
+# For HTTP by the parts of a path after /v2, for gRPC by the names of calls; everything else is open.
 GROUPS = ("health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace",
           "logging")  # fmt: skip
 GRPC_PREFIX = "triton-grpc-protocol-"  # in front of a header's name over gRPC
@@ -34,7 +34,7 @@ _OF_ACTIONS = {"infer": "inference", "generate": "inference", "generate_stream":
 
 @dataclass(frozen=True, kw_only=True)
 class RestrictionFlags(Settings):
-    """Who may use which part of KServe's protocols, and what models see of a request's headers."""
+    """Flags for restricted parts of KServe's protocols, and for headers that are forwarded to models."""
 
     title: ClassVar = "Model repository (Triton)"
 
@@ -48,19 +48,19 @@ class RestrictionFlags(Settings):
     grpc_header_forward_pattern: str = setting("", "the same of gRPC's metadata", metavar="REGEX")
 
     def http(self) -> "ApiRestrictions":
-        """raises ConfigError"""
+        """Return the restrictions of HTTP. raises ConfigError"""
         return ApiRestrictions.from_flags("--http-restricted-api", self.http_restricted_api,
                         "--http-header-forward-pattern", self.http_header_forward_pattern)  # fmt: skip
 
     def grpc(self) -> "ApiRestrictions":
-        """raises ConfigError"""
+        """Return the restrictions of gRPC. raises ConfigError"""
         return ApiRestrictions.from_flags("--grpc-restricted-protocol", self.grpc_restricted_protocol,
                         "--grpc-header-forward-pattern", self.grpc_header_forward_pattern)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ApiRestrictions:
-    """Of one protocol. rules: by group, a header and its value; forward: whole names of headers that models see"""
+    """Restrictions of one protocol. rules: header and value by group; forward: names of headers that models see"""
 
     rules: Mapping[str, tuple[str, str]]
     forward: re.Pattern[str] | None
@@ -88,11 +88,11 @@ class ApiRestrictions:
 
     @property
     def leaves_inference_alone(self) -> bool:
-        """A request is the same whatever its headers say."""
+        """Return whether inferences do not depend on their headers."""
         return "inference" not in self.rules and self.forward is None
 
     def missing_header(self, group: str | None, headers: Mapping[str, str], prefix: str = "") -> str | None:
-        """The header without which this is not for whoever asks; None: it is. headers: names in lower case"""
+        """Return the header that a request to a restricted group lacks, or None. headers: names in lower case"""
         if group is None or group not in self.rules:
             return None
         name, value = self.rules[group]
@@ -100,7 +100,7 @@ class ApiRestrictions:
         return None if hmac.compare_digest(sent.encode(), value.encode()) else prefix + name
 
     def forwarded_headers(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Those that become parameters. raises StatusError"""
+        """Return the headers that become parameters. raises StatusError"""
         if self.forward is None:
             return {}
         forwarded = {name: value for name, value in headers.items() if self.forward.fullmatch(name)}
@@ -113,7 +113,7 @@ OPEN = ApiRestrictions({}, None)
 
 
 def headers_as_text(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """HTTP's as texts; names are in lower case."""
+    """Return HTTP headers as text; names are in lower case."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
 
 
@@ -122,7 +122,7 @@ def api_group_of_call(name: str) -> str | None:
 
 
 def group_of_path(path: str) -> str | None:
-    """None: of a path that is none."""
+    """Return the API group of a path, or None if it has none."""
     match path.split("/")[2:]:
         case [] | [""]:
             return "metadata"

@@ -1,4 +1,4 @@
-"""KServe's routes as a table for metrics and openapi.json. `http/frontend.py` answers them."""
+"""Table of KServe's routes for metrics and openapi.json. `http/frontend.py` answers them."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _ONE = {"inputs": [{"name": "INPUT0", "shape": [1, 4], "datatype": "FP32", "data
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """methods: each with what it does. like: it is also at these paths. body: of a POST, an example"""
+    """One route. methods: each with its summary; like: further paths of the route; body: example of a POST"""
 
     path: str
     methods: Mapping[str, str]
@@ -76,7 +76,7 @@ _PATHS = {path: route.path for route in ROUTES for path in (route.path, *route.l
 
 
 def pattern_of(path: str) -> str:
-    """The route of a path, never what a client wrote, so that there are few; BELOW where there is none."""
+    """Return the route of a path, without values from clients, so that there are few; BELOW if there is none."""
     parts = path.split("/")
     if len(parts) > 3 and parts[2] == "models" and parts[3] != "stats":
         parts[3] = "{model}"
@@ -90,7 +90,7 @@ def pattern_of(path: str) -> str:
 
 
 def openapi_paths(needs_key: bool) -> dict[str, dict[str, Any]]:
-    """Of a server that has tensor models. MODEL stands for one's name: which there are may change while it runs."""
+    """Return the paths of a server with tensor models. MODEL stands for a name, because models may change."""
     return {
         path: {method.lower(): _operation(route, path, method, needs_key) for method in route.methods}
         for route in ROUTES
@@ -100,7 +100,7 @@ def openapi_paths(needs_key: bool) -> dict[str, dict[str, Any]]:
 
 @cache
 def openapi_schemas() -> Mapping[str, Any]:
-    """Of what an inference's JSON is, by name."""
+    """Return the schemas of an inference's JSON, by name."""
     _, schemas = msgspec.json.schema_components((InferBody,), ref_template="#/components/schemas/{name}")
     return schemas
 

@@ -1,6 +1,6 @@
-"""What of a running server clients look up and change: trace and log settings, the same over both protocols.
+"""Trace and log settings that clients read and change while the server runs, the same over both protocols.
 
-Values come in the types of JSON; `calls.py` makes them of its messages. Words are Triton's.
+Values have the types of JSON; `grpc/calls.py` converts its messages. Texts are Triton's.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def trace(repository: ModelRepository, model: str, change: Mapping[str, Any] | N
 
 
 def _trace_change(values: Mapping[str, Any], least_rate: int) -> dict[str, Any]:
-    """raises StatusError. None: as it was"""
+    """Parse a change of trace settings; None resets a setting. raises StatusError"""
     change: dict[str, Any] = {}
     for name, value in values.items():
         if name == "trace_file":

@@ -1,7 +1,7 @@
-"""System shared memory that clients register, as Triton has it: inputs are read from it, outputs written to it.
+"""Triton's system shared memory: regions that clients register, from which inputs are read and to which outputs go.
 
-A client may cut its file off at any time, and a process that has it mapped would die of reading there. So regions are
-read and written through the file: one copy, and a short read is an error of that request alone.
+A client may truncate its file at any time, and reading it through a mapping would kill the process. So regions are read
+and written through the file: one copy, and a short read is an error of that request alone.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.serve.protocols.kserve.request_fields import SHARED_OFF
 
-_FOLDER = Path("/dev/shm")  # where shm_open has its names
+_FOLDER = Path("/dev/shm")  # where shm_open creates its files
 _KEY = re.compile(r"/?[^/\0]{1,254}")
 _RESERVED = "triton_python_backend_shm_region_"
 _MAX_REGIONS = 1024
@@ -26,9 +26,9 @@ _MAX_TENSORS = 4  # of the largest size, in one request
 
 @dataclass(slots=True, eq=False)
 class SharedMemoryRegion:
-    """`byte_size` bytes of the file `key`, from `offset` on; `fd` is its file.
+    """A registered region: `byte_size` bytes of the file `key` from `offset` on; `fd` is the open file.
 
-    n_places: of requests that are not over; is_leaving: it goes with the last of them
+    n_places: places of open requests in it; is_leaving: it is closed with the last of them
     """
 
     name: str
@@ -46,14 +46,14 @@ class SharedMemoryRegion:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class RegionPlace:
-    """Where a tensor of a request is, or is to go. Its region stays as long as it does."""
+    """The place of a request's tensor in a region, which stays registered as long as the place exists."""
 
     region: SharedMemoryRegion
     offset: int  # within the region
     byte_size: int
 
     def read(self) -> memoryview:
-        """raises StatusError where the file is shorter by now"""
+        """Read the tensor. raises StatusError if the file was truncated"""
         data = bytearray(self.byte_size)
         n = os.preadv(self.region.fd, [data], self.region.offset + self.offset)
         if n < self.byte_size:
@@ -61,7 +61,7 @@ class RegionPlace:
         return memoryview(data)
 
     def write(self, output: str, data: bytes) -> None:
-        """output: its name. raises StatusError"""
+        """Write an output. raises StatusError"""
         if len(data) > self.byte_size:
             raise StatusError(
                 Code.INTERNAL,
@@ -128,14 +128,14 @@ class SharedMemoryRegions:
         return [region for region in self._regions.values() if region.tenant == tenant]
 
     def _release_if_unused(self, region: SharedMemoryRegion) -> None:
-        """If it is leaving and not in use."""
+        """Close a region that is leaving and not in use."""
         if region.is_leaving and not region.n_places:
             del self._regions[region.tenant, region.name]
             os.close(region.fd)
             self._largest = max((other.byte_size for other in self._regions.values()), default=0)
 
     def _end_place(self, region: SharedMemoryRegion) -> None:
-        """A place in it."""
+        """End a place in a region."""
         with self._lock:
             region.n_places -= 1
             self._release_if_unused(region)
@@ -174,11 +174,11 @@ class SharedMemoryRegions:
 
     @property
     def slow_bytes(self) -> int:
-        """What reading a tensor of the largest region costs, as so many bytes of a body do."""
+        """Return the cost of reading from the largest region, in bytes of a body."""
         return min(self._largest, _SLOW)
 
     def check_total(self, n_bytes: int) -> None:
-        """Of all inputs of a request. raises StatusError"""
+        """Check the bytes of all inputs of a request. raises StatusError"""
         limit = _MAX_TENSORS * self._max_bytes
         if n_bytes > limit:
             raise invalid(
@@ -215,19 +215,19 @@ class TenantRegions:
 
 
 def of_tenant(regions: SharedMemoryRegions | None, tenant: str) -> TenantRegions | None:
-    """None where no client's memory is read."""
+    """Return a tenant's regions; None if shared memory is disabled."""
     return None if regions is None else regions.for_tenant(tenant)
 
 
 def require_shared_memory(regions: TenantRegions | None) -> TenantRegions:
-    """None where no client's memory is read. raises StatusError"""
+    """Return the regions. raises StatusError if they are None, because shared memory is disabled"""
     if regions is None:
         raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
     return regions
 
 
 def _opened(key: str) -> int:
-    """As shm_open does it. raises StatusError"""
+    """Open a file as shm_open does. raises StatusError"""
     try:
         return os.open(_FOLDER / key.removeprefix("/"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -1,6 +1,6 @@
-"""KServe's calls over gRPC but the stream's, as Triton has them: a request's bytes, and its answer's; no server.
+"""KServe's unary gRPC calls, from request bytes to response bytes, independent of the gRPC server.
 
-Codes and words of errors are Triton's. `server.py` joins it to gRPC, `stream.py` has the stream.
+Error codes and texts are Triton's. `server.py` connects the calls to gRPC; `stream.py` implements the stream.
 """
 
 import time
@@ -38,9 +38,9 @@ _HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are calle
 
 @dataclass(frozen=True, slots=True)
 class GrpcCallContext:
-    """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun
+    """The caller of a gRPC call. shown: metadata that models see; parent: the client's trace
 
-    tenant: whose API key it came with, where there are several; owner: whose models it may change, "" for all of them
+    tenant: name of its API key, "" if there are not several; owner: the tenant whose models it may change, "" for all
     """
 
     shown: Mapping[str, str] = field(default_factory=dict)
@@ -61,10 +61,10 @@ class GrpcFrontend:
         on_infer: Callable[[bytes, Any, Model], None] = lambda data, proto, model: None,
         shared: SharedMemoryRegions | None = None,
     ) -> None:
-        """is_ready: the server as a whole. run_off_loop: runs what reads or writes so many bytes, off the loop
+        """is_ready: of the server as a whole; run_off_loop: runs work on so many bytes off the event loop
 
-        on_infer: is told of each inference: its bytes, its message, its model
-        shared: None where no client's memory is read
+        on_infer: called with the bytes, the message and the model of each inference
+        shared: None if clients' shared memory is not read
         """
         self._shared = shared
         self._on_infer = on_infer
@@ -77,12 +77,12 @@ class GrpcFrontend:
         }  # fmt: skip
 
     def parent(self, metadata: Mapping[str, str]) -> Parent | None:
-        """Of the trace that its client has begun."""
+        """Return the span of the client's trace, or None."""
         tracer = self._repository.common.tracer
         return tracer.parent(metadata.get(PARENT), metadata.get(STATE))
 
     async def answer(self, name: str, data: bytes, caller: GrpcCallContext) -> bytes:
-        """One call. raises StatusError, BusyError"""
+        """Answer one call. raises StatusError, BusyError"""
         match name:
             case "ModelInfer":
                 return await self._infer(data, caller)
@@ -99,18 +99,18 @@ class GrpcFrontend:
     # ------------------------------------------------------------------ inferences
 
     def model(self, request: Any) -> Model:
-        """Of a ModelInferRequest. raises StatusError"""
+        """Return the model of a ModelInferRequest. raises StatusError"""
         return self._repository.get(request.model_name, _version(request.model_version))
 
     async def decode_infer(self, data: bytes) -> tuple[Any, SplitInferRequest | None]:
-        """A ModelInferRequest, of a large one without its data. raises StatusError, BusyError"""
+        """Decode a ModelInferRequest; the data of a large one is split off. raises StatusError, BusyError"""
         decoded: tuple[Any, SplitInferRequest | None] = await self._run_off_loop(lambda: _read_infer(data), len(data))
         return decoded
 
     async def check_infer(
         self, request: Any, cut: SplitInferRequest | None, model: Model, n_bytes: int, caller: GrpcCallContext
     ) -> tuple[InferRequest, GrpcOutputOptions]:
-        """request, cut: as `decode_infer` returned them. n_bytes: the request's. raises StatusError, BusyError"""
+        """Check an inference. request, cut: of `decode_infer`; n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
         if self._shared is not None:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
@@ -123,7 +123,7 @@ class GrpcFrontend:
         return checked
 
     async def encode_off_loop(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
-        """write: what makes the answer, of so many bytes. raises StatusError, BusyError"""
+        """Run `write`, which encodes n_bytes, off the event loop if they are many. raises StatusError, BusyError"""
         data: bytes = await self._run_off_loop(write, n_bytes)
         return data
 
@@ -174,7 +174,7 @@ class GrpcFrontend:
     # ------------------------------------------------------------------ settings
 
     def _adjusted(self, name: str, request: Any, owner: str) -> Any:
-        """Looked up, and changed where there are any in the request. raises StatusError"""
+        """Return log or trace settings, after changing those in the request. raises StatusError"""
         if name == "LogSettings":
             change = dict(parameter_values(request.settings))
             kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
@@ -249,7 +249,7 @@ def _version(text: str) -> int | None:
 
 
 def _setting_value(key: str, values: list[str]) -> list[str] | str | None:
-    """A trace setting as it stands in JSON; None: cleared. raises StatusError"""
+    """Return a trace setting as it is in JSON; None: cleared. raises StatusError"""
     if key == "trace_level" or not values:
         return values or None
     if len(values) > 1:

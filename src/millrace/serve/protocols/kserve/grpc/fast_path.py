@@ -1,9 +1,9 @@
-"""Short inferences of quick models over gRPC: `fast_path.py`'s idea, on messages.
+"""Fast path for short inferences of fast models over gRPC, as `http/fast_path.py` for HTTP.
 
-protobuf's writers put a request's tensors at its end, one field after the other. So what is in front of them is
-remembered, with where each tensor lies; a message of the same length, with the same bytes around its tensors, is the
-same request with other numbers. The messages of answers are alike. An id lies behind the model's name and version:
-its bytes may be others, too, and an answer has them at the same place. With an id of another length it is another one.
+protobuf writers put a request's tensors at its end, one field after the other. So the bytes before them are remembered,
+with the position of each tensor; a message of the same length with the same bytes around its tensors is the same
+request with other numbers. Responses work alike. The id follows the model's name and version: its bytes may differ,
+too, and the response has them at the same place. An id of another length makes another request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,20 +28,18 @@ from millrace.serve.protocols.kserve.http.request_template import MAX_HEAD_BYTES
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 from millrace.serve.protocols.kserve.request_fields import version_of
 
-MAX_LENGTHS, MAX_PER_LENGTH = 64, 4  # that are remembered
+MAX_LENGTHS, MAX_PER_LENGTH = 64, 4  # remembered lengths of messages, and messages of one length
 _ID, _RAW_INPUT, _RAW_OUTPUT = 3, 7, 6  # fields of the messages
 
 
-_OutputSignature = tuple[
-    str, Any, tuple[int, ...], bytes
-]  # an output's name, dtype and shape, and what is in front of it
+_OutputSignature = tuple[str, Any, tuple[int, ...], bytes]  # name, dtype and shape of an output, and the bytes before
 
 
 @dataclass(slots=True)
 class _CachedRequest:
-    """A message that came before. fixed: the bytes around its tensors and its id, and where they begin
+    """A remembered message. fixed: the bytes around its tensors and its id, and where they begin
 
-    id_span: where its id is; None: it has none, or that is in `fixed`. front: of the last answer, in front of the id
+    id_span: position of the id; None: it has none, or `fixed` has it; front: the last response's bytes before the id
     """
 
     fixed: Sequence[tuple[int, bytes]]
@@ -58,12 +56,12 @@ class _CachedRequest:
 
 
 class GrpcFastPath:
-    """Of one server."""
+    """The gRPC fast path of one server."""
 
     def __init__(self, backend: RepositoryBackend) -> None:
         self._backend = backend
         self._requests: dict[int, list[_CachedRequest]] = {}  # by the length of their messages
-        # What is in front of the tensors, but for the id: what comes twice is worth to be remembered.
+        # The bytes before the tensors, without the id: a request that comes twice is remembered.
         self._last: dict[int, tuple[bytes, bytes]] = {}
 
     # ------------------------------------------------------------------ what came the usual way
@@ -122,7 +120,10 @@ class GrpcFastPath:
     # ------------------------------------------------------------------ what comes again
 
     def answer(self, data: bytes, came_ns: int) -> bytes | None:
-        """The whole response; None: it must go the usual way. came_ns: time.monotonic_ns(). raises StatusError"""
+        """Return the whole response; None: the normal path must answer. came_ns: time.monotonic_ns()
+
+        raises StatusError
+        """
         for cached in self._requests.get(len(data), ()):
             for at, part in cached.fixed:
                 if not data.startswith(part, at):
@@ -148,9 +149,9 @@ class GrpcFastPath:
 
 
 def _around(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[tuple[int, bytes]]]:
-    """What is in front of a message's tensors, and all bytes that are not theirs, by where they begin.
+    """Return the bytes before a message's tensors, and all bytes that are not tensor data, by where they begin.
 
-    Empty where the tensors are not at the end, or there are none.
+    Both are empty if the tensors are not at the end, or there are none.
     """
     heads = [key(field, BYTES) + varint(len(one)) for one in raw]
     tail = b"".join(part for pair in zip(heads, raw, strict=True) for part in pair)
@@ -165,9 +166,9 @@ def _around(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[
 
 
 def _place_of_id(front: bytes, proto: Any) -> slice | None:
-    """Where the bytes of an id are in a message of which this is the front; None where it has none of ASCII (others are
-    known by their bytes, as all else is), or not where protobuf's writers put it: behind the model's name and version.
+    """Return the position of an ASCII id in a message with this front; None if it has none, or not in its usual place.
 
+    protobuf writers put it after the model's name and version. Ids beyond ASCII are compared as part of the front.
     proto: the message, a ModelInferRequest or a ModelInferResponse
     """
     before = type(proto)(model_name=proto.model_name, model_version=proto.model_version).SerializeToString()
@@ -177,7 +178,7 @@ def _place_of_id(front: bytes, proto: Any) -> slice | None:
 
 
 def _is_whole(front: bytes) -> bool:
-    """Whether it is a message by itself, without tensors: then those behind it are all there are."""
+    """Return whether `front` is a message without tensors, so that the tensors after it are all there are."""
     try:
         return bool(front) and not message("ModelInferRequest").FromString(front).raw_input_contents
     except DecodeError:
@@ -185,9 +186,9 @@ def _is_whole(front: bytes) -> bool:
 
 
 def _reuse_response(signatures: Sequence[_OutputSignature], outputs: Mapping[str, Array], data: bytes) -> bytes | None:
-    """Where the outputs are as the last ones were but for their numbers, nothing is told anew.
+    """Return the response with the last framing if names, dtypes and shapes of the outputs are unchanged, or None.
 
-    data: what the answer begins with, an id's bytes being its last
+    data: the beginning of the response, which ends with the id
     """
     if len(signatures) != len(outputs):
         return None
@@ -199,7 +200,7 @@ def _reuse_response(signatures: Sequence[_OutputSignature], outputs: Mapping[str
 
 
 def _encode_response(cached: _CachedRequest, model: Model, response: InferResponse) -> bytes:
-    """And what is to be known of it for the next one."""
+    """Encode a response, and remember its framing for the next one."""
     proto = message("ModelInferResponse")()
     raws = fill_response(proto, model, cached.like, response, cached.output_options)
     data = b"".join((proto.SerializeToString(), *raws))

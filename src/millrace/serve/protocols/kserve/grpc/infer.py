@@ -1,6 +1,6 @@
-"""An inference over gRPC: its message as a request, and a model's response as a message.
+"""Inference over gRPC: conversion of a ModelInferRequest into a request, and of a response into a ModelInferResponse.
 
-Errors have Triton's words. Data is raw for all inputs or in typed fields for all; outputs are always raw.
+Errors have Triton's texts. Data is raw for all inputs or in typed fields for all; outputs are always raw.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,9 +39,10 @@ _EXPECTED = {
 
 @dataclass(slots=True)
 class GrpcOutputOptions:
-    """n_classes: of outputs whose classes are asked for; shared: where outputs go that go to shared memory
-    inputs: in shared memory, whose regions stay until the request is over
-    empty_final: the end is told, though it brings no response
+    """How outputs are written. n_classes: by output, if its classes are requested; shared: places in shared memory
+
+    inputs: places of inputs in shared memory, whose regions stay until the request is over
+    empty_final: the end is reported even if it brings no response
     """
 
     n_classes: dict[str, int] = field(default_factory=dict)
@@ -79,7 +80,7 @@ def read_infer(
 
 
 def parameter_values(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values; None of one that says nothing."""
+    """Yield names and values of parameters; None for one without a value."""
     for key, value in parameters.items():
         kind = value.WhichOneof("parameter_choice")
         yield key, None if kind is None else getattr(value, kind)
@@ -92,7 +93,7 @@ def _wrong(key: str, expected: str) -> StatusError:
 
 
 def _place(tensor: Any, shared: TenantRegions | None) -> RegionPlace | None:
-    """Of an input or an output; None where it is in no shared memory. raises StatusError"""
+    """Return the place of an input or output in shared memory; None if it is not there. raises StatusError"""
     parameters = {key: value for key, value in parameter_values(tensor.parameters) if key.startswith("shared_memory_")}
     if not parameters:
         return None
@@ -159,10 +160,7 @@ def _raw_inputs(
 
 
 def _typed(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
-    """What an input says in typed fields, as it would be in raw form. cut: those of a large one
-
-    raises StatusError
-    """
+    """Return the typed fields of an input as raw data. cut: the fields of a large one. raises StatusError"""
     what = f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{model}'"
     parts, kinds = list[bytes](), set[str]()
     for fields in (_fields(tensor.contents), *_decode_contents(cut)):
@@ -201,7 +199,7 @@ def _malformed(reason: object) -> StatusError:
 
 
 def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[bytes]:
-    """Each holds the interpreter. Of 8 and 16 bits the lowest are taken, as Triton takes them."""
+    """Yield typed values as raw data, piece by piece; 8 and 16-bit types keep the lowest bits, as in Triton."""
     if datatype == BYTES:
         yield from joined_pieces(values)
         return
@@ -216,7 +214,7 @@ def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[byt
 def response_bytes(
     model: Model, request: InferRequest, response: InferResponse, output_options: GrpcOutputOptions
 ) -> bytes:
-    """A ModelInferResponse. raises StatusError"""
+    """Return an encoded ModelInferResponse. raises StatusError"""
     proto = message("ModelInferResponse")()
     raws = fill_response(proto, model, request, response, output_options)
     return concatenated([proto.SerializeToString(), *raws])
@@ -243,7 +241,7 @@ def fill_response(
 
 
 def set_parameter(proto: Any, key: str, value: Any) -> None:
-    """raises StatusError for what no parameter can hold"""
+    """Set a parameter of a message. raises StatusError for a value that no parameter can hold"""
     kinds = ((bool, "bool_param"), (int, "int64_param"), (float, "double_param"), (str, "string_param"))
     name = next((name for kind, name in kinds if isinstance(value, kind)), None)
     try:

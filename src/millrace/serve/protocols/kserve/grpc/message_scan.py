@@ -1,7 +1,7 @@
-"""Large messages, looked over before protobuf decodes them, which holds the interpreter until it is done.
+"""Scan of large messages before protobuf decodes them, because decoding holds the interpreter lock until it is done.
 
-Tensors in raw_input_contents are cut out of a request, and read where they lie. Everything else becomes objects, many
-times as large; of these the contents of an input are cut out too, and decoded in pieces.
+Tensors in raw_input_contents are split off a request and read in place. Everything else becomes objects, many times as
+large; the typed contents of inputs are split off too, and decoded in pieces.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from millrace.model_repository.request.status_code import StatusError, invalid
 from millrace.model_repository.request.tensors import MOST_STRINGS
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import field_numbers
 
-LARGE = 64 << 10  # bytes of a message: smaller ones are not looked over
+LARGE = 64 << 10  # bytes of a message: smaller ones are not scanned
 MAX_TYPED_BYTES = 16 << 20  # bytes of all typed contents together
 MAX_OTHER_BYTES = 1 << 20  # bytes of names, shapes and parameters
 _MAX_FIELDS = 1 << 16  # of a message that is no tensor
@@ -21,7 +21,7 @@ _PIECE = 1 << 16  # bytes of contents, which are decoded at once
 
 @dataclass(slots=True)
 class SplitInferRequest:
-    """A ModelInferRequest without the data of its inputs. contents: by the index of an input, which keeps empty ones"""
+    """A ModelInferRequest without its inputs' data. contents: by the index of an input, which keeps empty contents"""
 
     rest: bytes
     raw_contents: list[memoryview] = field(default_factory=list)
@@ -29,7 +29,7 @@ class SplitInferRequest:
 
 
 def check_message(name: str, data: bytes) -> None:
-    """name: of the message. raises StatusError where decoding it would take too much"""
+    """Check a message. raises StatusError if decoding it would take too much"""
     if len(data) <= LARGE:
         return
     try:
@@ -46,7 +46,7 @@ def check_message(name: str, data: bytes) -> None:
 
 
 def split_infer_request(data: bytes) -> SplitInferRequest | None:
-    """Of a ModelInferRequest; None of one that is small, or no message. raises StatusError as `check` does"""
+    """Split a ModelInferRequest; None for a small or invalid one. raises StatusError as `check_message` does"""
     if len(data) <= LARGE:
         return None
     try:
@@ -96,16 +96,16 @@ def _header(number: int, n_bytes: int) -> bytes:
 
 @dataclass(slots=True)
 class PackedField:
-    """Numbers of a field of InferTensorContents, as they are encoded."""
+    """Encoded numbers of a field of InferTensorContents."""
 
     field: str
     data: memoryview
 
 
 def contents_pieces(contents: memoryview) -> Iterator[bytes | PackedField]:
-    """Yield messages of InferTensorContents and packed numbers, which together have the values of a message.
+    """Yield messages of InferTensorContents and packed numbers, which together have the values of `contents`.
 
-    contents: such a message, looked over
+    contents: such a message, checked
     """
     numbers, kept_from = field_numbers("InferTensorContents"), 0
     names = {number: name for name, number in numbers.items()}
@@ -123,7 +123,7 @@ def contents_pieces(contents: memoryview) -> Iterator[bytes | PackedField]:
 
 
 def _packed_pieces(packed: memoryview, *, has_varints: bool) -> Iterator[memoryview]:
-    """Of whole numbers: others have 4 or 8 bytes, of which a piece is a multiple."""
+    """Yield pieces of whole numbers; a piece is a multiple of 4 and 8 bytes, and does not cut a varint."""
     begin = 0
     while begin < len(packed):
         end = begin + _PIECE
@@ -141,7 +141,7 @@ def _check_strings(contents: memoryview) -> None:
 
 
 def _fields(data: memoryview, limit: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield fields as `protobuf.fields` does, of which there are at most so many. raises StatusError, WireError"""
+    """Yield fields as `protobuf.fields` does. raises StatusError if there are more than `limit`, WireError"""
     for n, one in enumerate(fields(data), 1):
         if n > limit:
             raise _too_many(limit)

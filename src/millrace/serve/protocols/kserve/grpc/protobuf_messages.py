@@ -1,8 +1,8 @@
-"""KServe's gRPC messages, as classes of the protobuf library: made from a table, in a pool of their own.
+"""KServe's gRPC messages as protobuf classes, created from a table in a separate descriptor pool.
 
 Names and numbers of fields are the protocol's (package `inference`); those of a model's configuration are declared in
-`repository/config.py`. In protobuf's common pool they would clash with those of `tritonclient`, which a program may
-import, too.
+`model_repository/config/model_config.py`. In protobuf's default pool they would clash with those of `tritonclient`,
+which a program may import, too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -95,10 +95,10 @@ LogSettingsResponse.SettingValue: bool bool_param 1, uint32 uint32_param 2, stri
 HealthCheckRequest: string service 1
 HealthCheckResponse: int32 status 1
 """
-# Of whose fields one is set.
+# Messages with one set field.
 _ONE_OF = ("InferParameter", "ModelRepositoryParameter", "LogSettingsRequest.SettingValue",
            "LogSettingsResponse.SettingValue")  # fmt: skip
-CONTENTS = {  # where values are that are not raw; FP16 and BF16 have no such place
+CONTENTS = {  # the fields of values that are not raw; FP16 and BF16 have none
     "BOOL": "bool_contents", "INT64": "int64_contents", "UINT64": "uint64_contents", "FP32": "fp32_contents",
     "FP64": "fp64_contents", "BYTES": "bytes_contents", **dict.fromkeys(("INT32", "INT16", "INT8"), "int_contents"),
     **dict.fromkeys(("UINT32", "UINT16", "UINT8"), "uint_contents"),
@@ -109,20 +109,18 @@ _Field = descriptor_pb2.FieldDescriptorProto
 @cache
 @cache
 def message(name: str) -> Any:
-    """The class of a message, by its name in the table, or in `repository/config.py`."""
+    """Return the class of a message, by its name in the table or in `model_config.py`."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
 @cache
 def field_numbers(name: str) -> Mapping[str, int]:
-    """Of a message, by the names of its fields."""
+    """Return the field numbers of a message by name."""
     return {field.name: field.number for field in message(name).DESCRIPTOR.fields}
 
 
 def build_message(name: str, fields: Mapping[str, Any]) -> Any:
-    """A message of that name. fields: with dictionaries in place of messages, which protobuf's own constructors do not
-    take in maps before 6.30
-    """
+    """Create a message. fields: with dictionaries for inner messages, which protobuf takes in maps only since 6.30"""
     proto = message(name)()
     _fill(proto, fields)
     return proto
@@ -157,7 +155,7 @@ def _fill_map(to: Any, values: Mapping[Any, Any]) -> None:
 
 
 def config_message(config: ModelConfig) -> Any:
-    """A model's configuration. config: completed"""
+    """Return a model's configuration as a message. config: completed"""
     return build_message("ModelConfig", _plain(config))
 
 
@@ -191,7 +189,7 @@ def _pool() -> Any:
 
 
 def _add(to: Any, name: str, text: str, names: set[str]) -> None:
-    """One field, as the table writes it."""
+    """Add a field, given as in the table."""
     kind, field_name, number = text.strip().split(" ")
     field = to.field.add(name=field_name, number=int(number), label=_Field.LABEL_OPTIONAL)
     kind, _, of_map = kind.partition(":")
@@ -211,7 +209,7 @@ def _add(to: Any, name: str, text: str, names: set[str]) -> None:
 
 
 def _entry(to: Any, owner: str, field: Any) -> Any:
-    """The message of a map's entries, as protobuf names it."""
+    """Add the message of a map's entries, named as protobuf does."""
     name = "".join(part.capitalize() for part in field.name.split("_")) + "Entry"
     field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{owner}.{name}"
     entry = to.nested_type.add(name=name)
@@ -223,7 +221,7 @@ def _entry(to: Any, owner: str, field: Any) -> Any:
 
 
 def _messages(cls: type, by_name: dict[str, type]) -> dict[str, type]:
-    """Every message that `cls` reaches, by name."""
+    """Collect every message that `cls` reaches, by name."""
     if cls.__name__ not in by_name:
         by_name[cls.__name__] = cls
         for spec in specs(cls).values():
@@ -268,7 +266,7 @@ def _add_declared(to: Any, owner: str, spec: FieldSpec, oneofs: list[str]) -> No
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """What is set of a declared message, as protobuf's classes are made from it."""
+    """Return the fields of a declared message that differ from their defaults, for `build_message`."""
     cls: type = type(config)
     values = ((spec, getattr(config, spec.attribute)) for spec in specs(cls).values())
     return {spec.name: _value(spec, value) for spec, value in values if value != spec.default}

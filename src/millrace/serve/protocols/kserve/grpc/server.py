@@ -1,6 +1,6 @@
-"""KServe's gRPC service in this server: who may ask, messages within bounds, what a call's end is called in gRPC.
+"""KServe's gRPC server: API keys, message bounds, gRPC status codes.
 
-It lives in the event loop that HTTP has, and shares with it what is served, its limits and its keys.
+It runs in HTTP's event loop and shares models, limits and keys with it.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class GrpcServer:
-    """Of the event loop in which it is opened. url: HOST:PORT"""
+    """The gRPC listener, for the event loop in which it is opened. url: HOST:PORT"""
 
     name = "grpc_url"
 
@@ -116,7 +116,7 @@ class GrpcServer:
         self._server, self.url = server, f"{self._host}:{port}"
 
     def _add_port(self, server: Any) -> int:
-        """With the certificate that HTTP has. raises RuntimeError where the port is taken"""
+        """Bind the port, with HTTP's certificate. raises RuntimeError if the port is in use"""
         settings = self._serving.settings
         if settings.ssl_certfile is None:
             return int(server.add_insecure_port(self.url))
@@ -125,7 +125,7 @@ class GrpcServer:
         return int(server.add_secure_port(self.url, grpc.ssl_server_credentials([(key, chain)])))
 
     async def close(self, within_s: float) -> None:
-        """Take no more, end streams that wait for their clients, and give answers so long to be read."""
+        """Accept no more calls, end streams that wait for their clients, and wait for responses to be read."""
         for stream in list(self._streams):
             stream.stop()
         server, self._server = self._server, None
@@ -191,7 +191,7 @@ class GrpcServer:
 
     @contextmanager
     def _admitted(self, share: SendBudgetLease, n_bytes: int, is_control: bool = False) -> Iterator[None]:
-        """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
+        """Admit a message of n_bytes while it is answered. raises BusyError, StatusError, HttpError"""
         if not is_control:
             share.check()
         bodies = self._backend.bodies
@@ -203,7 +203,7 @@ class GrpcServer:
     async def _call(
         self, service: str, name: str, context: Any, work: Callable[["_OpenCall"], Awaitable[T]]
     ) -> "T | _Refusal":
-        """Do the work of one call. A refusal becomes a status; the log has a line of it."""
+        """Run the work of one call, turn errors into a status, and log the call."""
         began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
         entry = RequestLog("GRPC", service + name, request_id_of(_header(metadata, "x-request-id")))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
@@ -250,7 +250,7 @@ class GrpcServer:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """With what a call ends that has no answer."""
+    """The status of a call that ends without a response."""
 
     code: grpc.StatusCode
     details: str
@@ -258,7 +258,7 @@ class _Refusal:
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call that goes on. grant: None of one that needs no key"""
+    """A call in progress. grant: None if it needs no key"""
 
     metadata: dict[str, str]
     grant: Grant | None = None
@@ -266,7 +266,7 @@ class _OpenCall:
 
 
 class _InferHandler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
-    """ModelInfer where anybody may ask: short and quick ones without what other calls need around them."""
+    """Handler of ModelInfer on a server without keys: uses the fast path for short inferences of fast models."""
 
     def __init__(
         self, fast_path: GrpcFastPath, log_later: BufferedRequestLog, fallback: Callable[[bytes, Any], Awaitable[bytes]]
@@ -280,7 +280,7 @@ class _InferHandler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has
 
 @Awaitable.register  # of what is called that grpcio need not look whether its code is a coroutine's, call by call
 class _InferMethod:
-    """One of them, as grpcio's RpcMethodHandler. Its metadata is read once: of the context it would be read again."""
+    """grpcio's RpcMethodHandler of one call. It has the metadata, which the context would read once more."""
 
     __slots__ = ("_metadata", "_of")
     request_streaming = response_streaming = False
@@ -316,14 +316,14 @@ class _InferMethod:
 
 
 async def _finish_call(context: Any, outcome: T | _Refusal) -> T:
-    """The answer of a call; a refusal aborts it."""
+    """Return the response of a call, or abort it if it was refused."""
     if isinstance(outcome, _Refusal):
         await _abort(context, outcome.code, outcome.details)
     return outcome
 
 
 async def _abort(context: Any, code: grpc.StatusCode, details: str) -> NoReturn:
-    """End a call with its status; that of a client which is gone is cancelled."""
+    """End a call with its status; if the client is gone, cancel it."""
     try:
         await context.abort(code, details)
     except grpc.aio.InternalError:
@@ -332,7 +332,7 @@ async def _abort(context: Any, code: grpc.StatusCode, details: str) -> NoReturn:
 
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
-    """By name; values of names that end in -bin are bytes."""
+    """Return metadata by name as text; values of names that end in -bin are bytes."""
     return combine_duplicate_headers(
         ((key, one if isinstance(one, str) else one.decode("latin-1")) for key, one in metadata), ","
     )

@@ -1,7 +1,7 @@
 """ModelStreamInfer: many requests on one stream, each with as many responses as its model gives.
 
-Requests are computed side by side. Answers of models that are not decoupled come in the order of their requests, those
-of decoupled ones as they are given, as Triton has it. An error is a message of the stream, which goes on.
+Requests are computed concurrently. Responses of models that are not decoupled come in the order of their requests,
+those of decoupled models as soon as they are ready, as in Triton. An error is a message; the stream continues.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from millrace.serve.http.request_bodies import FREE_BYTES
 from millrace.serve.protocols.kserve.grpc.calls import GrpcCallContext, GrpcFrontend
 from millrace.serve.protocols.kserve.grpc.stream_responses import Deadline, StreamResponses, error_answer
 
-MAX_OPEN_REQUESTS = 256  # requests of a stream that are under way; the next is read when one of them has ended
+MAX_OPEN_REQUESTS = 256  # of a stream; the next request is read when one of them has ended
 Begin = Callable[[], Awaitable[None]]
 Read = Callable[[], Awaitable[bytes | None]]
 Write = Callable[[bytes], Awaitable[None]]
@@ -32,7 +32,7 @@ Admit = Callable[[int], AbstractContextManager[None]]
 
 
 class _Answer(NamedTuple):
-    """One message to be written: of a response, of an error, or of neither, where only the end is told."""
+    """One message to be written: a response, an error, or neither, if only the end is reported."""
 
     response: InferResponse | None
     error: StatusError | None
@@ -55,22 +55,22 @@ class _OpenRequest:
     task: "asyncio.Task[None] | None" = None
     answer: tuple[_Answer, int] | None = None
     unread: UnreadBytes | None = None
-    is_over: bool = False  # nothing more is told of it
+    is_over: bool = False  # nothing more is written about it
 
 
 class Stream:
-    """One call. Of the event loop; `run` is its whole life."""
+    """One ModelStreamInfer call, to be used in the event loop; `run` serves it to its end."""
 
     def __init__(
         self, front: GrpcFrontend, admit: Admit, share: Callable[[], ResponseSidecar], write_s: float,
         ends_with_error: bool,
         caller: GrpcCallContext, grant: Grant | None = None,
     ) -> None:  # fmt: skip
-        """admit: a request of so many bytes, while it is answered
-        share: counts what the client leaves of one request's answers
-        write_s: for a reader to take an answer
-        ends_with_error: the first error ends the stream, with its status, as a client may ask for
-        grant: is charged when a request has ended, for a stream may never end"""
+        """admit: admits a request of so many bytes while it is answered
+        share: returns the counter of one request's unread responses
+        write_s: timeout for the client to read a response
+        ends_with_error: the first error ends the stream with its status, as a client may request
+        grant: charged when a request has ended, because a stream may never end"""
         self._front, self._admit, self._write_s, self._ends_with_error = front, admit, write_s, ends_with_error
         self._share, self._caller, self._grant = share, caller, grant
         self._open: set[_OpenRequest] = set()
@@ -87,9 +87,9 @@ class Stream:
         self._broken: BaseException | None = None  # it ends with it, once the answer that is being written is
 
     async def run(self, begin: Begin, read: Read, write: Write) -> None:
-        """begin: before the first answer. read: the next request, None after the last
+        """Serve the stream. begin: called before the first response; read: returns the next request, None at the end
 
-        raises StatusError, with which the stream ends, and what gRPC says of a call that is over
+        raises StatusError if the stream ends with it, and gRPC's error of a call that is over
         """
         self._reading = asyncio.ensure_future(self._read_all(read))
         try:
@@ -102,7 +102,7 @@ class Stream:
             await asyncio.wait((self._reading,))
 
     def stop(self) -> None:
-        """Read no more; what was read is answered."""
+        """Stop reading; requests that were read are answered."""
         self.stopped = True
         if self._is_beginning:  # what is large is read in a thread
             return
@@ -111,7 +111,7 @@ class Stream:
         self._read_to_the_end()
 
     def _give_up(self) -> None:
-        """Nobody waits for what is still open."""
+        """Cancel all open requests."""
         for one in list(self._open):
             self._ended(one)
             if one.task is not None:
@@ -190,7 +190,7 @@ class Stream:
             self._tell(None)
 
     def _answered(self, one: _OpenRequest, answer: _Answer) -> None:
-        """The only answer of a request; it waits for those of the requests before it."""
+        """Take the only response of a request, which waits for those of earlier requests."""
         one.answer = self._counted(one, answer)
         while self._in_order and (first := self._in_order[0].answer) is not None:
             self._hand(self._in_order.popleft(), *first)
@@ -202,7 +202,7 @@ class Stream:
             self._hand(one, *self._counted(one, answer))
 
     def _counted(self, one: _OpenRequest, answer: _Answer) -> tuple[_Answer, int]:
-        """And its bytes, until it is written. Where they are too many the request ends with that, and not the stream"""
+        """Return a message with its bytes, counted until it is written; too many end the request, not the stream."""
         if one.model is None or one.inference is None or one not in self._open:
             return answer, 0
         one.unread = one.unread or UnreadBytes(one.model, self._share())
@@ -214,23 +214,23 @@ class Stream:
             return _Answer(None, too_much, True), 0
 
     def _hand(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> None:
-        """To whoever writes it, unless it, or the stream, has ended."""
+        """Write or queue a message, unless its request or the stream has ended."""
         if one not in self._open:
             return
         if self._waiting is None or self._waiting.done() or not self._write_at_once(one, answer, n_bytes):
             self._tell((one, answer, n_bytes))
 
     def _write_at_once(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> bool:
-        """A token of many, for which nobody waits but the stream: woken, it would begin a turn of the loop later.
+        """Write a short response at once; waking the writer would delay it by a turn of the event loop.
 
-        So the coroutine of gRPC's write is begun here, and ended when what it waits for is done. False: not so
+        gRPC's write coroutine is started here and continued by callbacks. Return False if that is not possible.
         """
         if answer.response is None or answer.final or n_bytes > FREE_BYTES or self._is_writing or self._ready:
             return False
         assert one.answers is not None
         try:
             data = one.answers.response(answer.response, final=False)
-        except Exception:  # noqa: BLE001  told as others are it ends its request, or the stream; here its model hears of it
+        except Exception:  # noqa: BLE001  the normal path reports it; raised here it would reach the model
             return False
         writing = self._write(data).__await__()
         self._is_writing = True
@@ -301,7 +301,7 @@ class Stream:
             raise StatusError(Code.UNAVAILABLE, f"the stream was not read for {self._write_s:g} s") from None
 
     async def _message(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> bytes | None:
-        """None where there is nothing to tell. n_bytes: of the response, about"""
+        """Return an encoded message, or None if there is nothing to report. n_bytes: approximate size"""
         if answer.response is None and answer.error is None and not one.empty_final:
             return None
         try:
@@ -330,7 +330,7 @@ class Stream:
 
 
 def as_status(error: StatusError | MillraceError) -> StatusError:
-    """Without the frames that it came through: it waits for its turn in the stream."""
+    """Return an error as StatusError, without its traceback frames, because it may wait in the stream."""
     without_frames(error)
     if isinstance(error, StatusError):
         return error
@@ -338,7 +338,7 @@ def as_status(error: StatusError | MillraceError) -> StatusError:
 
 
 def _packed(one: _OpenRequest, answer: _Answer) -> bytes:
-    """A ModelStreamInferResponse. raises StatusError"""
+    """Encode a ModelStreamInferResponse. raises StatusError"""
     if one.answers is None:
         assert answer.error is not None, "what was not begun has failed"
         return error_answer(one.proto, answer.error)

@@ -1,8 +1,8 @@
-"""What a stream tells of one request: its ModelStreamInferResponses, of which most are like the one before.
+"""Encoding of a stream's ModelStreamInferResponses, most of which are like the one before.
 
-A language model's answers differ by their texts alone, a token each. So the message without its tensors is kept, and
-the next response with outputs of the same names, types and shapes has it again, before tensors of its own: the bytes
-that protobuf would write.
+A language model's responses differ only in their texts, one token each. So the message without its tensors is cached
+and reused for the next response with outputs of the same names, types and shapes; the bytes are those that protobuf
+would write.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from millrace.serve.protocols.kserve.grpc.infer import (
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 
 _INFER_RESPONSE = bytes((2 << 3 | 2,))  # of ModelStreamInferResponse
-_Kind = tuple[str, Any, tuple[int, ...]]  # of an output: its name, dtype and shape
+_Kind = tuple[str, Any, tuple[int, ...]]  # an output's name, dtype and shape
 
 
 def error_answer(proto: Any, error: StatusError) -> bytes:
-    """Of a request that was not begun. proto: its message, if it is one"""
+    """Encode the error of a request that was not started. proto: its message, if it could be decoded"""
     reply = message("ModelStreamInferResponse")(error_message=error.message)
     if proto is not None:
         reply.infer_response.id = proto.id  # so that the client knows which request it is
@@ -38,7 +38,7 @@ def error_answer(proto: Any, error: StatusError) -> bytes:
 
 
 class StreamResponses:
-    """Of one request that was begun. told: its message"""
+    """Encoder of the responses to one request. proto: its message"""
 
     def __init__(self, proto: Any, model: Model, inference: InferRequest, output_options: GrpcOutputOptions) -> None:
         self._proto, self._model, self._inference, self._output_options = proto, model, inference, output_options
@@ -51,13 +51,13 @@ class StreamResponses:
         return self._encode_with_model(reply, final)
 
     def end(self) -> bytes:
-        """Without a response."""
+        """Encode the end of a request without a response."""
         reply = message("ModelStreamInferResponse")()
         reply.infer_response.id = self._proto.id
         return self._encode_with_model(reply, True)
 
     def response(self, response: InferResponse, final: bool) -> bytes:
-        """raises StatusError"""
+        """Encode a response. raises StatusError"""
         alike = not final and self._kinds and not response.parameters
         if alike and (data := self._reuse_last_message(response.outputs)) is not None:
             return data
@@ -77,7 +77,7 @@ class StreamResponses:
         return _framed([front, *raws])
 
     def _reuse_last_message(self, outputs: Any) -> bytes | None:
-        """None where it is not like the last one."""
+        """Encode outputs with the last message's framing; None if names, types or shapes differ."""
         if len(outputs) != len(self._kinds):
             return None
         parts: list[bytes | memoryview] = [self._front]
@@ -97,7 +97,7 @@ class StreamResponses:
 
 
 def _framed(parts: Sequence[bytes | memoryview]) -> bytes:
-    """A ModelStreamInferResponse. parts: of its ModelInferResponse"""
+    """Encode a ModelStreamInferResponse. parts: of its ModelInferResponse"""
     return concatenated([_INFER_RESPONSE + varint(sum(map(len, parts))), *parts])
 
 

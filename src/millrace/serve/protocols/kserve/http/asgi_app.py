@@ -1,4 +1,4 @@
-"""KServe's routes in this server: who may ask, bodies within bounds; who goes away cancels what was asked."""
+"""ASGI application of KServe's routes: API keys, body bounds, cancellation on disconnect."""
 
 import asyncio
 import time
@@ -23,11 +23,11 @@ from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 from millrace.serve.protocols.kserve.restricted_apis import group_of_path, headers_as_text
 from millrace.serve.protocols.kserve.routes import BELOW, OPEN, pattern_of
 
-_CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
+_CONTROL = "/v2/repository/"  # always admitted, so that a model that hangs can be unloaded
 
 
 def write_error(problem: HttpProblem) -> bytes:
-    """Of what is wrong before a route of KServe's is reached: a key, a body that does not come."""
+    """Encode an error that occurs before one of KServe's routes is reached, such as a missing key or body."""
     return encode_error(problem.message)
 
 
@@ -36,7 +36,7 @@ KSERVE = Protocol((), write_error, below=BELOW)
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What the metrics call it."""
+    """The route's name in the metrics."""
 
     path: str
 
@@ -109,7 +109,7 @@ class KServe:
                 call.log.prompt_tokens, call.log.generated_tokens = bill.prompt or None, bill.generated or None
 
     async def _answer(self, request: HttpCall, send: Send) -> HttpReply:
-        """With its events sent, where it has some. Whoever is gone, or does not read them, cancels what they are of."""
+        """Answer a request, and send its events if it has any; a disconnect cancels the inference."""
         reply = await self._front.answer(request)
         if reply.events is not None:
             try:
@@ -123,7 +123,7 @@ class KServe:
 
 
 def _of_key(request: HttpCall, call: RequestContext) -> HttpCall:
-    """Return the request with whose it is."""
+    """Set the tenant and the owner of a request, and return it."""
     request.tenant, request.owner = call.tenant, "" if call.is_admin else call.tenant
     return request
 

@@ -1,4 +1,4 @@
-"""gzip and deflate of bodies, bounded: what is small on the wire may be large in memory."""
+"""gzip and deflate of bodies, with a bound on the decompressed size."""
 
 import zlib
 
@@ -17,7 +17,7 @@ def too_large(what: str, n: object, most: int) -> StatusError:
 
 
 def load_too_large(n: object, most: int) -> StatusError:
-    """Of what loads a model, with its files."""
+    """Return the error of a load request that is too large."""
     return invalid(
         f"request JSON size of {n} bytes exceeds the maximum allowed input size. It is {most} bytes: use "
         "--http-max-input-size to increase the limit."
@@ -25,7 +25,7 @@ def load_too_large(n: object, most: int) -> StatusError:
 
 
 def raw_too_large(n: object, most: int) -> StatusError:
-    """Of a request that is the only input's bytes."""
+    """Return the error of a raw binary request that is too large."""
     return invalid(
         f"Raw input has a byte_size ({n} bytes) that exceeds the maximum allowed value of {most} bytes. Use "
         "--http-max-input-size to increase the limit."
@@ -33,10 +33,10 @@ def raw_too_large(n: object, most: int) -> StatusError:
 
 
 class BodyDecompressor:
-    """A body, piece by piece, so that what it becomes is counted while it grows."""
+    """Decompressor of a body, piece by piece, so that its size can be counted as it grows."""
 
     def __init__(self, body: bytes, coding: str, most: int) -> None:
-        """coding: of the header Content-Encoding. raises StatusError for one that is not known"""
+        """coding: the value of Content-Encoding. raises StatusError for an unknown one"""
         if coding not in CODINGS:
             raise StatusError(Code.UNSUPPORTED, "Unsupported compression type")
         self._body, self._coding, self._most = memoryview(body), coding, most
@@ -48,7 +48,7 @@ class BodyDecompressor:
         return self._reader.eof
 
     def piece(self) -> bytes:
-        """The next, of at most PIECE bytes. raises StatusError"""
+        """Return the next piece, of at most PIECE bytes. raises StatusError"""
         parts: list[bytes] = []
         room = PIECE
         while room and not self._reader.eof:
@@ -76,7 +76,7 @@ class BodyDecompressor:
 
 
 def choose_coding(accepted: str) -> str:
-    """Of the header Accept-Encoding: the one with the largest weight, the first of several; "identity": none."""
+    """Return the coding of Accept-Encoding with the largest weight, the first of several; "identity": none."""
     best, most = "identity", 0.0
     for part in accepted.split(","):
         name, _, weight = part.strip().partition(";q=")
@@ -90,6 +90,6 @@ def choose_coding(accepted: str) -> str:
 
 
 def compress(body: bytes, coding: str) -> bytes:
-    """coding: one of CODINGS"""
+    """Compress a body. coding: one of CODINGS"""
     writer = zlib.compressobj(_QUICK, zlib.DEFLATED, CODINGS[coding])
     return writer.compress(body) + writer.flush()

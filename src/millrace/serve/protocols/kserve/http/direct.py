@@ -1,10 +1,10 @@
 """Inference requests over HTTP that are answered without ASGI: no parser, no task, no scope.
 
-A client sends the same HTTP head again and again; only the body differs. A head that the usual path has parsed and
-admitted is kept, byte for byte, with what it says: the model, the lengths, the credentials. A packet with the same head
-and a body of the announced length is such a request. Its body is read as the usual path reads it, its model is asked as
-the usual path asks it, and the answer is written when it comes. Everything else takes the usual path: another head, a
-body in several packets or above `FREE_BYTES`, a stream, a request while something is traced or the server drains.
+A client repeats the same HTTP head; only the body differs. A head that the normal path has parsed and admitted is
+cached, byte for byte, with its meaning: model, lengths, credentials. A packet with the same head and a body of the
+announced length is such a request. Its body is decoded and submitted to the model as on the normal path, and the
+response is written when it is ready. Everything else takes the normal path: another head, a body in several packets or
+above `FREE_BYTES`, a stream, a request during tracing or while the server drains.
 """
 
 import asyncio

@@ -44,8 +44,10 @@ TensorSignature = Sequence[tuple[str, Any, tuple[int, ...]]]  # arrays' names, d
 
 
 class InputPlace(NamedTuple):
-    """Where an input lies in what came, from its head's end on over HTTP. It is copied from there, as NumPy takes three
-    times as long for what begins at an odd address, and it is short."""
+    """Position of an input in a message; over HTTP from the end of the head.
+
+    It is copied, because NumPy takes three times as long for data at an odd address, and the input is short.
+    """
 
     name: str
     dtype: Any
@@ -56,7 +58,7 @@ class InputPlace(NamedTuple):
 
 @dataclass(slots=True)
 class _CachedReply:
-    """An answer, but for its numbers. front, back: its JSON around the id, which has so many bytes"""
+    """A response without its numbers. front, back: its JSON before and after the id of n_id bytes"""
 
     like: TensorSignature
     n_id: int
@@ -67,13 +69,13 @@ class _CachedReply:
 
 @dataclass(slots=True)
 class _CachedRequest:
-    """A request that came before: `head`, and all that follows from it."""
+    """A remembered request: its head, and everything derived from it."""
 
     head: RequestTemplate
     filled: FilledTemplate  # as it last was
     n_bytes: int  # of its tensors
     infer_head: InferHead
-    model: "ref[Model]"  # whoever unloads it gets its memory back, whatever connections remember
+    model: "ref[Model]"  # weak, so that unloading frees its memory although connections remember it
     tensors: Sequence[InputPlace]
     like: InferRequest  # but for its inputs
     output_options: HttpOutputOptions
@@ -81,7 +83,7 @@ class _CachedRequest:
 
 
 class HttpFastPath:
-    """Of one server."""
+    """The HTTP fast path of one server."""
 
     def __init__(self, backend: RepositoryBackend, keys: ApiKeys, serving: ServerContext) -> None:
         self.repository, self.backend, self.serving = backend.repository, backend, serving
@@ -92,7 +94,7 @@ class HttpFastPath:
 
 
 class ConnectionFastPath:
-    """What one connection remembers."""
+    """The fast path of one connection, with the requests that it remembers."""
 
     def __init__(self, server: HttpFastPath) -> None:
         self._server = server
@@ -104,14 +106,14 @@ class ConnectionFastPath:
     # ------------------------------------------------------------------ what came the usual way
 
     def remember(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
-        """One request of HTTP/1.1, that is all of `packet`; it is on its way to be answered."""
+        """Remember one HTTP/1.1 request, which is all of `packet` and is being answered."""
         if method == "POST" and path.endswith(b"/infer"):
             infer_head = self._server.direct.heads.add(path, headers, packet)
             if infer_head is not None:
                 self._remember_inline(infer_head, packet)
 
     def _remember_inline(self, infer_head: InferHead, packet: bytes) -> None:
-        """What its model answers at once is remembered, if it comes twice. infer_head: its head"""
+        """Remember a request that comes for the second time, if its model can run inline."""
         if infer_head.n_json is None or infer_head.coding != "identity":
             return
         try:
@@ -162,7 +164,7 @@ class ConnectionFastPath:
         return self._server.direct.begin(head, packet, dates, connection)
 
     def answer(self, packet: bytes, dates: Sequence[Header]) -> bytes | None:
-        """The whole response to `packet`; None: it is none of those. dates: headers that every response has"""
+        """Return the whole response to `packet`; None if it is not remembered. dates: headers of every response"""
         for cached in self._requests:
             holes = cached.filled.match(packet)
             if holes is None:
@@ -180,7 +182,7 @@ class ConnectionFastPath:
     def _answer_with_grant(
         self, cached: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
     ) -> bytes | None:
-        """holes: what is in them"""
+        """Answer a remembered request if its key grants it. holes: their values"""
         grant = self._server.direct.grant(cached.infer_head)
         if grant is None:
             return None
@@ -216,7 +218,7 @@ class ConnectionFastPath:
 def fast_path_model(
     backend: RepositoryBackend, name: str, version: int | None, model_ref: "ref[Model]", n_bytes: int
 ) -> Model | None:
-    """The model, where that name still means it, and it would answer so many bytes at once."""
+    """Return the model, if the name still refers to it and it can run n_bytes inline; otherwise None."""
     try:
         model = backend.repository.get(name, version)
     except StatusError:
@@ -225,9 +227,9 @@ def fast_path_model(
 
 
 def _places(request: InferRequest, body: bytes, n_json: int) -> list[InputPlace] | None:
-    """From the end of the JSON on.
+    """Return the positions of the inputs, from the end of the JSON.
 
-    None where an input is no plain piece of the body: it was JSON, or strings, or it had to be converted.
+    None if an input is not a plain slice of the body: it was JSON or strings, or had to be converted.
     """
     places, begin = [], _address(np.frombuffer(body, np.uint8))
     for name, array in request.inputs.items():
@@ -246,9 +248,9 @@ def _address(array: Array) -> int:
 def _encode_reply(
     cached: _CachedRequest, model: Model, own: bytes, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
 ) -> tuple[bytes, bytes]:
-    """Headers and body. Where the outputs are as the last ones were but for their numbers, nothing is told anew.
+    """Return headers and body, with the last framing if names, dtypes and shapes of the outputs are unchanged.
 
-    own: the id, where that is another one each time
+    own: the id, if it differs each time
     """
     last_reply = cached.last
     if (
@@ -276,12 +278,12 @@ def _encode_reply(
 
 
 def tensor_signature(outputs: Mapping[str, Array]) -> TensorSignature:
-    """All of them but their numbers."""
+    """Return names, dtypes and shapes of outputs."""
     return [(name, array.dtype, array.shape) for name, array in outputs.items()]
 
 
 def matches_signature(like: TensorSignature, outputs: Mapping[str, Array]) -> bool:
-    """Whether `like` is their likeness."""
+    """Return whether outputs have the signature `like`."""
     if len(like) != len(outputs):
         return False
     for (name, dtype, shape), (output_name, array) in zip(like, outputs.items(), strict=True):

@@ -1,6 +1,6 @@
-"""KServe's routes over HTTP, as Triton has them: a request in plain types, and its answer; no web framework.
+"""KServe's routes over HTTP, from a request in plain types to its response, without a web framework.
 
-Statuses, bodies and the words of errors are Triton's (`status.py` has the codes). `asgi_app.py` joins it to the server.
+Statuses, bodies and error texts are Triton's (`status_code.py` has the codes). `asgi_app.py` connects it to the server.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", 
 
 @dataclass(slots=True)
 class HttpCall:
-    """path: without the query, as it was sent. headers: names in lower case"""
+    """One HTTP request. path: without the query, as it was sent; headers: names in lower case"""
 
     method: str
     path: str
@@ -90,7 +90,7 @@ class _WrongMethod(Exception):  # noqa: N818
 
 
 class HttpFrontend:
-    """The routes of one repository."""
+    """The HTTP routes of one repository."""
 
     def __init__(
         self, repository: ModelRepository, is_ready: Callable[[], bool], run_off_loop: RunOffLoop,
@@ -230,7 +230,7 @@ class HttpFrontend:
         output_options: HttpOutputOptions,
         accepts: bytes,
     ) -> HttpReply:
-        """The responses of a decoupled model, as they are ready: each what `/infer` would answer. raises StatusError"""
+        """Stream the responses of a decoupled model, each as `/infer` would answer. raises StatusError"""
         if output_options.binary_default or any(output_options.binary.values()):
             raise invalid("a stream of responses is JSON: leave binary_data and binary_data_output out of its outputs")
         self._repository.common.tracer.came(inference, "HTTP", request.came_ns, self._parent(request))
@@ -254,17 +254,17 @@ class HttpFrontend:
         return HttpReply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
 
     def _parent(self, request: HttpCall) -> Parent | None:
-        """Of the trace that its client has begun."""
+        """Return the span of the client's trace, or None."""
         headers = request.headers
         return self._repository.common.tracer.parent(headers.get(PARENT.encode()), headers.get(STATE.encode()))
 
     def _show_headers(self, inference: InferRequest, request: HttpCall) -> None:
-        """Those that become parameters. raises StatusError"""
+        """Pass forwarded headers to the model as parameters. raises StatusError"""
         if self._guard.forward is not None:  # otherwise nobody looks at them
             inference.parameters.update(self._guard.forwarded_headers(headers_as_text(request.headers.items())))
 
     async def _decompress(self, request: HttpCall, coding: str) -> bytes:
-        """In pieces, each counted before the next: it may become a thousand times larger."""
+        """Decompress a body in pieces, each counted before the next: it may become a thousand times larger."""
         reader, pieces = compression.BodyDecompressor(request.body, coding, self._max_bytes), list[bytes]()
         while not reader.is_done:
             pieces.append(
@@ -277,7 +277,7 @@ class HttpFrontend:
     # ------------------------------------------------------------------ shared memory
 
     def _of_shared(self, request: HttpCall, kind: str, rest: list[str]) -> HttpReply:
-        """[/region/{name}]/{status,register,unregister}"""
+        """Answer a shared-memory route: [/region/{name}]/{status,register,unregister}."""
         action, region = rest[-1], ""
         if len(rest) == 3 and rest[0] == "region":
             region = _name(rest[1])
@@ -346,7 +346,7 @@ _SHARED_ACTIONS = ("status", "register", "unregister")
 
 
 def _settings_update(request: HttpCall) -> dict[str, Any] | None:
-    """Of settings; None where they are only looked up. raises StatusError"""
+    """Return the settings to change; None if they are only read. raises StatusError"""
     if request.method not in ("GET", "POST"):
         raise _WrongMethod
     return request_fields.json_object(request.body) if request.method == "POST" else None
@@ -362,7 +362,7 @@ def _name(part: str) -> str:
 
 
 def parse_model_path(parts: list[str]) -> tuple[str, int | None, str]:
-    """A model, its version, and what is asked of it: NAME[/versions/V][/ACTION]. raises StatusError"""
+    """Parse NAME[/versions/V][/ACTION] into name, version and action. raises StatusError"""
     name, *rest = parts
     version: int | None = None
     if rest[:1] == ["versions"] and len(rest) > 1 and rest[1].isascii() and rest[1].isdigit():
@@ -371,7 +371,7 @@ def parse_model_path(parts: list[str]) -> tuple[str, int | None, str]:
 
 
 def infer_headers(n_head: int | None) -> list[tuple[bytes, bytes]]:
-    """Of an answer, by how much of it is JSON where not all of it is."""
+    """Return the headers of an inference response. n_head: bytes of its JSON, None if all of it is JSON"""
     if n_head is None:
         return [(b"content-type", _JSON)]
     return [(b"content-type", _BINARY), (_HEADER, b"%d" % n_head)]
@@ -387,7 +387,7 @@ def header_length(value: bytes | None) -> int | None:
 
 
 def _wrong(key: str, expected: str) -> StatusError:
-    """Of a parameter of a load or an unload, in the words of Triton's JSON."""
+    """Return the error of a load or unload parameter of a wrong type, in the words of Triton's JSON."""
     expected = "string" if expected == "file" else expected
     what = f"attempt to access JSON non-{expected} as {expected}"
     return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {what}" if key == "unload_dependents" else what)

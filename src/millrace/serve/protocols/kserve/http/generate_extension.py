@@ -1,7 +1,7 @@
-"""Triton's `generate` and `generate_stream`: a flat JSON object in, one or several out.
+"""Triton's generate extension (`generate`, `generate_stream`): a flat JSON object in, one or several out.
 
-A key that is an input's name is that input, as a scalar or a list; any other is a parameter, and so are those of the
-object `parameters`. An answer has its outputs by name, scalars where they have one element.
+A key that is an input's name is that input, as a scalar or a list; any other key is a parameter, as are those of the
+object `parameters`. A response has outputs by name, as scalars if they have one element.
 """
 
 import json
@@ -23,7 +23,7 @@ from millrace.serve.protocols.kserve.http.infer_request import take_parameters
 from millrace.serve.protocols.kserve.http.infer_response import encode_error, flat_list
 from millrace.serve.protocols.kserve.http.json_values import elements, from_json, no_json, too_deep, unparsed
 
-_MAX_BYTES = 16 << 20  # of a text, and what is said about it; tensors of numbers go to `infer`
+_MAX_BYTES = 16 << 20  # of a text with its parameters; tensors of numbers go to `infer`
 _MAX_VALUES = 1 << 17
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
@@ -33,7 +33,7 @@ RunOffLoop = Callable[[Callable[[], Any], int], Awaitable[Any]]
 
 
 class _Object(tuple[tuple[str, Any], ...]):
-    """In the order in which it came; whatever is there twice is there twice."""
+    """A JSON object in its original order, with repeated keys."""
 
     __slots__ = ()
 
@@ -96,7 +96,7 @@ def _take(key: str, value: Any, request: InferRequest, inputs: list[RawInput], m
 
 
 def _shape(name: str, dims: tuple[int, ...], value: Any) -> tuple[int, ...]:
-    """That of its lists, where they have as many levels as dims. Otherwise the last that varies has all there is."""
+    """Return the shape of nested lists with as many levels as dims; otherwise the last variable dim takes the rest."""
     nested = _nesting(value, len(dims))
     if nested is not None and all(d in (-1, n) for d, n in zip(dims, nested, strict=True)):
         return nested
@@ -112,7 +112,7 @@ def _shape(name: str, dims: tuple[int, ...], value: Any) -> tuple[int, ...]:
 
 
 def _nesting(value: Any, depth: int) -> tuple[int, ...] | None:
-    """The lengths of lists in lists, as far as the first of each goes; None where there are fewer levels."""
+    """Return the lengths of nested lists, along their first elements; None if there are fewer levels."""
     lengths: list[int] = []
     while isinstance(value, list) and len(lengths) < depth:
         lengths.append(len(value))
@@ -121,7 +121,7 @@ def _nesting(value: Any, depth: int) -> tuple[int, ...] | None:
 
 
 def encode_generated(model: Model, request: InferRequest, response: InferResponse) -> bytes:
-    """One response. raises StatusError"""
+    """Encode one response as JSON. raises StatusError"""
     answer: dict[str, Any] = dict(response.parameters)
     answer |= {"id": request.id} if request.id else {}
     answer |= {"model_name": model.name, "model_version": str(model.version)}
@@ -132,7 +132,7 @@ def encode_generated(model: Model, request: InferRequest, response: InferRespons
 
 
 async def generate(model: Model, request: InferRequest, run_off_loop: RunOffLoop) -> bytes:
-    """The one response that there must be. raises StatusError"""
+    """Return the only response, encoded. raises StatusError if there is not exactly one"""
     responses = Responses(model, request)
     try:
         only = await responses.next()
@@ -148,7 +148,7 @@ Write = Callable[[Model, InferRequest, InferResponse], bytes]
 
 
 class Events:
-    """Server-sent events, one a response. What went wrong is one, too: the status is sent long since."""
+    """Server-sent events, one per response. An error is an event, too, because the status was sent before."""
 
     def __init__(
         self,
@@ -159,14 +159,14 @@ class Events:
         *,
         lines: bool = False,
     ) -> None:
-        """write: a response as JSON; lines: one a line, in place of events. raises StatusError"""
+        """write: encodes a response as JSON; lines: one response per line instead of events. raises StatusError"""
         self._model, self._request, self._run_off_loop, self._write = model, request, run_off_loop, write
         self._around = (b"", b"\n") if lines else (b"data: ", b"\n\n")
         self._responses = Responses(model, request)
         self._first: bytes | None = None
 
     async def begin(self) -> Code | None:
-        """Wait for the first, whose error decides on the status."""
+        """Wait for the first response; return its error code, which decides the HTTP status, or None."""
         try:
             self._first = await self._next()
         except StatusError as error:
@@ -192,7 +192,7 @@ class Events:
         return event
 
     async def _next(self) -> bytes:
-        """b"": there is none any more. raises StatusError"""
+        """Return the next event; b"" at the end. raises StatusError"""
         response = await self._responses.next()
         if response is None:
             return b""

@@ -1,7 +1,7 @@
-"""The body of an inference over HTTP: JSON, with tensors inside it or in binary behind it, or raw bytes alone.
+"""Body of an inference over HTTP: JSON, with tensors inside it or in binary after it, or raw bytes alone.
 
-What is right is read in one pass, by its types; what is wrong is read once more, for Triton's word for it. JSON of a
-wrong type is an internal error there, so that its status is 500.
+A valid body is decoded in one pass, by types; an invalid one is read once more, for Triton's error text. JSON of a
+wrong type is an internal error in Triton, so its status is 500.
 """
 
 import re
@@ -36,7 +36,7 @@ class SharedParameters(Struct, gc=False):
     shared_memory_byte_size: int | UnsetType = UNSET
 
     def place(self, shared: TenantRegions | None) -> RegionPlace | None:
-        """None where it is elsewhere. raises StatusError"""
+        """Return the place of the tensor in shared memory; None if it is not there. raises StatusError"""
         region, size = self.shared_memory_region, self.shared_memory_byte_size
         if region is UNSET:
             return None
@@ -81,9 +81,9 @@ _ID, _TRIED = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"((?:[^"\\]|\\.)*)"'), b"an
 
 @dataclass(slots=True)
 class HttpOutputOptions:
-    """How outputs are to be written. binary, n_classes, shared: of those that say so; otherwise: of the others
+    """How outputs are written. binary, n_classes, shared: by output, if set; binary_default: for the others
 
-    inputs: in shared memory, whose regions stay until the request is over
+    inputs: places of inputs in shared memory, whose regions stay until the request is over
     """
 
     binary: dict[str, bool] = field(default_factory=dict)
@@ -96,9 +96,9 @@ class HttpOutputOptions:
 def read_infer(
     body: bytes, n_json: int | None, model: str, checker: RequestValidator, shared: TenantRegions | None = None
 ) -> tuple[InferRequest, HttpOutputOptions]:
-    """n_json: of the head, None where everything is JSON, 0 where nothing is
+    """Read an inference. n_json: bytes of JSON, None if all is JSON, 0 if nothing is
 
-    shared: None where no client's memory is read. raises StatusError
+    shared: None if clients' shared memory is not read. raises StatusError
     """
     if n_json is not None and not 0 <= n_json <= len(body):
         raise invalid(f"inference header size should be in range (0, {len(body)}), got: {n_json}")
@@ -119,7 +119,7 @@ def read_infer(
 
 
 def _read(head: memoryview) -> tuple[InferBody, list[Span]]:
-    """With long lists cut out of a large one. raises StatusError"""
+    """Decode the JSON, with long lists cut out of a large one. raises StatusError"""
     if len(head) <= _LARGE:
         return _decode(head), []
     cut = JsonWithSpans(head)
@@ -139,10 +139,10 @@ def _decode(head: memoryview) -> InferBody:
 
 
 def id_place(head: bytes) -> tuple[int, int] | None:
-    """Where the text of the request's `id` lies in its JSON, and any other plain text could; None: nowhere for sure.
+    """Return the position of the request's `id` in its JSON, where other plain text could stand; None if uncertain.
 
-    That it is this text which is read as the id, and that nothing else is read from it, is tried and not assumed: the
-    same key may stand in parameters, twice, or inside of a text.
+    It is verified by decoding the JSON with another id that only the id changes, because the same key may also occur in
+    parameters, twice, or within a text.
     """
     places = list(_ID.finditer(head))
     if len(places) != 1:
@@ -164,7 +164,7 @@ def _raw_inputs(
     shared: TenantRegions | None,
     places: list[RegionPlace],
 ) -> list[RawInput]:
-    """behind: the bytes after the JSON, which are those of the binary inputs, in order. places: gets those used"""
+    """Return the inputs. behind: the bytes after the JSON, of binary inputs in order; places: receives those used"""
     raw_inputs, at, shared_bytes = list[RawInput](), 0, 0
     for tensor in inputs:
         size = tensor.parameters.binary_data_size if tensor.parameters is not UNSET else UNSET
@@ -219,7 +219,7 @@ def _check_source(tensor: InferInput, size: int | UnsetType) -> None:
 
 
 def take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> bool:
-    """Whether outputs are binary unless they say otherwise. raises StatusError"""
+    """Take a request's parameters, and return whether outputs are binary by default. raises StatusError"""
     binary = False
     for key, value in parameters.items():
         if key == "binary_data_output":
@@ -237,7 +237,7 @@ def take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> boo
 
 
 def _wrong(key: str, expected: str) -> StatusError:
-    """Of a parameter."""
+    """Return the error of a parameter of a wrong type."""
     if expected == "any":
         return invalid(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'.")
     word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(expected, expected)
@@ -261,7 +261,7 @@ def _take_outputs(
 
 
 def explain_type_error(body: Any) -> StatusError | None:
-    """Which field of a body has a wrong type, in the words of Triton's JSON."""
+    """Return the error of the first field of a wrong type, in the words of Triton's JSON."""
     if not isinstance(body, dict):
         return StatusError(Code.INTERNAL, not_a("object", "object"))
     members = [("id", "string", str)] if "id" in body else []

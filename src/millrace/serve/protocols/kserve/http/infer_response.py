@@ -1,4 +1,4 @@
-"""The answer of an inference over HTTP: its JSON, and the tensors that go behind it in binary; or an error's body."""
+"""Encoding of inference responses over HTTP: the JSON, binary tensors after it, errors, and the timing header."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ TIMING_HEADER = b"x-millrace-timing"  # requests the header `server-timing`
 def requested_outputs(
     model: Model, request: InferRequest, response: InferResponse, n_classes: Mapping[str, int]
 ) -> Iterator[Tensor]:
-    """Those that were asked for, of some their classes in place of their values. raises StatusError"""
+    """Yield the requested outputs, some with their classes instead of their values. raises StatusError"""
     for name, array in response.outputs.items():
         if request.outputs and name not in request.outputs:
             continue
@@ -31,14 +31,14 @@ def requested_outputs(
 
 
 def encode_error(message: str) -> bytes:
-    """The one way in which errors are written, of a route, before one is reached, and in a stream."""
+    """Encode an error; the same format is used for all routes and streams."""
     return msgspec.json.encode({"error": message})
 
 
 def encode_response(
     model: Model, request: InferRequest, response: InferResponse, output_options: HttpOutputOptions
 ) -> tuple[bytes, int | None]:
-    """The body, and how much of it is JSON where not all of it is. raises StatusError"""
+    """Return the body, and how many bytes of it are JSON, None for all of it. raises StatusError"""
     outputs, raw = list[dict[str, Any]](), list[bytes | memoryview]()
     long: dict[str, Sequence[bytes]] = {}  # JSON of an output's data, in pieces
     for tensor in requested_outputs(model, request, response, output_options.n_classes):
@@ -75,12 +75,12 @@ def encode_response(
 
 
 def _with_member(encoded: bytes, name: bytes, value: Sequence[bytes]) -> Sequence[bytes]:
-    """A JSON object, not empty, with one member more, if it has a value; in pieces."""
+    """Return a non-empty JSON object with one more member, if it has a value; in pieces."""
     return (encoded[:-1], b',"%b":' % name, *value, b"}") if value else (encoded,)
 
 
 def _listed_pieces(name: str, datatype: str, array: Array) -> Sequence[bytes]:
-    """The JSON of `listed`, for a long list: in pieces, for each holds the interpreter. raises StatusError"""
+    """Return the JSON of `flat_list` in pieces, because encoding holds the interpreter lock. raises StatusError"""
     flat, parts = array.reshape(-1), list[bytes]()
     for i in range(0, len(flat), _PIECE):
         parts += (b",", msgspec.json.encode(flat_list(name, datatype, flat[i : i + _PIECE]))[1:-1])
@@ -88,7 +88,7 @@ def _listed_pieces(name: str, datatype: str, array: Array) -> Sequence[bytes]:
 
 
 def flat_list(name: str, datatype: str, array: Array) -> list[Any]:
-    """Flat. What is no number (NaN, infinite) becomes null: JSON has no word for it."""
+    """Return an array as a flat list for JSON; NaN and infinities become null when encoded."""
     if datatype in ONLY_BINARY:
         what = f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"
         raise invalid(what)
@@ -102,7 +102,7 @@ def flat_list(name: str, datatype: str, array: Array) -> list[Any]:
 
 
 def classified(array: Array, n: int, labels: Sequence[str], *, has_batch: bool) -> Array:
-    """The n largest of each item, as b"value:index:label"; [B, n] or [n] of bytes objects. raises StatusError"""
+    """Return the n largest of each item as b"value:index:label"; [B, n] or [n] of bytes objects. raises StatusError"""
     if array.dtype.kind not in "iuf" and WIRE_NAMES.get(array.dtype) not in ONLY_BINARY:
         raise invalid(f"class result not available for output due to unsupported type '{WIRE_NAMES.get(array.dtype)}'")
     items = array.reshape(array.shape[0] if has_batch else 1, -1)
@@ -119,9 +119,9 @@ def _class_text(value: Any, index: int, labels: Sequence[str]) -> bytes:
 
 
 def server_timing(request: InferRequest, arrived_ns: int) -> list[tuple[bytes, bytes]]:
-    """`server-timing`, as browsers read it: each model that computed for the request, in the order in which they ended.
+    """Return the header `server-timing`, as browsers read it: all models that computed for the request, as they ended.
 
-    Milliseconds: until it was read; of each model its queue, inputs, inference, outputs; all until it is written.
+    Milliseconds: reading the request; of each model its queue, inputs, inference, outputs; the total until writing.
     """
     if request.hops is None:
         return []
@@ -137,6 +137,6 @@ def server_timing(request: InferRequest, arrived_ns: int) -> list[tuple[bytes, b
 
 
 def _described(model: str) -> str:
-    """A quoted string of HTTP; what no header can hold is left out of the name."""
+    """Return a model's name as a quoted string of HTTP, without characters that a header cannot hold."""
     plain = "".join(c for c in model if " " <= c <= "~" and c not in '"\\')
     return f';desc="{plain}"' if model else ""

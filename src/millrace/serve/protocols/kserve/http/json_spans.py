@@ -1,7 +1,7 @@
-"""Large JSON of an inference: the data of its tensors is cut out, compared with their shapes, and read in pieces.
+"""Large JSON of an inference: tensor data is cut out, compared with the shapes, and decoded in pieces.
 
-What is left, names and shapes, is small and decoded at once. Nothing holds the interpreter for longer than a piece
-takes, and no element is decoded before it is known that the model takes so many.
+The rest, names and shapes, is small and decoded at once. Nothing holds the interpreter lock for longer than a piece
+takes, and no element is decoded before the number of elements is known to fit the model.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from millrace.model_repository.request.tensors import DTYPES, Array
 from millrace.serve.http.json_scan import Piece, pieces
 from millrace.serve.protocols.kserve.http.json_values import MAX_DEPTH, flat_array, mismatch, no_json, too_deep
 
-MAX_VALUES = 1 << 18  # beside the data of tensors
+MAX_VALUES = 1 << 18  # outside the data of tensors
 MAX_TEXT_BYTES = 16 << 20  # bytes of one string in JSON, which is decoded at once
 _DATA_DEPTH = 4  # of a list in an input: {"inputs": [{"data": [
 _MIN_SPAN_BYTES = 1024  # bytes: a shorter list stays where it is
@@ -28,13 +28,13 @@ _LIST, _END, _SPACE, _COMMA, _TEXT = b'[] ,"'
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A list as it stands in the JSON, perhaps of lists. n: values in it, where no list in it is empty"""
+    """A list in the JSON, perhaps of lists. n: number of values, if no inner list is empty"""
 
     text: memoryview
     n: int
 
     def array(self, name: str, datatype: str, n: int) -> Array:
-        """Its values, flat. n: as many as the shape has. raises StatusError"""
+        """Return the values as a flat array. n: elements of the shape. raises StatusError"""
         if n != self.n:
             raise mismatch()
         numbers, at = np.empty(n, DTYPES[datatype]), 0
@@ -52,7 +52,7 @@ class Span:
         return numbers
 
     def _texts(self) -> Iterator[bytes]:
-        """Pieces of whole values without the brackets, cut at commas. raises StatusError"""
+        """Yield pieces of whole values without brackets, cut at commas. raises StatusError"""
         left, n_left, previous = list[bytes](), 0, _COMMA
         for piece in pieces(self.text):
             previous = _check_lists(piece, previous)
@@ -75,9 +75,9 @@ def too_long() -> StatusError:
 
 
 def _check_lists(piece: Piece, previous: int) -> int:
-    """Whether no list is empty. previous: the last byte before that is no white space; returns the piece's.
+    """Check that no list is empty, and return the piece's last byte that is not white space.
 
-    raises StatusError
+    previous: that of the piece before. raises StatusError
     """
     significant = np.where(piece.plain, piece.data, _TEXT)
     significant = significant[significant > _SPACE]
@@ -90,7 +90,7 @@ def _check_lists(piece: Piece, previous: int) -> int:
 
 
 class JsonWithSpans:
-    """A large JSON in its parts. rest: without its long lists, marks in their places; spans: these"""
+    """A large JSON text split up. rest: the text with marks in place of its long lists; spans: these lists"""
 
     def __init__(self, head: memoryview) -> None:
         """raises StatusError"""
@@ -142,7 +142,7 @@ class JsonWithSpans:
 
 
 def span_or_value(data: Any, spans: list[Span]) -> Any:
-    """What a mark stands for; anything else is itself."""
+    """Return the span that a mark stands for, or other data unchanged."""
     if isinstance(data, str) and data.startswith(_MARK):
         return spans[int(data.removeprefix(_MARK))]
     return data

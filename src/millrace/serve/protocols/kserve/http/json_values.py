@@ -1,4 +1,4 @@
-"""Values of a tensor as JSON has them, as an array; and the words of Triton's JSON for what is wrong."""
+"""Conversion of a tensor's JSON values to arrays, with the error texts of Triton's JSON."""
 
 import re
 from array import array
@@ -15,7 +15,7 @@ _PLACE = re.compile(r"invalid character \(byte (\d+)\)$|^Expecting value: .*\(ch
 
 
 def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
-    """A tensor's `data`, nested in whatever way, flat. n: elements that its shape has. raises StatusError"""
+    """Return a tensor's `data`, with any nesting, as a flat array. n: elements of its shape. raises StatusError"""
     flat = flat_array(name, datatype, data)
     if len(flat) != n:
         raise mismatch()
@@ -23,7 +23,7 @@ def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
 
 
 def flat_array(name: str, datatype: str, data: Any) -> Array:
-    """The same, however many there are. raises StatusError"""
+    """Return a tensor's `data` as a flat array of any length. raises StatusError"""
     if datatype in ONLY_BINARY:
         what = (
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
@@ -66,7 +66,7 @@ def _only(kinds: set[type], allowed: set[type], is_none: str, expected: str) -> 
 
 
 def elements(data: Any) -> list[Any]:
-    """Of a tensor in JSON, flat. raises StatusError"""
+    """Return the elements of a tensor in JSON as a flat list. raises StatusError"""
     return _flat(data, 0)
 
 

@@ -1,8 +1,8 @@
-"""What the heads of a client's requests have in common: of HTTP and of the JSON behind it, all that stays the same.
+"""Templates of repeated requests: the bytes of HTTP head and JSON that stay the same, with holes.
 
-Clients number their requests: the JSON's `id`, and the header `x-request-id`, are others each time, and the two lengths
-change with them. Between these holes lie pieces. A packet that has the very same pieces, with a plain text or a number
-in each hole, says the same but for those: whether it does is looked up, not understood.
+Clients number their requests: the JSON's `id` and the header `x-request-id` differ each time, and the two lengths with
+them. Pieces lie between these holes. A packet with the same pieces, and plain text or a number in each hole, is the
+same request with other values, which is decided by comparing bytes, without parsing.
 """
 
 import re
@@ -15,7 +15,7 @@ from millrace.serve.protocols.kserve.http.infer_request import HEADER, id_place
 MAX_HEAD_BYTES = 4 << 10  # of a head
 END = b"\r\n\r\n"
 LENGTH, JSON_LENGTH, REQUEST_ID, ID = b"content-length", HEADER.lower().encode(), b"x-request-id", b"id"
-# What may stand in them; none has a byte that ends it. Other ids (escapes, beyond ASCII) are no holes: they are pieces.
+# The values that holes may have; none contains its terminator. Other ids (escapes, beyond ASCII) belong to the pieces.
 _HOLES = {
     LENGTH: re.compile(rb"[1-9][0-9]{0,8}"), JSON_LENGTH: re.compile(rb"0|[1-9][0-9]{0,8}"),
     REQUEST_ID: re.compile(rb"[!-~]+"), ID: re.compile(rb"[ !#-\[\]-~]+"),
@@ -27,9 +27,9 @@ _LINES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FilledTemplate:
-    """One packet's head. end: of it. fixed: what is in no hole for ids, and where; holes: those, and where
+    """The head of one packet. end: its length; fixed: the bytes outside the holes for ids, and where; holes: positions
 
-    Most often the next one is as long, and then so are its lengths: nothing has to be counted to know its tensors.
+    The next packet mostly has the same length, and then the same lengths in its head, so nothing has to be parsed.
     """
 
     n_bytes: int  # of the packet
@@ -38,7 +38,7 @@ class FilledTemplate:
     holes: Sequence[tuple[bytes, int, int]]
 
     def match(self, packet: bytes) -> dict[bytes, bytes] | None:
-        """What is in the holes of a packet that is as this one; None: it is not."""
+        """Return the values in the holes of a packet like this one; None if it differs."""
         if len(packet) != self.n_bytes:
             return None
         for at, piece in self.fixed:
@@ -54,14 +54,14 @@ class FilledTemplate:
 
 @dataclass(frozen=True, slots=True)
 class RequestTemplate:
-    """pieces: one more than there are holes. n_json: bytes of the JSON's pieces"""
+    """A template. pieces: one more than there are holes; n_json: bytes of the JSON's pieces"""
 
     pieces: tuple[bytes, ...]
     holes: tuple[bytes, ...]
     n_json: int
 
     def fill(self, packet: bytes) -> FilledTemplate | None:
-        """None where the head of the packet is another."""
+        """Return the template filled with a packet's values; None if its head differs."""
         at, spans = 0, list[tuple[bytes, int, int]]()
         for piece, hole in zip(self.pieces, self.holes, strict=False):
             there = _HOLES[hole].match(packet, at + len(piece)) if packet.startswith(piece, at) else None
@@ -84,7 +84,10 @@ class RequestTemplate:
 
 
 def head_of(packet: bytes, headers: Mapping[bytes, bytes]) -> RequestTemplate | None:
-    """Of one request that is all of `packet`, whose headers a parser has read; None: it is none to be remembered."""
+    """Return the template of a request that is all of `packet`; None if it cannot be remembered.
+
+    headers: as parsed
+    """
     at = packet.find(END) + len(END)
     lengths = [headers.get(name, b"") for name in (JSON_LENGTH, LENGTH)]
     if not all(_HOLES[LENGTH].fullmatch(length) or length == b"0" for length in lengths):
