@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import httpx
 from gguf import GGMLQuantizationType as Kind
 
 import millrace
@@ -21,6 +22,7 @@ from millrace.engine.artifact.engine import Engine
 from tests.e2e.live import live
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf
+from tests.support.repository import ADD_SUB, in_process, write_models
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = str(Path(millrace.__file__).parent) + "/"
@@ -33,6 +35,12 @@ def told(walk: str) -> list[str]:
     _, _, section = text.partition(f"## The way of a {walk}")
     assert section, f"docs/architecture.md has no way of a {walk}"
     return re.findall(r"^\d+\. `([\w/.]+\.py)`", section.partition("\n## ")[0], flags=re.MULTILINE)
+
+
+def named(walk: str) -> set[str]:
+    """All files that the document names under this heading."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    return set(re.findall(r"`([\w/]+\.py)`", text.partition(f"## The way of a {walk}")[2].partition("\n## ")[0]))
 
 
 @contextmanager
@@ -69,6 +77,20 @@ def test_the_way_of_a_request(tiny_engine: Path) -> None:
     listed = told("request")
     ticking = {"serve/http/uvicorn_server.py"}  # uvicorn's clock
     assert way - ticking == set(listed) and len(listed) == len(set(listed))
+
+
+def test_the_way_of_a_kserve_request(tmp_path: Path) -> None:
+    tensor = {"shape": [1, 16], "datatype": "INT32", "data": list(range(16))}
+    body = {"inputs": [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]}
+    write_models(tmp_path, {"simple": ADD_SUB})
+    with walked() as files, in_process(tmp_path) as server:
+        url = f"{server.url}/v2/models/simple/infer"
+        assert httpx.post(url, json=body).status_code == 200  # the first request has structs made
+        files.clear()
+        other_head = {"x-other": "1"}  # a head that came before is not read again
+        assert httpx.post(url, json=body, headers=other_head).status_code == 200
+        way = set(files)
+    assert way - {"serve/http/uvicorn_server.py"} == named("KServe request")
 
 
 def test_the_way_of_a_weight(tmp_path: Path) -> None:
