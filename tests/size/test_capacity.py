@@ -11,9 +11,8 @@ from millrace.machine.devices import find_device
 from millrace.size.answer.sizing import instance_of
 from millrace.size.load.arrivals import Traffic, arrival
 from millrace.size.load.token_lengths import Lengths
-from millrace.size.performance.closed_form import shares
+from millrace.size.performance.closed_form import memory, shares
 from millrace.size.performance.fitted_devices import profile
-from millrace.size.performance.instance_memory import memory
 from millrace.size.performance.models import PRESETS
 from millrace.size.performance.operating_point import FigureSource, Limits
 from millrace.size.performance.serving_overhead import ENGINE

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.machine.devices import find_device
 from millrace.size.answer.sizing import instance_of
-from millrace.size.performance.instance_memory import memory
+from millrace.size.performance.closed_form import memory
 from millrace.size.performance.models import PRESETS
 from millrace.size.performance.operating_point import FigureSource, OperatingPoint, Waits
 

@@ -13,9 +13,8 @@ from millrace.size.answer.sizing import plan as planned
 from millrace.size.fit.user_runs import UserRun, check_possible
 from millrace.size.load.load_forecast import forecast_demand
 from millrace.size.load.token_lengths import Lengths, parse_length
-from millrace.size.performance.closed_form import estimate_point, kv_capacity
+from millrace.size.performance.closed_form import estimate_point, kv_capacity, memory
 from millrace.size.performance.fitted_devices import profile
-from millrace.size.performance.instance_memory import memory
 from millrace.size.performance.models import PRESETS
 from millrace.size.performance.operating_point import Limits, OperatingPoint
 from millrace.size.performance.roofline_cost import WEIGHT_BYTES, ModelInstance, decode_terms, prefill_terms

@@ -1,4 +1,4 @@
-"""Names that flags of `millrace bench` choose among: no imports, for `--help`."""
+"""Choices of `millrace bench` flags, without imports for a fast --help."""
 
 PATTERNS = ("constant", "poisson", "gamma")  # of arrivals
 ENDPOINT_NAMES = ("chat", "completions", "responses", "embeddings", "generate")

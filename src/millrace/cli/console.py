@@ -1,4 +1,4 @@
-"""What commands print: plain aligned text that reads well in a terminal and in a file; colours only in a terminal."""
+"""Terminal output: aligned plain text, with colours only in a terminal."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def print_json(data: Any) -> None:
 
 
 def decoded(data: bytes) -> str:
-    """Text from a pipe. raises ConfigError where it is not UTF-8"""
+    """Decode text from a pipe. raises ConfigError if it is not UTF-8"""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -36,7 +36,7 @@ def decoded(data: bytes) -> str:
 
 
 def print_line(text: str, *, err: bool = False) -> None:
-    """A line that is not the result: where nobody reads on (`| head -1`), it is lost, and the work goes on."""
+    """Print a line that is not the result; if the pipe is closed (`| head -1`) it is lost and the work continues."""
     try:
         click.echo(text, err=err)
     except BrokenPipeError:
@@ -45,7 +45,7 @@ def print_line(text: str, *, err: bool = False) -> None:
 
 
 def note(text: str) -> None:
-    """A line for the person at the terminal; stdout stays clean for results."""
+    """Print a line on stderr; stdout stays clean for results."""
     print_line(text, err=True)
 
 
@@ -54,19 +54,19 @@ def heading(text: str, *, err: bool = False) -> None:
 
 
 def pairs(rows: Sequence[tuple[str, str]], *, err: bool = False) -> None:
-    """Names and values under each other; a row without a name goes on with the one above."""
+    """Print names and values; a row without a name continues the one above."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
         _echo(f"  {click.style(name.ljust(width), fg='cyan')}  {value}", err)
 
 
 def _echo(text: str, err: bool) -> None:
-    """On stdout it is the result: who does not read that on ends the command."""
+    """Print a line of the result; a closed pipe on stdout ends the command."""
     note(text) if err else click.echo(text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need; columns of numbers are set flush right."""
+    """Print aligned columns; numeric ones are aligned right."""
     widths = [max(len(str(r[i])) for r in (header, *rows)) for i in range(len(header))]
     right = [bool(rows) and all(is_number(r[i]) for r in rows) for i in range(len(header))]
 
@@ -80,7 +80,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the unit that leaves two or three digits: "8.8 MiB"."""
+    """Format bytes with two or three digits: "8.8 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1000 or unit == "GiB":
             digits = f"{nbytes:.0f}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f}".removesuffix(".0")
@@ -120,9 +120,9 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
 
 
 class Lines:
-    """Progress for a log: a line where a phase begins, and about every EVERY_S seconds one with how far it is.
+    """Progress for a log: a line when a phase starts, and about every EVERY_S seconds.
 
-    Reports that go on counting to the same total are one phase, whatever they are called (a build names each weight).
+    Reports that continue counting to the same total are one phase, whatever their labels (a build names each weight).
     """
 
     EVERY_S = 10.0

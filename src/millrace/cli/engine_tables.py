@@ -1,4 +1,4 @@
-"""What an engine folder's own tables tell people."""
+"""Tables about an engine, read from its folder."""
 
 import re
 from collections import Counter
@@ -30,7 +30,7 @@ from millrace.machine.cpu import fingerprint, usable_cores
 
 @dataclass(frozen=True)
 class Tables:
-    """What `millrace build` and `millrace inspect` show of an engine."""
+    """Everything that `millrace build` and `millrace inspect` show of an engine."""
 
     engine: Engine
 
@@ -48,7 +48,7 @@ class Tables:
 
     @property
     def tactics(self) -> TacticTable | None:
-        """What was timed last."""
+        """Return the tactics that were timed last."""
         return next(iter(self.all_tactics), None)
 
     @property
@@ -57,11 +57,11 @@ class Tables:
 
     @property
     def fusions(self) -> list[tuple[CallEntry, str]]:
-        """Steps that do the work of several, each with what is fused in it."""
+        """Return the calls that perform several operations, each with what is fused."""
         return [(call, what) for call in self.calls if (what := self.fused(call))]
 
     def fused(self, call: CallEntry) -> str:
-        """What this call does beside its kernel's own work; "" where nothing."""
+        """Describe the operations fused into a call; "" if none."""
         params, operands, formula = call.params, call.operands, call.expression
         parts = []
         if params.get("gated"):
@@ -84,12 +84,12 @@ class Tables:
 
     @cached_property
     def _kept_caches(self) -> list[int]:
-        """The numbers of those that outlive a step."""
+        """Return the indices of caches that persist between steps."""
         return [i for i, cache in enumerate(self.engine.manifest.cpu.caches) if cache.place is None]
 
     @property
     def of_texts(self) -> bool:
-        """Whether it takes the tokens of texts, and so has sequences and contexts; else it is some other network."""
+        """Whether the engine takes token sequences (language model or encoder)."""
         return self.engine.manifest.is_language_model or self.engine.manifest.is_encoder
 
     @property
@@ -104,14 +104,15 @@ class Tables:
         return Counter(call.kernel for call in self.calls)
 
     def bytes_by_format(self) -> dict[str, int]:
-        """Largest first."""
+        """Return bytes of weights by format, largest first."""
         sizes: Counter[str] = Counter()
         for weight in self.program.weights:
             sizes[weight.format] += weight.bytes
         return dict(sizes.most_common())
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose; of texts also KV for one sequence of full context, and for the whole batch of them."""
+        """Return bytes by purpose; for token sequences also the KV cache of one sequence and of the batch at full
+        context."""
         m = self.engine.manifest
         kv, states = self.engine.sequence_bytes(), self.engine.states_bytes
         kv_memory = {
@@ -129,7 +130,7 @@ class Tables:
         }
 
     def tuning(self) -> dict[str, Any]:
-        """What the tactics were made for, and how much they changed."""
+        """Return what the tactics were tuned for, and how many settings changed."""
         table = self.tactics
         if table is None:
             return {"machine": None, "threads": None, "regions": 0, "timed": 0, "changed": 0, "note": "never tuned"}
@@ -141,13 +142,13 @@ class Tables:
         }  # fmt: skip
 
     def precision(self) -> str:
-        """ "w4a8 g128, lm_head w8a8", as prices name it."""
+        """Format the precision: "w4a8 g128, lm_head w8a8"."""
         named = [re.match(r"w[48](g\d+)", name) for name in self.bytes_by_format()]
         groups = sorted({match[1] for match in named if match}, key=lambda group: int(group[1:]))
         return _precision(self.engine.manifest, " and ".join(groups))
 
     def summary(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Convert to JSON data."""
         m = self.engine.manifest
         limits = ("max_context", "max_sequences", "max_step_tokens") if self.of_texts else ()
         return {
@@ -178,7 +179,7 @@ class Tables:
 
 
 def priced(tables: Tables) -> list[tuple[str, str, str, str, str]]:
-    """(precision, KL, perplexity beside fp32's, share of equal likeliest tokens, bytes) of what was measured."""
+    """Return (precision, KL, perplexity ratio to fp32, agreement of the most likely token, bytes) of all candidates."""
 
     def shown(x: float | None, form: str) -> str:
         return "-" if x is None else format(x, form)
@@ -196,7 +197,7 @@ def priced(tables: Tables) -> list[tuple[str, str, str, str, str]]:
 
 
 def tuned(tables: Tables) -> str:
-    """For what machine the kernels were timed, and what came of it."""
+    """Describe the machine that the kernels were tuned for, and the result."""
     tuning, table = tables.tuning(), tables.tactics
     if table is None or not table.compared():
         return tuning["note"] or "nothing was tuned"
@@ -215,7 +216,7 @@ def tuned(tables: Tables) -> str:
 
 
 def precision_told(engine: Engine) -> str:
-    """As `Tables.precision`; of an engine on a GPU, which has no tables, without groups that a checkpoint keeps."""
+    """Format the precision; GPU engines have no tables, so groups stored in a checkpoint are missing."""
     if not isinstance(engine, GpuEngine):
         return Tables(engine).precision()
     m = engine.manifest
@@ -237,7 +238,7 @@ def machine(fingerprint: Mapping[str, str | int]) -> str:
 
 
 def fusions_by_place(tables: Tables) -> list[tuple[str, str, str, str]]:
-    """(times, kernel, what, origin) of fused calls; those that differ only in the layer's number counted together."""
+    """Return (count, kernel, fused operations, origin) of fused calls, aggregated over layers."""
     counted: Counter[tuple[str, str, str]] = Counter()
     for call, what in tables.fusions:
         origin = " + ".join(_short(o, i) for i, o in enumerate(call.origin))
@@ -246,7 +247,7 @@ def fusions_by_place(tables: Tables) -> list[tuple[str, str, str, str]]:
 
 
 def _short(origin: str, i: int) -> str:
-    """`layers.*.mlp.gate_proj` for the first, `up_proj` for those beside it."""
+    """Return `layers.*.mlp.gate_proj` for the first origin, `up_proj` for further ones."""
     parts = ["*" if part.isdigit() else part for part in origin.removeprefix("model.").split(".")]
     return ".".join(parts) if i == 0 else parts[-1]
 
@@ -256,10 +257,10 @@ def _writes_kv(call: CallEntry) -> bool:
 
 
 def kernel_of(call: CallEntry) -> str:
-    """Its name for people: the kernel `rope` that has nothing to rotate is called by what it does."""
+    """Return the displayed name of a kernel: `rope` without rotation is called kv_write."""
     return "kv_write" if _writes_kv(call) and "table" not in call.operands else call.kernel
 
 
 def note_of(call: CallEntry) -> str:
-    """The numerics class or row format; what is computed element by element; "" where the kernel's name says it."""
+    """Return the numerics class, row format or elementwise expression of a call; "" if its kernel says it all."""
     return call.expression if call.kernel == "elementwise" else "" if _writes_kv(call) else call.note

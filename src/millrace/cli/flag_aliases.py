@@ -1,4 +1,4 @@
-"""Flags that other programs have: what is said where a command line or a file of flags has one of them."""
+"""Flags of other programs: the hint that is printed if a command line or a flag file contains one."""
 
 import difflib
 import re
@@ -44,7 +44,7 @@ def hint(option: str, value: str | None, known_options: Collection[str]) -> tupl
 
 
 def _meanings(name: str, known_options: Collection[str]) -> Iterator[tuple[FlagKind, str]]:
-    """What a flag means to a command that has the known ones."""
+    """Yield the meanings of a flag for a command with the known options."""
     for family, (mark, _) in enumerate(_FAMILIES):
         if mark and mark not in known_options:
             continue
@@ -59,7 +59,7 @@ def _meanings(name: str, known_options: Collection[str]) -> Iterator[tuple[FlagK
 
 @cache
 def _flags(family: int) -> dict[str, list[tuple[FlagKind, str]]]:
-    """The table of a family, by flag."""
+    """Return the table of a family, by flag."""
     table: dict[str, list[tuple[FlagKind, str]]] = {}
     for kind, groups in _FAMILIES[family][1].items():
         for meaning, flags in groups.items():
@@ -69,7 +69,7 @@ def _flags(family: int) -> dict[str, list[tuple[FlagKind, str]]]:
 
 
 def nearest_options(option: str, options: Collection[str]) -> str:
-    """`did you mean "--port"?`, or the options that share a word with it or look like it."""
+    """Return `did you mean "--port"?`, or the options that share a word with it or look like it."""
     meant = close_matches(option, options)
     if meant is not None:
         return f'did you mean "{meant}"?'
@@ -90,7 +90,7 @@ def _normal(option: str) -> str:
 
 
 def _is_bundle(argument: str) -> bool:
-    """Whether click would read it as several short options, or as one with its value (-b8)."""
+    """Whether click would parse it as several short options, or as one with its value (-b8)."""
     return re.match(r"-[a-zA-Z][^=]", argument) is not None
 
 
@@ -100,7 +100,7 @@ def _first(option: str) -> str:
 
 
 def value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """What a command line gives with an option: `--x 1`, `--x=1`."""
+    """Return the value of an option on a command line: `--x 1`, `--x=1`."""
     for argument, after in zip(arguments, [*arguments[1:], "-"], strict=True):
         name, equals, value = argument.partition("=")
         if name == option:
@@ -125,7 +125,7 @@ def check_short(command: click.Command, ctx: click.Context, arguments: Sequence[
 
 
 def translate_flag(arguments: list[str]) -> list[str]:
-    """A command line; Triton's switches have a value, and an error of its own says `--allow-client-shm=true`."""
+    """Rewrite a command line: Triton's switches take a value, as in `--allow-client-shm=true`."""
     if arguments[:1] != ["serve"]:
         return arguments
     return [one.removesuffix("=true") if one.removesuffix("=true") in _SWITCHES else one for one in arguments]

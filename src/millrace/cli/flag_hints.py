@@ -11,7 +11,7 @@ Groups = Mapping[str, str]
 
 
 class FlagKind(StrEnum):
-    """What is said of a flag; {} is the meaning of its group."""
+    """Message about a flag; {} is the meaning of its group."""
 
     SAME = "did you mean {}?"  # what follows a comma in the meaning is said of it
     LEAVE = "leave it out: {}"  # it asks for what happens anyway

@@ -1,4 +1,4 @@
-"""Pages that commands write: one of ours is made anew, whatever else is there stays."""
+"""HTML pages written by commands: our own pages are overwritten, other files are kept."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from millrace.report.page import is_millrace_page
 
 
 def check_page(file: Path) -> None:
-    """raises ConfigError where something else is"""
+    """Refuse to overwrite a file that is not one of our pages. raises ConfigError"""
     try:
         if file.exists() and not (file.is_file() and is_millrace_page(file)):
             raise ConfigError(
@@ -20,7 +20,7 @@ def check_page(file: Path) -> None:
 
 
 def write_page(file: Path, page: str) -> int:
-    """Its bytes. raises ConfigError, also where something else is"""
+    """Write a page and return its bytes. raises ConfigError"""
     check_page(file)
     content = page.encode()
     try:

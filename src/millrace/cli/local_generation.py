@@ -1,4 +1,4 @@
-"""One request on an engine loop of this thread: its text as it comes, and what it took."""
+"""Runs one request on an engine loop in this thread, with streaming and timings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class TimedGeneration:
 
     @property
     def prefill(self) -> tuple[int, float]:
-        """(tokens, seconds) until the first token was there: those of the prompt that were not known already."""
+        """Return (tokens, seconds) until the first token, without prompt tokens from the prefix cache."""
         t = self.timings
         n_computed = len(self.output.prompt_token_ids) - (self.output.num_cached_tokens or 0)
         return n_computed, (t.first_token_s or 0.0) - (t.first_scheduled_s or 0.0)
 
     @property
     def decode(self) -> tuple[int, float]:
-        """(tokens, seconds) after the first token of each choice."""
+        """Return (tokens, seconds) after the first token of each choice."""
         t = self.timings
         return max(t.n_output_tokens - len(self.output.outputs), 0), (t.last_token_s or 0.0) - (t.first_token_s or 0.0)
 
@@ -49,7 +49,7 @@ class TimedGeneration:
         return "ended by " + ", ".join(sorted({str(c.finish_reason) for c in self.output.outputs}))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Convert to JSON data."""
 
         def rate(n: int, seconds: float) -> dict[str, float | None]:
             return {"tokens": n, "seconds": seconds, "tokens_per_s": n / seconds if seconds > 0 else None}
@@ -64,7 +64,7 @@ class TimedGeneration:
         }
 
     def raise_error(self) -> None:
-        """raises MachineError where a choice failed; being stopped is no failure"""
+        """Raise MachineError if a choice failed; a stopped choice is no failure."""
         for choice in self.output.outputs:
             if choice.finish_reason == FinishReason.ERROR:
                 raise MachineError(f"the request failed: {choice.error}", "a finite answer", "try another --precision")
@@ -77,9 +77,9 @@ def stream(
     show: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> TimedGeneration:
-    """Steps `loop` until the request is done, or `stopped` says so. `show` gets the text of the first choice.
+    """Step `loop` until the request is done, or `stopped` returns True. show: gets the text of the first choice
 
-    raises RequestError where prompt or params are wrong
+    raises RequestError if the prompt or the parameters are invalid
     """
     arrived: list[Delta] = []
     request = loop.submit(prompt_ids, params, arrived.extend)
@@ -99,7 +99,7 @@ def stream(
 
 
 def chat_ids(model: RunningModel, messages: Sequence[Mapping[str, object]]) -> list[int]:
-    """A conversation through the model's chat template. raises CheckpointError where it has none"""
+    """Tokenise a conversation with the model's chat template. raises CheckpointError if it has none"""
     if model.chat_template is None:
         raise CheckpointError(
             f"{model.name} has no chat template", "a chat model", "use `millrace generate`, or a model tuned for chat"

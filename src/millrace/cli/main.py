@@ -145,7 +145,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check_text(arguments: Sequence[str]) -> None:
-    """raises ConfigError for an argument that is neither text nor the name of a file: Python holds its bytes escaped"""
+    """Refuse arguments that are neither UTF-8 nor file names. raises ConfigError"""
     for number, argument in enumerate(arguments, 1):
         try:
             argument.encode()

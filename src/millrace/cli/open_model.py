@@ -1,4 +1,4 @@
-"""MODEL as the commands open it: with progress on stderr, and notes said aloud."""
+"""Opens MODEL for commands, with progress and notes on stderr."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -20,7 +20,7 @@ from millrace.tune.accuracy_pricing import pricing
 def engine_of(
     model: str, build: BuildSettings, env: Env, *, quiet: bool = False, place: DeviceId = ON_CPU
 ) -> tuple[str, Engine]:  # fmt: skip
-    """Name and engine of MODEL, downloaded and built where needed. quiet: without progress"""
+    """Return name and engine of MODEL, downloaded and built if needed. quiet: no progress"""
     with raise_on_sigterm(), progress(quiet) as report:
         return find_engine(
             model, build, env, progress=report, say=lambda text: note(f"note: {text}"), pricing=pricing, place=place
@@ -32,10 +32,10 @@ def opened(
     model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None, quiet: bool = False,
     one_table: bool = False,
 ) -> Iterator[RunningModel]:  # fmt: skip
-    """A language model, ready to run; closed at the end.
+    """Open a language model, and close it at the end.
 
-    sequences: how many there will be at a time, where that is known; one_table: as of `open_engine`
-    raises EngineError where MODEL is none
+    sequences: number of concurrent sequences, if known; one_table: see `open_engine`
+    raises EngineError if MODEL is not a language model
     """
     with _cache_mended(env):
         name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
@@ -48,7 +48,7 @@ def opened(
 def opened_to_serve(
     model: str, build: BuildSettings, run: RunSettings, env: Env, *, quiet: bool = False
 ) -> Iterator[RunningModel | OpenedEncoder]:
-    """MODEL, a language model or an encoder, ready to run; closed at the end."""
+    """Open MODEL, a language model or an encoder, and close it at the end."""
     with _cache_mended(env):
         name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
         model_opened = open_any(name, engine, run)
@@ -58,7 +58,7 @@ def opened_to_serve(
 
 @contextmanager
 def _cache_mended(env: Env) -> Iterator[None]:
-    """A damaged engine in the cache was not put there by the user: say how to be rid of it."""
+    """Name the command that removes a damaged engine from the cache, in the error about it."""
     try:
         yield
     except EngineError as error:

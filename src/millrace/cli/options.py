@@ -48,7 +48,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 
 
 def settings_options(*classes: type[Settings]) -> Callable[[F], F]:
-    """All fields of all classes as options of a command, in their order. No field name may occur twice."""
+    """Add all fields of settings classes as options of a command, in order. Field names must be unique."""
 
     def decorate(function: F) -> F:
         for cls in reversed(classes):
@@ -60,7 +60,7 @@ def settings_options(*classes: type[Settings]) -> Callable[[F], F]:
 
 
 def make_settings(cls: type[S], values: Mapping[str, Any]) -> S:
-    """The settings object from what click parsed. raises ConfigError for a value out of range"""
+    """Create a settings object from click's values. raises ConfigError for a value out of range"""
     return cls(**{f.name: values[f.name] for f in fields(cls)})
 
 
@@ -93,6 +93,6 @@ def _option(cls: type[Settings], f: "Field[Any]", group: str | None) -> Callable
 
 
 def _added(default: object, declaration: Setting, kind: type) -> str:
-    """What the help of an option ends with, where click cannot tell it."""
+    """Return the end of an option's help that click cannot generate."""
     size = f"; default: {default >> 20}M" if declaration.size and isinstance(default, int) else ""
     return size + ("; may be given more than once" if kind is tuple else "")

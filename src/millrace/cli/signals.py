@@ -1,4 +1,4 @@
-"""Signals that would end the process at once, while there is something to clear away."""
+"""Signal handling that unwinds the stack, so that temporary files are removed."""
 
 import signal
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the block like Ctrl-C, then end the process with 128 + signal; a second one at once.
+    """Make SIGTERM and SIGHUP unwind the block like Ctrl-C, and end the process with 128 + signal; a second one at
+    once.
 
-    For the main thread. A signal that is ignored (nohup) or handled already stays so.
+    Only in the main thread. Signals that are ignored (nohup) or handled already are left alone.
     """
     ours = [s for s in _SIGNALS if signal.getsignal(s) == signal.SIG_DFL]
 

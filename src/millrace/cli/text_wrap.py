@@ -1,4 +1,4 @@
-"""Streamed text on a terminal: lines break between words, although nobody knows yet how long the next word will be."""
+"""Word wrapping of streamed text on a terminal."""
 
 import re
 from collections.abc import Callable
@@ -11,13 +11,13 @@ LONGEST_WORD = 40  # columns; what is longer is no word, and is not waited for
 
 
 class WordWrap:
-    """`push` gives what may be shown now: all but the word that is still growing; `flush` gives the rest.
+    """Wraps streamed text. `push` returns all complete words, `flush` the rest.
 
     A line end, a space and a Chinese, Japanese or Korean character each end a word.
     """
 
     def __init__(self, columns: Callable[[], int]) -> None:
-        """columns: of the terminal, asked again for each word, since windows change"""
+        """columns: returns the width of the terminal, queried for each word because windows are resized"""
         self._columns = columns
         self._column = 0  # where the next character goes
         self._word = ""

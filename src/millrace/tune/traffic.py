@@ -1,6 +1,6 @@
-"""What recorded requests ask of an engine: context, sequences at a time, KV pages, and the rows that are timed.
+"""Derives engine sizes from recorded requests: context, batch, KV pages, and the row counts to time.
 
-Nothing is assumed of how lengths or arrivals are distributed: each choice is a percentile of what was recorded.
+No distribution is assumed: each choice is a percentile of the recording.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficSummary:
-    """What the traffic does not decide. covers: percent of the requests that are to fit into the context
+    """Inputs besides the recording. covers: percent of requests that must fit into the context
 
-    model_context: for which the model was made; usual_batch: where the recording says nothing of it
-    max_context, max_batch: where flags say them
+    model_context: the model's limit; usual_batch: default if the recording has no durations
+    max_context, max_batch: values of flags, if given
     """
 
     model_context: int
@@ -42,14 +42,14 @@ class TrafficSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What an engine for these requests needs, and the figures that say so.
+    """Sizes of an engine for the recorded requests, with their evidence.
 
-    lengths: percentiles of SHOWN by name; sure: percent of requests like these that fit, 19 times of 20
-    n_unfit: recorded requests that the context has no room for; longest: tokens that one needed
-    batch: None where the recording does not say how long requests stayed; peak: the most there were at a time
-    n_late: arrivals that find no free place; waited: share of those that did wait, a tenth of their time or more
-    pages_running, pages_kept: for those that run; with all beginnings that come again
-    again: share of the prompts' tokens that had come before
+    lengths: percentiles of SHOWN by name; sure: percent of similar requests that fit, with 95 % confidence
+    n_unfit: recorded requests that exceed the context; longest: context of the longest one
+    batch: None if the recording has no durations; peak: highest concurrency
+    n_late: arrivals without a free slot; waited: share of requests that queued for a tenth of their time or more
+    pages_running, pages_kept: KV pages of running requests; including all shared prefixes
+    again: share of prompt tokens that repeat earlier prefixes
     """
 
     n: int
@@ -69,7 +69,7 @@ class Proposal:
 
 
 def percentile(values: Ints, q: float) -> int:
-    """The least value that at least q percent do not exceed: one of them, nothing in between."""
+    """Return the least recorded value that at least q percent do not exceed, without interpolation."""
     return int(np.percentile(values, q, method="inverted_cdf"))
 
 
@@ -78,7 +78,7 @@ def percentiles(values: Ints) -> dict[str, int]:
 
 
 def check_enough(recording: Recording, name: str) -> None:
-    """raises ConfigError for a recording that says nothing of what will come"""
+    """Refuse a recording that is too small. raises ConfigError"""
     if len(recording) < FEWEST:
         raise ConfigError(
             f"{name} holds {len(recording)} request{'s' * (len(recording) != 1)}",
@@ -88,7 +88,7 @@ def check_enough(recording: Recording, name: str) -> None:
 
 
 def propose(recording: Recording, summary: TrafficSummary, among: Mask | None = None) -> Proposal:
-    """among: (N,) of which arrivals; the others are there as well while they run"""
+    """Derive the sizes. among: (N,) arrivals to fit; the others still occupy the engine while they run"""
     mask = np.ones(len(recording), bool) if among is None else among
     n, needed = int(mask.sum()), recording.needed[mask]
     context = summary.max_context or _context(needed, summary)
@@ -108,13 +108,13 @@ def propose(recording: Recording, summary: TrafficSummary, among: Mask | None = 
 
 
 def _context(needed: Ints, summary: TrafficSummary) -> int:
-    """Whole pages, within what the model was made for."""
+    """Return the context in whole pages, within the model's limit."""
     tokens = max(percentile(needed, summary.covers), 1)
     return min(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS, summary.model_context)
 
 
 def _batch(recording: Recording, summary: TrafficSummary, mask: Mask) -> tuple[int | None, Ints]:
-    """Sequences at a time, and how many there were at each arrival. (n,)"""
+    """Return the batch, and the (n,) concurrency at each arrival."""
     if recording.stay_s is None:
         return None, np.zeros(0, np.int64)
     there = sequences(recording).at(recording.at_s[mask])
@@ -122,7 +122,7 @@ def _batch(recording: Recording, summary: TrafficSummary, mask: Mask) -> tuple[i
 
 
 def _waited(recording: Recording, mask: Mask) -> float:
-    """Every request waits for the step that runs when it comes: less is nothing."""
+    """Return the share of requests that queued; waiting for the running step does not count."""
     if recording.stay_s is None or recording.waited_s is None:
         return 0.0
     waited, stay = recording.waited_s[mask], recording.stay_s[mask]
@@ -130,7 +130,8 @@ def _waited(recording: Recording, mask: Mask) -> float:
 
 
 def _pages(recording: Recording, places: int, mask: Mask) -> tuple[int, int]:
-    """No more run than there are places: that many in a row, where it is not known how long they stayed."""
+    """Return KV pages without and with shared prefixes; without durations, of as many consecutive requests as the
+    batch."""
     each = pages(recording)
     sums = np.concatenate([[0], np.cumsum(each)])
     ends = np.flatnonzero(mask) + 1
@@ -145,7 +146,7 @@ def _pages(recording: Recording, places: int, mask: Mask) -> tuple[int, int]:
 
 
 def _decode_rows(recording: Recording, places: int, mask: Mask) -> tuple[int, ...]:
-    """Of steps half, 90 % and 99 % of the time in which something runs."""
+    """Return the concurrency of half, 90 % and 99 % of the busy time."""
     if recording.stay_s is None:
         return tuple(n for n in USUAL_ROWS.decode if n <= places)
     times, lasting_s, level = sequences(recording).levels()
@@ -162,6 +163,6 @@ def _decode_rows(recording: Recording, places: int, mask: Mask) -> tuple[int, ..
 
 
 def _prompt_rows(fresh: Ints, max_rows: int) -> tuple[int, ...]:
-    """Of half and of 90 % of the prompts what is not known of them, in powers of two: chunks differ."""
+    """Return the uncached tokens of half and of 90 % of the prompts, rounded to powers of two."""
     sizes = (max(16, 1 << (percentile(fresh, q) - 1).bit_length()) for q in (50, 90))
     return tuple(sorted({min(size, max_rows) for size in sizes}))

@@ -151,7 +151,7 @@ class ComparedRun:
 
     @property
     def n(self) -> int:
-        """Of requests, less those that we gave up."""
+        """Return the number of requests, without those that the client gave up."""
         return len(self.answers) + self.n_failed
 
     @property
@@ -213,7 +213,7 @@ class SavedResult:
 
     @property
     def n(self) -> int:
-        """Of requests, less those that we gave up."""
+        """Return the number of requests, without those that the client gave up."""
         return len(self.answers) + self.n_failed
 
 

@@ -1,4 +1,4 @@
-"""Inference over gRPC. A request is made into bytes once; what arrives is read when its time has been taken."""
+"""Inference over gRPC. Requests are serialised once; responses are parsed after their arrival is timestamped."""
 
 import asyncio
 import re
@@ -32,7 +32,7 @@ _METADATA = re.compile(r"[0-9a-z_.-]+")
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
-    """raises ConfigError for what gRPC cannot send"""
+    """Refuse headers that gRPC cannot send. raises ConfigError"""
     for name, value in headers.items():
         lower = name.lower()
         if not _METADATA.fullmatch(lower) or lower.startswith("grpc-"):
@@ -44,7 +44,7 @@ def check_headers(headers: Mapping[str, str]) -> None:
 
 
 class GrpcTransport:
-    """What `Transport` says. at_a_time: requests that will be under way at once"""
+    """A `Transport` over gRPC. at_a_time: expected concurrency"""
 
     def __init__(self, target: InferTarget, at_a_time: int) -> None:
         scheme, place = _place(target.url)
@@ -68,7 +68,7 @@ class GrpcTransport:
             await channel.close()
 
     async def _call(self, name: str) -> Any:
-        """Of this model. raises grpc.aio.AioRpcError, DecodeError"""
+        """Call a method for this model. raises grpc.aio.AioRpcError, DecodeError"""
         call = self._channels[0].unary_unary(f"{SERVICE}{name}")
         request = message(f"{name}Request")(name=self._target.model, version=self._target.version)
         reply = await call(request.SerializeToString(), timeout=ASIDE_S, metadata=self._headers)
@@ -149,7 +149,7 @@ class GrpcTransport:
 
 
 def _take(answer: BenchRecord, reply: Any) -> None:
-    """Whether outputs and their data agree, and how many items they have. raises ValueError where not"""
+    """Check outputs against their data and count the items. raises ValueError"""
     n_raw = len(reply.raw_output_contents)
     if not reply.outputs or (n_raw and n_raw != len(reply.outputs)):
         raise ValueError(f"{len(reply.outputs)} outputs, {n_raw} of them with data")
@@ -166,7 +166,7 @@ def _take(answer: BenchRecord, reply: Any) -> None:
 
 
 def _place(url: str) -> tuple[str, str]:
-    """Scheme and HOST:PORT. raises ConfigError"""
+    """Split a URL into scheme and HOST:PORT. raises ConfigError"""
     scheme, _, rest = url.rpartition("://")
     place = rest.rstrip("/")
     host, _, port = place.rpartition(":")

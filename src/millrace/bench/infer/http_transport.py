@@ -1,4 +1,4 @@
-"""Inference over HTTP, by the client that asks for tokens, too: as JSON, or with tensors in binary behind it."""
+"""Inference over HTTP with the client of the LLM benchmarks, as JSON or with binary tensors."""
 
 import json
 import re
@@ -42,7 +42,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 def _take(answer: BenchRecord, data: bytes) -> None:
-    """Whether outputs and their data agree, and how many items they have. raises msgspec.DecodeError where not"""
+    """Check outputs against their data and count the items. raises msgspec.DecodeError"""
     n = len(data) if answer.n_json is None else answer.n_json
     reply = _answer.decode(data[:n])
     if not reply.outputs:
@@ -64,7 +64,7 @@ def _take(answer: BenchRecord, data: bytes) -> None:
 
 
 def _check_listed(output: _Output) -> None:
-    """Data in the JSON, flat or nested: one value more than commas, which strings may have, too. raises ValueError"""
+    """Check JSON data, flat or nested, by counting commas outside of strings. raises ValueError"""
     data = bytes(output.data)
     if not data.startswith(b"["):
         raise ValueError("no list of data")
@@ -74,7 +74,7 @@ def _check_listed(output: _Output) -> None:
 
 
 class HttpTransport:
-    """What `Transport` says."""
+    """A `Transport` over HTTP."""
 
     def __init__(self, target: InferTarget) -> None:
         self._target = target
@@ -111,7 +111,7 @@ class HttpTransport:
         return stats[0] if isinstance(stats, list) and stats and isinstance(stats[0], dict) else None
 
     def body(self, tensors: Sequence[Tensor]) -> tuple[bytes, bytes]:
-        """And the lines of its head."""
+        """Encode a request and its extra headers."""
         inputs: list[dict[str, Any]] = []
         raw = [t.raw() for t in tensors] if self._target.binary else []
         for i, t in enumerate(tensors):

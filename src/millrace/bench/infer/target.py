@@ -1,4 +1,4 @@
-"""Whom a load of tensors asks, and what every way of asking can do."""
+"""Target of tensor inferences, and the interface of its transports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from millrace.model_repository.request.tensors import Tensor
 
 @dataclass(frozen=True, slots=True)
 class InferTarget:
-    """version: "" for the server's choice; binary: tensors as bytes, not as JSON (HTTP)"""
+    """A model on a server. version: "" for the server's choice; binary: send tensors as bytes, not as JSON (HTTP)"""
 
     url: str
     model: str
@@ -25,7 +25,8 @@ class InferTarget:
 
 
 class Transport(Protocol):
-    """One server over HTTP or gRPC. `async with` it; failures of inferences are in their answers."""
+    """A connection to a server over HTTP or gRPC. Use with `async with`; failures of inferences are in their
+    records."""
 
     async def __aenter__(self) -> "Transport": ...
 
@@ -34,13 +35,13 @@ class Transport(Protocol):
     ) -> None: ...
 
     async def model(self) -> BenchModel:
-        """raises MachineError where the server or the model is not there"""
+        """Fetch the model's description. raises MachineError if the server or the model is missing"""
 
     async def statistics(self) -> Mapping[str, Any] | None:
-        """Triton's, of this model, as JSON has them; None where there are none."""
+        """Fetch Triton's statistics of the model in their JSON form; None if there are none."""
 
     def body(self, tensors: Sequence[Tensor]) -> Any:
-        """A request, ready to be sent again and again. raises ConfigError"""
+        """Encode a request that can be sent repeatedly. raises ConfigError"""
 
     async def send(self, body: Any, answer: BenchRecord) -> None:
-        """Fills `answer`; only a cancel raises."""
+        """Send a request and fill the record; only cancellation raises."""

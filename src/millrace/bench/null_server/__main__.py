@@ -1,4 +1,4 @@
-"""`python -m millrace.bench.null_server.__main__ TIMING [grpc]`: the null server as a process."""
+"""Runs the null server: `python -m millrace.bench.null_server.__main__ TIMING [grpc]`."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from millrace.bench.null_server.ledger import Ledger, NullTiming
 
 
 async def _serve(timing: NullTiming, over_grpc: bool) -> None:
-    """Until stdin ends, as it does with the process that started this one. Tells its addresses in a line."""
+    """Serve until stdin ends, which it does with the parent process; print the addresses in one line."""
     ledger = Ledger(timing)
     server = await NullServer(ledger).start()
     address = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"

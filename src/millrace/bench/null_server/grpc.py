@@ -1,4 +1,4 @@
-"""The null server by KServe's gRPC: the same models, times and record as over HTTP."""
+"""KServe's gRPC service of the null server: the same models, timing and record as over HTTP."""
 
 import asyncio
 import struct
@@ -102,7 +102,7 @@ class _Service:
 
 
 def _inputs(request: Any) -> list[kserve.NullTensor]:
-    """raises RefusedError, as Triton words it"""
+    """Parse the inputs of a request. raises RefusedError with Triton's wording"""
     tensors, raw = [], list(request.raw_input_contents)
     if raw and len(raw) != len(request.inputs):
         raise kserve.RefusedError(f"expected {len(request.inputs)} raw inputs, got {len(raw)}")

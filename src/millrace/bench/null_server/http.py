@@ -1,9 +1,8 @@
-"""A server without a model, of known timing: what a load generator measures of it can be held against what it did.
+"""A server without a model and with known timing, against which measurements of a load generator can be checked.
 
 It answers streamed and complete chats, completions and responses, embeddings, and KServe's protocol (`kserve.py`; over
-gRPC `grpc.py`). Times are drawn by seed and request number. Tokens are sent at times fixed when the request arrives, so
-no delay adds to another. `/truth` reports what it really did; all time stamps use the machine's monotonic clock, which
-every process here shares.
+gRPC `grpc.py`). Times are random by seed and request number. Send times are fixed when a request arrives, so delays do
+not accumulate. `/truth` reports the actual times, on the machine's monotonic clock, which all processes share.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ _KSERVE = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|generate
 
 
 class NullServer:
-    """Listens on a free port of this machine alone once started."""
+    """The null server; it listens on a free port of localhost once started."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -97,7 +96,7 @@ class _Connection(asyncio.Protocol):
             self._write(kserve.metadata_reply(method, path, ledger.truth, ledger.timing.instances))
 
     def _answer(self, kind: str, name: str, body: bytes, streamed: bool | None = None) -> None:
-        """streamed: where the path says so"""
+        """Answer a request. streamed: if the path determines it"""
         try:
             request: dict[str, Any] = json.loads(body)
         except ValueError:
@@ -164,7 +163,7 @@ class _Connection(asyncio.Protocol):
 
 @dataclass(slots=True)
 class _Stream:
-    """One answer on its way."""
+    """A streamed answer in progress."""
 
     connection: _Connection
     sent: Sent
@@ -185,7 +184,7 @@ class _Stream:
         self.connection.later(self.sent.arrived_s + self.sent.due_s[token], call)
 
     def _chunk(self) -> None:
-        """What is due goes out: a chunk's tokens when its first is."""
+        """Send all tokens that are due; a chunk is due with its first token."""
         sent, n = self.sent, len(self.sent.due_s)
         now = time.perf_counter()
         while self.connection.is_open and self._n_sent < n and sent.arrived_s + sent.due_s[self._n_sent] <= now:
@@ -206,7 +205,7 @@ class _Stream:
             self.connection.write(replies.last_events(sent.kind, sent.n_prompt, n))
 
     def _fails(self) -> bool:
-        """True where the answer ends here."""
+        """Apply the fault; True if it ends the answer."""
         match self.fault:
             case "break":
                 self.connection.close()

@@ -78,7 +78,7 @@ class Ledger:
         return sent
 
     def load(self, at_s: float) -> tuple[int, int, float]:
-        """What runs, what waits, and which share of the KV cache those that run fill."""
+        """Return running requests, waiting requests, and the KV-cache usage of the running ones."""
         running, waiting, n_tokens = 0, 0, 0
         for sent in self.truth:
             since_s = at_s - sent.arrived_s

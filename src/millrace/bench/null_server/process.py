@@ -1,4 +1,4 @@
-"""The null server as a process of its own, so that it takes no time from the client that it is to test."""
+"""The null server as a separate process, so that it takes no CPU time from the client under test."""
 
 import json
 import select
@@ -15,7 +15,7 @@ START_S = 20.0
 
 
 class NullProcess:
-    """`with NullProcess(NullTiming(ttft_ms="100")) as server:` gives one that listens; the end stops it."""
+    """A null server process: `with NullProcess(NullTiming(ttft_ms="100")) as server:` waits until it listens."""
 
     def __init__(self, timing: NullTiming, over_grpc: bool = False) -> None:
         command = [sys.executable, "-P", "-m", "millrace.bench.null_server.__main__", json.dumps(asdict(timing))]
@@ -39,13 +39,13 @@ class NullProcess:
 
     @property
     def truth_list(self) -> list[Sent]:
-        """What it did, in the order in which requests arrived."""
+        """Return the records in order of arrival."""
         with urllib.request.urlopen(f"{self.url}/truth", timeout=30) as reply:
             return [Sent(**fields) for fields in json.load(reply)]
 
     @property
     def truth(self) -> dict[str, Sent]:
-        """The same by the id of the request (header `x-request-id`)."""
+        """Return the records by request id (header `x-request-id`)."""
         return {sent.id: sent for sent in self.truth_list}
 
     def _end(self) -> None:

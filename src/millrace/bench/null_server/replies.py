@@ -1,4 +1,4 @@
-"""What the null server says: the events and bodies of each endpoint, without a model behind them."""
+"""Response bodies and events of the null server for each endpoint."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ MAX_TOKENS = 1 << 17
 
 
 def words_in(content: Any) -> int:
-    """Tokens of a prompt: its words, wherever they stand in the request."""
+    """Count the prompt tokens: the words of a request, wherever they are."""
     match content:
         case str():
             return len(content.split())
@@ -26,7 +26,7 @@ def words_in(content: Any) -> int:
 
 
 def n_asked(body: dict[str, Any]) -> int:
-    """Tokens of the answer: exactly as many as were asked for, 16 where nothing was said."""
+    """Return the output tokens: exactly as many as requested, 16 by default."""
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         if isinstance(n := body.get(name), int):
             return max(1, min(n, MAX_TOKENS))
@@ -44,7 +44,7 @@ def usage(kind: str, n_prompt: int, n_output: int) -> dict[str, int]:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event as one chunk of HTTP/1.1."""
+    """Encode a server-sent event as one chunk of HTTP/1.1."""
     line = b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
     return b"%x\r\n%b\r\n" % (len(line), line)
 
@@ -54,7 +54,7 @@ END = b"0\r\n\r\n"
 
 
 def text_event(kind: str, n_tokens: int, usage_json: dict[str, int] | None) -> bytes:
-    """Several tokens may share an event. told: the usage so far, where each event is to carry it"""
+    """Encode an event of n tokens. usage_json: cumulative usage, if each event carries it"""
     text = WORD * n_tokens
     match kind:
         case "chat":
@@ -85,7 +85,7 @@ def last_events(kind: str, n_prompt: int, n_output: int) -> bytes:
 
 
 def full_body(kind: str, n_prompt: int, n_output: int) -> bytes:
-    """An answer that is not streamed, with its head."""
+    """Return a response without streaming, including its headers."""
     usage_json, text = usage(kind, n_prompt, n_output), WORD * n_output
     match kind:
         case "embeddings":
@@ -109,7 +109,7 @@ def plain(status: int, data: Any) -> bytes:
 
 
 def metrics(running: int, waiting: int, kv: float) -> bytes:
-    """In Prometheus' format, under the names that vLLM gives them."""
+    """Format Prometheus metrics with vLLM's names."""
     values = {"num_requests_running": running, "num_requests_waiting": waiting, "kv_cache_usage_perc": kv}
     lines = "".join(f'vllm:{name}{{model_name="null"}} {value}\n' for name, value in values.items())
     head = "HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4\r\n"

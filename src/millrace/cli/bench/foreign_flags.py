@@ -1,4 +1,4 @@
-"""Flags as users of other tools write them (docs/bench.md lists them), made ours before they are parsed."""
+"""Flags of other benchmark tools (docs/bench.md lists them), translated before they are parsed."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _LIMIT = re.compile(rf"[a-z_0-9]+:[0-9.]+|{READING}")
 
 
 class ForeignFlags(click.Command):
-    """A command that takes them, too; its help does not list them, docs/bench.md does."""
+    """A command that also accepts the flags of other tools; they are listed in docs/bench.md, not in its help."""
 
     aliases: Mapping[str, str] = ALIASES
 
@@ -33,7 +33,7 @@ class ForeignFlags(click.Command):
 
 
 def check_pictures(output: Path | None, as_png: bool) -> None:
-    """raises ConfigError, MachineError for what would show only when the run is over"""
+    """Check before the run that plots can be written as PNG. raises ConfigError, MachineError"""
     if as_png and output is None:
         raise ConfigError("--png without --output", "where to put the pictures", "name it with -o")
     if as_png:
@@ -41,8 +41,7 @@ def check_pictures(output: Path | None, as_png: bool) -> None:
 
 
 def ready_folder(output: Path | None, names: Collection[str]) -> None:
-    """Makes the folder, in which files of these names are to be, and tries it; before the run, for a mistake would show
-    only when that is over. raises ConfigError"""
+    """Create the folder for files of these names before the run, and check that it is writable. raises ConfigError"""
     if output is None:
         return
     if output.exists() and not output.is_dir():
@@ -53,7 +52,7 @@ def ready_folder(output: Path | None, names: Collection[str]) -> None:
 
 
 def ready_file(output: Path | None, *files: Path) -> None:
-    """The same of one file; others: that will be written beside it. raises ConfigError"""
+    """Check before the run that a file and those next to it can be written. raises ConfigError"""
     if output is None:
         return
     _try(output, output.parent, [path.name for path in (output, *files)])
@@ -80,8 +79,10 @@ def _try(output: Path, folder: Path, names: Collection[str]) -> None:
 
 
 def show_and_write(tell: Callable[[], None], output: Path | None, write: Callable[[Path], Sequence[str]]) -> None:
-    """The figures first: no failing file takes them away; and the files also where nobody reads the figures on (a
-    closed pipe). write: gives the names of its files. raises MachineError where it cannot"""
+    """Print the results, then write files, so that neither a full disk nor a closed pipe loses the other.
+
+    write: returns the names of its files. raises MachineError if files cannot be written
+    """
     try:
         tell()
     finally:
@@ -97,12 +98,12 @@ def show_and_write(tell: Callable[[], None], output: Path | None, write: Callabl
 
 
 def reseeded(load: LoadSettings, n: int) -> LoadSettings:
-    """Of the n-th of several runs: other texts than in those before, and the same when all is done again."""
+    """Return the load of the n-th of several runs: with other texts than the earlier ones, but reproducible."""
     return replace(load, random_seed=(load.random_seed + n) % 2**63)
 
 
 def translate_flags(arguments: Sequence[str], aliases: Mapping[str, str] = ALIASES) -> list[str]:
-    """`--request-count=5` and `--request-count 5` both; several limits may follow one --goodput."""
+    """Translate `--request-count=5` as well as `--request-count 5`; several limits may follow one --goodput."""
     translated: list[str] = []
     in_goodput = False
     for argument in arguments:

@@ -1,4 +1,4 @@
-"""Runs of `millrace bench` with progress in a terminal; Ctrl-C ends them in order."""
+"""Runs a benchmark with progress in the terminal; Ctrl-C ends it in order."""
 
 import asyncio
 import signal
@@ -16,8 +16,10 @@ Begins = Callable[[Run], None]
 
 
 def driven(work: Callable[[Begins], Awaitable[T]], quiet: bool) -> T:
-    """What `work` gives; it calls its argument with each run that begins. Ctrl-C stops the run of the moment (`ended`
-    says so), a second one the command."""
+    """Run `work` and return its result; `work` calls its argument with each run that starts.
+
+    Ctrl-C stops the current run (see its `ended`), a second Ctrl-C the command.
+    """
     with progress(quiet) as tell, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_stoppable(work, tell))
 
@@ -47,7 +49,7 @@ async def _stoppable(work: Callable[[Begins], Awaitable[T]], tell: Progress) -> 
 
 
 async def _tick(running: list[Run], tell: Progress) -> None:
-    """Ten times a second; it costs a client little."""
+    """Show the progress ten times a second, which costs the client little."""
     while True:
         if running:
             run = running[-1]

@@ -1,4 +1,4 @@
-"""The two sides of a conversation on a screen: in a pipe, as JSON, and in a terminal for people."""
+"""Input and output of a chat: through a pipe, as JSON, or in a terminal."""
 
 import json
 import select
@@ -20,13 +20,14 @@ PASTED_S = 0.02  # lines that follow each other as quickly were pasted
 
 
 class Screen:
-    """What a conversation looks like in a pipe: one message a line in, answers out."""
+    """A conversation through a pipe: one message per input line."""
 
     def welcome(self, model: RunningModel) -> None:
         """Before the first message."""
 
     def read(self) -> str | None:
-        r"""The next message; None at the end. A line that ends with \ goes on in the next, and so do three quotes."""
+        """Read the next message; None at the end. A trailing \\ or an opening triple quote continues it on the next
+        line."""
         first = self.line()
         if first is None:
             return None
@@ -44,7 +45,7 @@ class Screen:
         return "\n".join(lines).rstrip().removesuffix(QUOTES)
 
     def line(self, more: bool = False) -> str | None:
-        """One line without its end; None at the end of all. more: the message goes on"""
+        """Read one line without its end; None at the end of the input. more: the line continues a message"""
         line = decoded(sys.stdin.buffer.readline())
         return line.removesuffix("\n").removesuffix("\r") if line else None
 
@@ -66,7 +67,7 @@ class Screen:
 
 
 class JsonScreen(Screen):
-    """Every answer as one line of JSON."""
+    """A screen that prints every answer as one line of JSON."""
 
     def part(self, text: str) -> None:
         """The whole answer comes at its end."""
@@ -76,7 +77,7 @@ class JsonScreen(Screen):
 
 
 class Terminal(Screen):
-    """For people: colours, line editing, whole words, a word on how to leave."""
+    """A screen for a terminal: colours, line editing, word wrapping."""
 
     def __init__(self, plain: bool) -> None:
         """plain: no colours and no escape sequences of ours"""

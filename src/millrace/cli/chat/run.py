@@ -123,7 +123,7 @@ class Chat:
                 raise ConfigError(f"there is no command {name}", what, "/help lists them")
 
     def _set_system(self, text: str) -> None:
-        """Without a text nothing is changed: who asks what it is has not asked to lose it."""
+        """Set the system message; without a text show it."""
         if text:
             self.messages, self.system = [], None if text in NO_SYSTEM else text
         now = f"System message: {self.system}" if self.system else "No system message."
@@ -154,7 +154,8 @@ def _screen(as_json: bool, plain: bool) -> Screen:
 
 
 def _is_command(text: str) -> bool:
-    """A word behind a slash, known or misspelt, or alone on its line; `/etc/hosts is ...` is text."""
+    """Whether a line is a command: a known or misspelt word after a slash, or a single word; `/etc/hosts is ...` is
+    text."""
     if not text.startswith("/") or "\n" in text:
         return False
     name, *rest = text.split()
@@ -164,7 +165,7 @@ def _is_command(text: str) -> bool:
 
 @contextmanager
 def _interruptible() -> Any:
-    """Ctrl-C asks the answer to stop at its next token; the second one leaves the chat."""
+    """Make Ctrl-C stop the answer at its next token; a second one leaves the chat."""
     interrupts = 0
 
     def interrupt(number: int, frame: FrameType | None) -> None:

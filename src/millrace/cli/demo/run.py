@@ -37,7 +37,7 @@ CONCURRENCY, ROUNDS, LOAD_TOKENS = 16, 2, 64
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """Everything that was measured."""
+    """All measurements of the demo."""
 
     busy: float  # processes that wanted to run in the minute before
     tables: Tables
@@ -88,7 +88,7 @@ def _build(folder: Path) -> tuple[Tables, float]:
 
 
 def _ask(url: str, quiet: bool) -> ChatResult:
-    """One question, the answer shown as it comes."""
+    """Ask one question, and show the answer as it arrives."""
     if quiet:
         return ask(url, DemoChatRequest(QUESTION, 128, seed=1))
     click.echo(f"\n  {click.style('you  ', fg='cyan')} {QUESTION}\n  {click.style('tiny ', fg='green')} ", nl=False)
@@ -103,7 +103,7 @@ def _load() -> list[DemoChatRequest]:
 
 
 def _stop(server: ServerProcess) -> float:
-    """SIGTERM while an answer is running: it must still come in full. raises MachineError"""
+    """Send SIGTERM during an answer, which must still complete. raises MachineError"""
     started, heard = threading.Event(), list[ChatResult]()
     request = DemoChatRequest(QUESTION, LOAD_TOKENS, seed=2, ignore_eos=True)
     reader = threading.Thread(target=lambda: heard.append(ask(server.url, request, lambda text: started.set())))
@@ -118,7 +118,7 @@ def _stop(server: ServerProcess) -> float:
 
 
 def _without_http(engine: Engine) -> float:
-    """Output tokens per second of the same load in this process, the best of three."""
+    """Return the output tokens per second of the same load in this process, the best of three."""
     model = open_engine("tiny", engine, RunSettings())
     try:
         loop = model.loop()
@@ -136,7 +136,7 @@ def _rate(loop: EngineLoop, prompts: list[list[int]], params: list[SamplingParam
 
 
 def _report(results: DemoReport) -> dict[str, Any]:
-    """JSON-able."""
+    """Convert the results to JSON data."""
     heard = results.answers
     ttft, gaps, pauses = (
         [h.ttft_s for h in heard],

@@ -1,6 +1,6 @@
-"""`millrace doctor --device`: which precisions a GPU has, by the table that runs and purchases are refused by, too.
+"""`millrace doctor --device`: the precisions of a GPU, by the same table that builds and sizing use.
 
-Of a GPU that is here, a slice of one (MIG) as well, also what it reaches, beside what its datasheet says.
+For a local GPU, or a MIG slice of one, also its measured rates compared with the datasheet.
 """
 
 from dataclasses import asdict
@@ -20,7 +20,8 @@ _NO_MORE = {True: "fp32", False: "what layers do"}  # float32 all multiply, and 
 
 
 def examine_gpu(device: str, as_json: bool) -> None:
-    """raises ConfigError for a name that nobody knows, MachineError for a GPU that is not here or fails"""
+    """Print the precisions and rates of a GPU. raises ConfigError for an unknown name, MachineError if it is absent
+    or fails"""
     gpu = known_gpu(device)
     has, support = multiplied(gpu.architecture), list(abilities(gpu))
     rates = _measured(gpu.here, has) if gpu.here else None
@@ -55,7 +56,7 @@ def _measured(gpu: Gpu, precisions: tuple[str, ...]) -> "DeviceRates":
 
 
 def _datasheet(name: str) -> Device | None:
-    """Of a GPU as its driver names it, of a slice its share: "NVIDIA H100 80GB HBM3 MIG 3g.40gb"."""
+    """Return the datasheet of a GPU by its driver's name, also of a slice: "NVIDIA H100 80GB HBM3 MIG 3g.40gb"."""
     try:
         return named_hardware(name.replace(" MIG ", " ")).device
     except ConfigError:  # not of the catalogue

@@ -66,7 +66,7 @@ def run(env: Env, threads: int | None, isa: str | None, device: str | None, as_j
 
 
 def _facts(usable: list[str], share: float) -> dict[str, Any]:
-    """JSON-able."""
+    """Collect the facts about this machine as JSON data."""
     flags, here = cpu_flags(), memory()
     return {
         "cpu": cpu_model(),
@@ -85,7 +85,7 @@ def _facts(usable: list[str], share: float) -> dict[str, Any]:
 
 
 def _keep(env: Env, isa: str, roofline: Roofline, facts: dict[str, Any]) -> tuple[str | None, str]:
-    """Where it is kept, or why it is not."""
+    """Save the roofline; return its path, or the reason why it is not saved."""
     if _is_busy(facts):
         return None, "other processes were busy, so it is no bound"
     try:
@@ -99,7 +99,7 @@ def _is_busy(facts: dict[str, Any]) -> bool:
 
 
 def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what holds this machine back, how to mend it)."""
+    """Return (problem, remedy) for everything that slows down this machine."""
     warnings = []
     if facts["huge_pages"] == "never":
         warnings.append(

@@ -1,4 +1,4 @@
-"""`millrace eval --task mmlu` and `--task FILE.jsonl`: questions, answered and counted; two models on the same ones."""
+"""`millrace eval --task mmlu` and `--task FILE.jsonl`: answers questions, and compares two models on them."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -39,7 +39,7 @@ from millrace.runtime.request.sampling_params import FinishReason, SamplingParam
 
 @dataclass(frozen=True, slots=True)
 class _Task(Generic[J]):
-    """n: questions; answer: those that are not kept yet; lost: what a prompt loses that is too long"""
+    """A task. n: number of questions; answer: runs the missing ones; lost: what truncation of a long prompt drops"""
 
     name: str
     digest: str
@@ -50,7 +50,7 @@ class _Task(Generic[J]):
 
 
 class _Grouped(Protocol):
-    """MMLU, or questions of one's own."""
+    """MMLU, or questions from a file."""
 
     def groups(self, tokenizer: Any, room: int) -> Sequence[multiple_choice.Group]: ...
 
@@ -60,7 +60,7 @@ def of_mmlu(options: EvalOptions) -> None:
 
 
 def answers_to_mmlu(options: EvalOptions) -> Results[ChosenAnswer]:
-    """Without showing anything; those that were answered before among them."""
+    """Run MMLU without output, reusing earlier answers."""
     return _results(options, _mmlu(options), options.model, options.build, options.out)
 
 
@@ -104,7 +104,7 @@ def _generate(
 
 
 def _greedily(loop: EngineLoop) -> Generates:
-    """raises MachineError where an answer failed"""
+    """Return a function that generates greedily. raises MachineError if an answer fails"""
 
     def generates(tasks: Sequence[GenerationTask]) -> Generator[tuple[int, str], None, None]:
         params = [
@@ -146,7 +146,7 @@ def _evaluate(options: EvalOptions, task: _Task[J]) -> None:
 
 
 def _results(options: EvalOptions, task: _Task[J], model: str, build: BuildSettings, out: Path | None) -> Results[J]:
-    """All questions, those that were answered before among them."""
+    """Answer all questions, reusing earlier answers."""
     quiet = options.as_json
     with (
         opened(model, build, options.run, options.env, quiet=quiet, one_table=True) as opened_model,
@@ -204,7 +204,7 @@ def _n_right(some: Sequence[J], measure: str = RIGHT) -> int:
 
 
 def _rights(mine: Results[J]) -> dict[str, int]:
-    """How many are right, by each measure."""
+    """Count the correct answers by measure."""
     some = list(mine.records.values())
     return {measure: _n_right(some, measure) for measure in some[0].verdicts}
 

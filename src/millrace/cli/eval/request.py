@@ -1,4 +1,4 @@
-"""What `millrace eval` was asked, and what its tasks have in common."""
+"""Options of `millrace eval`, and helpers shared by its tasks."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from millrace.runtime.settings import RunSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """The command line; None and (): not said."""
+    """The command line; None and (): not given."""
 
     model: str
     task: str
@@ -39,7 +39,7 @@ class EvalOptions:
         return out or self.env.cache / "eval" / f"{digest((about.engine, about.task, about.data))}.jsonl"
 
     def build_of_other(self, model: str, precision: str | None = None) -> BuildSettings:
-        """Of a model that this one is compared with: as it is, but for as long a context, and as long in tuning."""
+        """Return the build settings of a model to compare with: the same context and tuning time, otherwise its own."""
         _, folder = model_folder(model, self.env)
         if (folder / MANIFEST).is_file():
             return BuildSettings()
@@ -55,7 +55,7 @@ def about(model: RunningModel, task: str, data: str) -> About:
 
 
 def about_to_dict(about: About) -> dict[str, Any]:
-    """JSON-able."""
+    """Convert to JSON data."""
     return {
         "model": about.model, "engine": about.engine, "precision": about.precision, "task": about.task,
         "data": about.data,
@@ -63,10 +63,10 @@ def about_to_dict(about: About) -> dict[str, Any]:
 
 
 def as_json(mean: Mean) -> dict[str, float | None]:
-    """What JSON cannot say is null: a value that is infinite, the error of a single one."""
+    """Convert a mean to JSON; non-finite values become null."""
     return {name: x if x is not None and math.isfinite(x) else None for name, x in mean._asdict().items()}
 
 
 def with_error(mean: Mean, digits: str = ",.4f") -> str:
-    """ "12.3456 ± 0.0123"; digits: as of format()"""
+    """Format a mean with its error: "12.3456 ± 0.0123". digits: as in format()"""
     return f"{mean.value:{digits}}" + ("" if mean.error is None else f" ± {mean.error:{digits}}")

@@ -41,7 +41,7 @@ def run(env: Env, /, model: str, task: str, as_json: bool, **options: Any) -> No
 
 
 def _task_options(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of tasks. raises ConfigError for one that this task does not take, or lacks"""
+    """Return the options of a task. raises ConfigError for one that it does not take, or lacks"""
     takes = _TAKES[kind]
     named = {name: options[name] for name in sorted({name for names in _TAKES.values() for name in names})}
     for name, value in named.items():

@@ -1,4 +1,4 @@
-"""`millrace eval --task wikitext` and `--task kl`: perplexity of a text, and how far from a reference on it."""
+"""`millrace eval --task wikitext` and `--task kl`: perplexity of a text, and divergence from a reference on it."""
 
 from contextlib import closing
 from typing import Any
@@ -113,7 +113,7 @@ def agreement_with(options: EvalOptions) -> None:
 def _prepare_comparison(
     options: EvalOptions, text: str, model: RunningModel, reference: RunningModel
 ) -> tuple[About, Windows]:
-    """raises ConfigError where there is nothing to compare, not the same tokens, or too much of it at once"""
+    """Check that two models are comparable, and tokenise the text. raises ConfigError"""
     mine, theirs = (one.engine.manifest for one in (model, reference))
     if mine.identity == theirs.identity:
         raise ConfigError(
@@ -135,9 +135,9 @@ def _prepare_comparison(
 
 
 def _own_float(options: EvalOptions) -> str | None:
-    """The precision of a reference of the same checkpoint: its own numbers, or float32 where these are integers.
+    """Return the precision of a reference of the same checkpoint: its own float type, or fp32 if it is quantised.
 
-    raises ConfigError for an engine, which was built in one precision
+    raises ConfigError for an engine, which has a single precision
     """
     _, folder = model_folder(options.model, options.env)
     if (folder / MANIFEST).is_file():

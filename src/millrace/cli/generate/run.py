@@ -41,7 +41,7 @@ def run(
 
 
 def _prompt(text: str | None, flag: str | None) -> str:
-    """raises ConfigError where there is none, or two"""
+    """Return the prompt. raises ConfigError if there is none, or two"""
     if (text is None) == (flag is None):
         raise ConfigError(
             "there is no prompt" if text is None else "the prompt is given twice",

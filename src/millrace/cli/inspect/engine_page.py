@@ -1,4 +1,4 @@
-"""`millrace inspect --html`: an engine as one offline page: its layers, fusions, memory plan, bytes and bounds."""
+"""`millrace inspect --html`: an engine as one offline HTML page with layers, fusions, memory plan, bytes and bounds."""
 
 import math
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ _REST, _INPUT = 3, 4
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Neighbouring calls of one module."""
+    """Adjacent calls of one module."""
 
     name: str
     calls: list[CallEntry]
@@ -39,12 +39,12 @@ class LayerRow:
 
     @property
     def weights_bytes(self) -> int:
-        """That a step reads whole: those of matrix products."""
+        """Return the bytes of matmul weights, which a step reads completely."""
         return sum(call.matrix_bytes for call in self.calls)
 
 
 def engine_page(tables: Tables, roofline: Roofline | None) -> str:
-    """The whole page. roofline: as `millrace doctor` has kept it for this machine; None: no times are shown"""
+    """Render the page. roofline: saved by `millrace doctor` for this machine; None: no times are shown"""
     calls = tables.calls[:MOST]
     reads = sum(call.matrix_bytes for call in tables.calls)
     return render(
@@ -61,7 +61,7 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
 
 
 def layers_of(calls: Sequence[CallEntry]) -> list[LayerRow]:
-    """In the order of the program; `model.layers.3` is one, and so is each module outside of the layers."""
+    """Group calls in program order: `model.layers.3` is one group, and so is each module outside of the layers."""
     layers: list[LayerRow] = []
     for call in calls:
         name = module_of(call.origin, call.kernel)
@@ -72,7 +72,7 @@ def layers_of(calls: Sequence[CallEntry]) -> list[LayerRow]:
 
 
 def module_of(origin: Sequence[str], default: str) -> str:
-    """`model.layers.3`, or the module itself outside of the layers; `otherwise` where nobody knows."""
+    """Return `model.layers.3`, or the module itself outside of the layers; `default` if the origin is unknown."""
     parts = next((o for o in origin if o), default).split(".")
     for name in ("layers", "layer"):
         if name in parts:
@@ -81,7 +81,7 @@ def module_of(origin: Sequence[str], default: str) -> str:
 
 
 def alive(buffers: Sequence[BufferEntry], n_calls: int) -> list[int]:
-    """Bytes that are needed at each call."""
+    """Return the bytes that are live at each call."""
     change = [0] * (n_calls + 1)
     for buffer in buffers:
         change[min(buffer.first, n_calls)] += buffer.bytes
@@ -90,7 +90,7 @@ def alive(buffers: Sequence[BufferEntry], n_calls: int) -> list[int]:
 
 
 def _plan(tables: Tables) -> dict[str, Any]:
-    """The drawing: x counts calls, y bytes of the arena."""
+    """Return the plot of the memory plan: x counts calls, y bytes of the arena."""
     cpu, calls = tables.engine.manifest.cpu, tables.calls[:MOST]
     buffers = [b for b in tables.program.buffers if 0 <= b.first <= b.last][: 4 * MOST]
     inputs = {(slot.name, slot.offset) for slot in cpu.inputs}
@@ -122,7 +122,7 @@ def _bound(tables: Tables, roofline: Roofline) -> dict[str, str]:
 
 
 def _layers(tables: Tables, reads: int, roofline: Roofline | None) -> list[dict[str, Any]]:
-    """With the operations of the traced graph that each does the work of."""
+    """Return the rows of the layers, with the number of traced operations that each performs."""
     operations: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for node in tables.graph.nodes:
         operations[module_of(node.origin, node.op)][node.op] += 1
@@ -159,7 +159,8 @@ def _weight(name: str, shape: Sequence[int], format: str, nbytes: int) -> dict[s
 
 
 def _least(nbytes: int, reads: int, roofline: Roofline | None) -> str:
-    """To read so many bytes of a step that reads `reads` in all, and so from the level that holds all of them."""
+    """Return the least time to read n bytes in a step that reads `reads` in total, from the memory level that holds
+    them."""
     return "" if roofline is None or not nbytes else _time(nbytes / roofline.level_of(reads).all_threads.usual)
 
 

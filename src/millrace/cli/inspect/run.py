@@ -98,7 +98,7 @@ def _kv_cache(tables: Tables, memory: Mapping[str, int]) -> str:
 
 
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:
-    """(which modules, calls, kernels in their order), equal layers in one row."""
+    """Return (modules, calls, kernels in order); equal layers share a row."""
     rows: list[tuple[str, str, list[str]]] = []
     for layer in layers_of(tables.calls):
         module, kernels = layer.name, layer.kernels
@@ -137,7 +137,7 @@ def _memory(tables: Tables) -> None:
 
 
 def _graph(tables: Tables) -> None:
-    """Inputs come first, as values are numbered; outputs last."""
+    """Return the rows of the graph: inputs first, as values are numbered, outputs last."""
     graph = tables.graph
     shapes: dict[int | str, list[int | str]] = {i: p.shape for i, p in enumerate(graph.inputs)}
     for node in graph.nodes:

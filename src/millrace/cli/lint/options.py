@@ -1,4 +1,4 @@
-"""`millrace lint`: a model repository explained before it is served."""
+"""`millrace lint`: checks a model repository before it is served."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,7 +74,7 @@ def _show(repository: Repository) -> None:
 
 
 def _order(problem: Problem) -> tuple[int, int, int]:
-    """What keeps a model from being served comes first, then as it stands in the file."""
+    """Return the sort key of problems: severity, then position in the file."""
     place = problem.place
     return list(Level).index(problem.level), place.line if place else 0, place.column if place else 0
 
@@ -89,7 +89,7 @@ def _tell(problem: Problem) -> None:
 
 
 def _rows(model: Model) -> Iterator[tuple[str, str]]:
-    """What would be served, in words."""
+    """Yield the description of a model as it would be served."""
     config = model.config
     left = [v for v in model.versions if v not in model.served]
     yield "versions", _listed(model.served) + (f" (of the policy left out: {_listed(left)})" if left else "")

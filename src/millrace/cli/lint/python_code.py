@@ -1,4 +1,4 @@
-"""What is wrong with a model.py that can be seen without running it: its syntax, and the class that it has to have."""
+"""Static checks of a model.py: its syntax, and the required class."""
 
 import ast
 import warnings

@@ -37,7 +37,7 @@ def run(env: Env, as_json: bool) -> None:
 
 
 def described(entries: Sequence[CacheEntry]) -> dict[str, dict[str, Any]]:
-    """By name, what each engine is, in a word or two; {} where that cannot be read: it is listed all the same."""
+    """Return the settings of each engine by name; {} for an unreadable one, which is listed all the same."""
     return {e.name: _settings(e) for e in entries}
 
 
@@ -60,9 +60,9 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
 
 
 def distinguishing_settings(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """By name, in what an engine differs from others of its model and precision; "" where in nothing.
+    """Return by name the settings in which an engine differs from others of its model and precision; "" if none.
 
-    content: other weights, said only where all else is equal; what a precision costs is never said: it follows
+    content: differing weights, only if all else is equal; the accuracy loss is not included, because it follows
     """
     differences = {}
     for name, mine in settings.items():

@@ -17,7 +17,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class ListenFlags(Settings):
-    """Where the server listens."""
+    """Network settings."""
 
     title: ClassVar = "Network"
 
@@ -36,7 +36,7 @@ class ListenFlags(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(Settings):
-    """How the server answers; with ListenFlags it becomes ServerSettings."""
+    """Server settings; with ListenFlags they become ServerSettings."""
 
     title: ClassVar = "Server"
 
@@ -86,7 +86,7 @@ class ServeFlags(Settings):
                 )
 
     def server(self, listen: ListenFlags) -> ServerSettings:
-        """raises ConfigError where the key file is missing or empty"""
+        """Create the server's settings. raises ConfigError if the key file is missing or empty"""
         return ServerSettings(
             host=listen.host,
             port=listen.port,
@@ -108,7 +108,7 @@ class ServeFlags(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class QueueFlags(Settings):
-    """Which requests wait, for how long, and whose turn it is."""
+    """Scheduling settings: queueing, order and token intervals."""
 
     title: ClassVar = "Scheduling"
 
@@ -129,7 +129,7 @@ class QueueFlags(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileFlags(Settings):
-    """What it should take."""
+    """Profile of expected step times."""
 
     title: ClassVar = "Scheduling"
 

@@ -1,4 +1,4 @@
-"""`millrace serve --model-repository DIR`: what is served of a folder of tensor models."""
+"""`millrace serve --model-repository DIR`: checks the flags and opens the repository."""
 
 import time
 
@@ -17,7 +17,7 @@ from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 def repository_model(
     flags: RepositoryFlags, guards: RestrictionFlags, operations: OperationFlags
 ) -> RepositoryModel | None:
-    """None where no repository is given. raises ConfigError for one whose models cannot all be served"""
+    """Open the repository; None if none is given. raises ConfigError if not all of its models can be served"""
     for guard in (guards.http, guards.grpc):  # so that a mistake in them is said at once
         guard()
     RepositoryContext.of(operations)

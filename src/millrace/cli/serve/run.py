@@ -1,4 +1,4 @@
-"""What `millrace serve` does: opens the model and the repository, checks ports, and serves until SIGTERM."""
+"""Runs `millrace serve`: opens the model and the repository, checks ports, and serves until SIGTERM."""
 
 import json
 import logging
@@ -81,7 +81,7 @@ def run(env: Env, model: str | None, as_json: bool, options: Mapping[str, Any]) 
 
 
 def _profile(flags: ProfileFlags) -> StepProfile | None:
-    """raises ConfigError"""
+    """Read the profile, if any. raises ConfigError"""
     return None if flags.profile is None else read_profile(Path(flags.profile))
 
 
@@ -94,14 +94,14 @@ def _repository(options: Mapping[str, Any]) -> RepositoryModel | None:
 
 
 def _check_traces(traces: TraceFlags, settings: ServerSettings, repository: RepositoryModel | None) -> None:
-    """raises ConfigError"""
+    """Refuse trace settings that have no effect. raises ConfigError"""
     if traces.said and traces.exporting is None and repository is None:
         what = f"{FLAG} {settings.trace_config[0]} writes files of tensor models' requests, and there are no such"
         raise ConfigError(what, "mode=opentelemetry, or --model-repository DIR", f"add it, or leave {FLAG} out")
 
 
 def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -> None:
-    """So that one that is taken is said before the model is loaded. raises ConfigError"""
+    """Check that all ports are free before the model is loaded. raises ConfigError"""
     check_tls(settings)
     if settings.reuse_port and repository is not None and repository.flags.model_control_mode == "explicit":
         what, mend = "--reuse-port with --model-control-mode explicit", "leave one out"
@@ -125,7 +125,7 @@ def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -
 
 
 def _check_model_is_there(flags: ServeFlags, options: Mapping[str, Any]) -> None:
-    """raises ConfigError for what only a model of MODEL can mean"""
+    """Refuse flags that need MODEL. raises ConfigError"""
     about = {"--record": flags.record, "--warm-prompts": flags.warm_prompts, "--profile": options["profile"],
              "--served-model-name": flags.served_model_name}  # fmt: skip
     if unmeant := [name for name, value in about.items() if value not in (None, ())]:
@@ -192,7 +192,7 @@ def _warm_prompts(file: str | None, run: RunSettings) -> tuple[WarmPrompt, ...]:
 
 
 def _decode_clock(model: RunningModel, budget: TokenBudget, env: Env) -> DecodeRoofline | None:
-    """None where `millrace doctor` has not measured such a run: it measures CPUs."""
+    """Return the expected decode times; None if `millrace doctor` has not measured this machine, or for a GPU."""
     if isinstance(model.engine, GpuEngine):
         return None
     roofline = kept_roofline(env.cache, model.isa, model.native.threads)
@@ -208,7 +208,7 @@ def _served(
 
 
 def _common_fields(model: RunningModel | OpenedEncoder, names: tuple[str, ...]) -> dict[str, Any]:
-    """What a server is told of a model of whatever kind."""
+    """Return the fields that language models and encoders share."""
     m = model.engine.manifest
     own = next((name for name in names if "*" not in name), model.name)
     return {
@@ -242,7 +242,7 @@ def _introduce(model: RunningModel | OpenedEncoder, served: ServedModel) -> None
 
 
 def _sampling_text(model: RunningModel) -> str:
-    """How tokens are drawn if a request does not say it."""
+    """Describe the default sampling parameters."""
     values = model.defaults.sampling
     text = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1, of the whole vocabulary"
     origin = model.defaults.origin

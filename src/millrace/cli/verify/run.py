@@ -91,7 +91,7 @@ def _usage(response: dict[str, Any]) -> Any:
 
 
 def _choices(response: dict[str, Any]) -> Any:
-    """What the choices say, but for the ids of calls, which are drawn anew."""
+    """Return the choices without the ids of tool calls, which are random."""
     choices = json.loads(json.dumps(response.get("choices")))
     for choice in choices if isinstance(choices, list) else ():
         message = choice.get("message") if isinstance(choice, dict) else None
@@ -112,7 +112,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """raises ValueError for a key that an object has twice: readers differ in which of them counts"""
+    """Refuse duplicate keys, because readers differ in which one counts. raises ValueError"""
     document = dict(pairs)
     if len(document) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]

@@ -20,8 +20,8 @@ from millrace.size.load.peak_load import DAY_S
 from millrace.size.load.token_lengths import RequestWork, request_work
 from millrace.size.money.prices import read_prices
 from millrace.size.money.tco import Money
+from millrace.size.performance.closed_form import InstanceMemory, memory
 from millrace.size.performance.hardware import measured_here
-from millrace.size.performance.instance_memory import InstanceMemory, memory
 from millrace.size.performance.operating_point import OperatingPoint
 from millrace.size.performance.operating_points import Offers
 from millrace.size.question.question import SizingQuestion, parse_limits

@@ -6,6 +6,7 @@ simulated for chosen configurations.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import GB
@@ -33,6 +34,26 @@ def kv_capacity(instance: ModelInstance) -> float:
             f"use more devices (--pp {2 * instance.pp}: layers in stages), larger ones, or fewer bits",
         )  # fmt: skip
     return left / stage.kv_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceMemory:
+    """Bytes of one instance. held: KV cache of the requests in flight; free: KV cache for further requests"""
+
+    total: float
+    kept_back: float
+    weights: float
+    held: float
+    free: float
+
+
+def memory(instance: ModelInstance, point: OperatingPoint) -> InstanceMemory:
+    total = instance.devices * instance.device.memory_bytes
+    back = total - instance.devices * (USABLE * instance.device.memory_bytes - OVERHEAD_BYTES)
+    room = kv_capacity(instance) * instance.kv_token_bytes
+    needed = point.concurrency * (point.input_tokens + point.output_tokens / 2) * instance.kv_token_bytes
+    kv_bytes = min(room, needed)
+    return InstanceMemory(total, back, instance.weights_bytes, kv_bytes, room - kv_bytes)
 
 
 def check_fits(instance: ModelInstance, lengths: tuple[float, float]) -> None:
