@@ -1,4 +1,4 @@
-"""The application: the tables of all protocols as routes, their documentation, and the edge around them."""
+"""The ASGI application: routes of all protocols, their documentation, and the edge around them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,7 +39,7 @@ _PAGE_POLICY = (
 
 
 def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASGIApp:
-    """The ASGI application. It does not start the engines: `server.py` does."""
+    """Create the ASGI application. `server.py` starts the engines."""
     settings = models.serving.settings
     keys, bodies = models.keys, _bodies(settings)
     endpoints = [endpoint for protocol in protocols for endpoint in protocol.endpoints]
@@ -57,7 +57,7 @@ def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASG
 
 
 class Listener(Interface):
-    """A way in beside HTTP. name, url: as it is announced, once it is open"""
+    """A listener in addition to HTTP. name, url: as announced once it is open"""
 
     name: str
     url: str
@@ -66,11 +66,11 @@ class Listener(Interface):
         """Listen, in the running event loop. raises ConfigError"""
 
     async def close(self, within_s: float) -> None:
-        """Take no more, and give answers so long to reach their clients. It may be called twice, or without `open`."""
+        """Accept no more requests, and wait for responses to be sent. May be called twice, or without `open`."""
 
 
 def create_listeners(models: Models) -> list[Listener]:
-    """What is configured of them; not open yet."""
+    """Create the configured listeners; they are not open yet."""
     settings = models.serving.settings
     listeners: list[Listener] = []
     if settings.metrics_port is not None:
@@ -84,7 +84,7 @@ def create_listeners(models: Models) -> list[Listener]:
 
 
 def create_fast_path(models: Models) -> Callable[[], FastPath] | None:
-    """For each connection, where tensor models are served; it stands beside the application, and knows its answers."""
+    """Return a factory of each connection's fast path if tensor models are served, or None."""
     for repository in models.of_kind(RepositoryBackend):
         if not repository.http_guard.leaves_inference_alone:  # headers may say something else the next time
             return None
@@ -93,7 +93,7 @@ def create_fast_path(models: Models) -> Callable[[], FastPath] | None:
 
 
 def _route_v2(app: ASGIApp, tensors: ASGIApp) -> ASGIApp:
-    """Tensor models have thousands of short requests a second, so that no other route is looked at before theirs."""
+    """Route /v2 first, because tensor models have thousands of short requests a second."""
 
     async def either(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -108,7 +108,7 @@ def _bodies(settings: ServerSettings) -> BodyLimiter:
 
 
 def _documentation(models: Models, endpoints: Sequence[HttpEndpoint]) -> list[Route]:
-    """Of what this server's models can do: /openapi.json, /docs to read it, and / to try it."""
+    """Return the documentation of this server's endpoints: /openapi.json, /docs to read it, and / to try it."""
     takers = {e.path: models.of_kind(e.backend or Backend) for e in endpoints}
     names = {path: able[0].model.name for path, able in takers.items() if able}
     defaults = {name: value for backend in models.backends for name, value in backend.defaults.items()}

@@ -1,6 +1,6 @@
-"""A served model is a `Backend`, found by its name; what it can do is which kind of Backend it is.
+"""Served models and their backends, found by name; the kind of Backend decides which endpoints a model supports.
 
-A kind of engine is one file: a `ServedModel`, which holds what is served, and the Backend that serves it:
+A kind of engine is one file with a `ServedModel`, which describes what is served, and the Backend that serves it:
 `llm/language_model.py` for language models, `llm/embeddings.py` for encoders. Another kind is another such file; its
 endpoints name its Backend in their protocol's table (`protocols/openai/endpoints.py`, or a table that is passed to the
 server). No other part of the server knows which kinds exist.
@@ -24,7 +24,7 @@ from millrace.serve.ops.metrics import ModelMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel(ABC):
-    """One model as a server is told of it.
+    """The description of one model to be served.
 
     metadata: shown by /v1/metadata as it is; of its keys the server itself reads "source" (where the checkpoint came
         from), "license" (its name), "engine" (the engine's identity, part of `system_fingerprint`), and for Ollama's
@@ -39,21 +39,21 @@ class ServedModel(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that clients may ask for. One with * stands for all names that it fits, as claude-* does."""
+        """Return the names that clients may use. One with * matches any characters, such as claude-*."""
         return (self.name, *self.aliases)
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """Names that clients are told of."""
+        """Return the names that are listed to clients."""
         return tuple(name for name in self.names if "*" not in name)
 
     @abstractmethod
     def backend(self, serving: ServerContext) -> "Backend":
-        """What serves it. It is not started yet."""
+        """Create the backend, which is not started yet."""
 
 
 class Backend(ABC):
-    """One model behind one engine: started, asked by its endpoints' handlers, aborted and closed, in order."""
+    """One model with its engine: started, used by its endpoints' handlers, aborted and closed, in this order."""
 
     kind_name: str  # the kind of model, as errors name it: "a language model"
     other_endpoints = ""  # where the model answers, if none of these protocols has an endpoint for it
@@ -65,56 +65,56 @@ class Backend(ABC):
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        """What happens where a request leaves a field out, by the field's name: what this model decides."""
+        """Return the model's own defaults of request fields, by name."""
         return {}
 
     @property
     def defaults_origin(self) -> str:
-        """Whose defaults these are, if not the model's own."""
+        """Return where the defaults come from, "" if they are the model's own."""
         return ""
 
     @abstractmethod
     def start(self) -> None:
-        """Its engine, in the running event loop."""
+        """Start the engine in the running event loop."""
 
     @abstractmethod
     async def warm_up(self) -> str | None:
-        """So that the first client waits for nothing. What went wrong, so that it is not ready; or None."""
+        """Warm up, so that the first request is fast. Return an error message if that failed, or None."""
 
     async def wait_until_recovered(self) -> bool:
-        """After a `warm_up` that failed: waits until what went wrong is put right. False: it never will be"""
+        """Wait after a failed `warm_up` until the failure is fixed; return False if it never will be."""
         return False
 
     def current_failure(self, at_first: str) -> str:
-        """What is wrong now, after a `warm_up` that failed with `at_first`; "": nothing any more"""
+        """Return what is wrong now, after a `warm_up` that failed with `at_first`; "" if it is fixed."""
         return at_first
 
     def degraded_reason(self) -> str:
-        """What is not there now of what it serves, after a `warm_up` that went well; "": nothing"""
+        """Return what cannot be served now, after a successful `warm_up`; "" if everything can."""
         return ""
 
     @abstractmethod
     def health(self) -> EngineHealth:
-        """Does it work, and when was it last seen working?"""
+        """Return whether the engine works, and when it last made progress."""
 
     @abstractmethod
     def collect(self) -> Iterator[Metric]:
-        """Its engine's own counters and gauges at this moment, with the model's label."""
+        """Yield the engine's current counters and gauges, with the model's label."""
 
     @abstractmethod
     async def abort(self, within_s: float) -> None:
-        """End what is left, so that every answer comes to its end, and nobody waits here.
+        """Abort what is left, so that every answer ends.
 
-        within_s: for a step in progress; one that takes longer is left behind, and then `stuck` is true
+        within_s: time for a step in progress; a step that takes longer is abandoned, and `stuck` is true
         """
 
     @abstractmethod
     def close(self) -> None:
-        """After the last answer was written. It may be called without `start`, and after `abort`."""
+        """Close after the last answer was written. May be called without `start`, and after `abort`."""
 
     @property
     def stuck(self) -> bool:
-        """A step that did not end: its memory must not be given back."""
+        """Return whether a step did not end, so that its memory must not be released."""
         return False
 
 
@@ -122,7 +122,7 @@ B = TypeVar("B", bound=Backend)
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a name is the pattern, in which * stands for any characters."""
+    """Return whether a name matches a pattern, in which * stands for any characters."""
     first, *rest = pattern.split("*")
     *middle, last = rest
     if len(name) < len(pattern) - len(rest) or not name.startswith(first) or not name.endswith(last):
@@ -136,10 +136,10 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 class Models:
-    """The models of one server, by their names, with what they share."""
+    """The models of one server, by name, with the state that they share."""
 
     def __init__(self, serving: ServerContext, models: Sequence[ServedModel]) -> None:
-        """raises ConfigError where two go by one name"""
+        """raises ConfigError if two models have the same name"""
         assert models, "a server has a model"
         for name, n in Counter(name for model in models for name in model.names).items():
             if n > 1:
@@ -161,7 +161,10 @@ class Models:
         return self.backends[0]
 
     def get(self, name: str | None, listed_at: str = "/v1/models") -> Backend:
-        """None: the first. raises HttpError with 404 and the known names; listed_at: the path that lists them"""
+        """Return the backend of a name; None: the first. listed_at: the path that lists the models
+
+        raises HttpError with 404 and the known names
+        """
         if name is None:
             return self.first
         if name in self._by_name:
@@ -178,12 +181,12 @@ class Models:
         ).about("model")
 
     def close(self) -> None:
-        """After the last answer was written."""
+        """Close all backends after the last answer was written."""
         self.serving.close()
         for backend in self.backends:
             backend.close()
         self.serving.tracer.close_spans()
 
     def of_kind(self, kind: type[B]) -> list[B]:
-        """Those that can do what this kind can."""
+        """Return the backends of a kind."""
         return [backend for backend in self.backends if isinstance(backend, kind)]

@@ -1,4 +1,4 @@
-"""The process side of serving: the socket, the event loop, the warm-up, signals, and a way out that loses nothing.
+"""The serving process: socket, event loop, warm-up, signals, and a graceful shutdown.
 
 listening -> warming up -> ready -> (first signal) draining: new requests get 503, running ones finish
           -> shortly before the timeout, or at the second signal, what is left is aborted -> connections close -> end
@@ -27,8 +27,8 @@ from millrace.serve.ops.logs import Logging
 from millrace.serve.settings import ServerSettings
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-MIN_STOP_S = 1.0  # for a step in progress, however short the time to drain is
-MAX_FLUSH_S = 5.0  # for answers that are complete to reach their clients, at the end
+MIN_STOP_S = 1.0  # time for a step in progress, even if the time to drain is shorter
+MAX_FLUSH_S = 5.0  # time at the end for complete answers to reach their clients
 log = logging.getLogger(__name__)
 
 Announce = Callable[..., None]  # with the base URL, and those of what is open beside
@@ -74,7 +74,7 @@ def serve(
 
 
 class Server:
-    """One server; `serve` is the way to run it, and tests run it in a thread of theirs."""
+    """One server. Use `serve` to run it; tests run it in a thread."""
 
     def __init__(
         self,
@@ -137,12 +137,12 @@ class Server:
                 task.result()
 
     def stop(self) -> None:
-        """Begin to drain; the second time, stop waiting. From any thread."""
+        """Begin to drain; the second call stops waiting. May be called from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.stop_here)
 
     def stop_here(self) -> None:
-        """`stop`, from the event loop's own thread."""
+        """Do as `stop`, from the event loop's thread."""
         (self._hurrying if self._stopping.is_set() else self._stopping).set()
 
     def _stop_on_bug(self, task: asyncio.Task[None]) -> None:
@@ -150,7 +150,7 @@ class Server:
             self._stopping.set()  # `run` raises it
 
     async def _abort(self, models: Models, within_s: float) -> None:
-        """So that every stream ends, and nobody waits for a text any more."""
+        """Abort all backends, so that every stream ends, and close the executors."""
         await asyncio.gather(*(backend.abort(within_s) for backend in models.backends))
         self.stuck = any(backend.stuck for backend in models.backends)
         models.serving.close()
@@ -180,7 +180,7 @@ class Server:
 
     @property
     def _flush_s(self) -> float:
-        """The last part of the time to drain: steps in progress end, complete answers reach their clients."""
+        """Return the last part of the time to drain, in which steps end and complete answers reach their clients."""
         return min(MAX_FLUSH_S, max(MIN_FLUSH_S, self._settings.drain_timeout_s / 10))
 
     async def _drain(self, models: Models) -> None:
@@ -198,7 +198,7 @@ class Server:
 
 
 def _troubles(failed: Mapping[Backend, str]) -> str:
-    """What is wrong now. failed: those whose warm-up did, with what it said"""
+    """Return what is wrong now. failed: backends whose warm-up failed, with its messages"""
     now = ((backend, backend.current_failure(at_first)) for backend, at_first in failed.items())
     return "; ".join(f"{backend.failure_text}: {trouble}" for backend, trouble in now if trouble)
 

@@ -1,4 +1,4 @@
-"""What a server is told of how to behave; which models it has is `backend.py`'s."""
+"""Settings of a server; `backend.py` describes its models."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,9 +11,9 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How to listen and what to bound. raises ConfigError
+    """Settings of listening sockets, security and bounds. raises ConfigError
 
-    The length of the queue and the tokens that a slow reader may leave behind are the engine's (`ServiceOptions`).
+    The length of the queue and the unread tokens of slow readers are settings of the engine (`ServiceOptions`).
     """
 
     host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Live, ready and making progress: three different questions, answered from the engine loop's own heartbeat."""
+"""Liveness, readiness and progress of a server, from the heartbeats of its engine loops."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,38 +7,38 @@ from typing import Protocol
 
 
 class EngineHealth(Protocol):
-    """One moment of an engine."""
+    """The health of an engine at one moment."""
 
     @property
     def healthy(self) -> bool:
-        """False: it has stopped on an error."""
+        """Return False if the engine has stopped on an error."""
 
     @property
     def idle(self) -> bool:
-        """It has nothing to do."""
+        """Return whether the engine has nothing to do."""
 
     @property
     def last_step_s(self) -> float:
-        """Seconds since it last showed progress."""
+        """Return the seconds since the last progress."""
 
 
 class Phase(Enum):
     WARMING = auto()
     SERVING = auto()
     DRAINING = auto()
-    BROKEN = auto()  # what is done before it is ready failed
+    BROKEN = auto()  # the warm-up failed
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One answer. `message` says why not."""
+    """The result of a check. message: the reason if it is not ok"""
 
     ok: bool
     message: str
 
 
 class Heartbeat:
-    """Ready means: warmed up, not draining, every engine either idle or with a recent step, and nothing missing."""
+    """Health of a server. Ready: warmed up, not draining, every engine idle or with a recent step, nothing missing."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class Heartbeat:
         stall_timeout_s: float,
         missing: Sequence[Callable[[], str]] = (),
     ) -> None:
-        """missing: what is not there now of what a backend serves, though its engine works; "": nothing"""
+        """missing: return what a backend cannot serve now although its engine works; "" if nothing is missing"""
         self._checks, self._missing = checks, missing
         self._stall_timeout_s = stall_timeout_s
         self.phase = Phase.WARMING
-        self.trouble: Callable[[], str] = lambda: ""  # with BROKEN: what is left of it now; "": nothing
+        self.trouble: Callable[[], str] = lambda: ""  # if BROKEN: the remaining failure; "": none
 
     @property
     def accepting(self) -> bool:
-        """A BusyError now means a full queue."""
+        """Return whether requests are accepted, so that BusyError means a full queue."""
         return self.phase in (Phase.WARMING, Phase.SERVING) and all(check().healthy for check in self._checks)
 
     def ready(self) -> Health:
-        """May new requests be sent here?"""
+        """Check whether new requests may be sent."""
         if self.phase is Phase.DRAINING:
             return Health(False, "shutting down: running requests are finished, new ones are refused")
         alive = self.alive()
@@ -66,7 +66,7 @@ class Heartbeat:
         return Health(False, reason) if reason else alive
 
     def alive(self) -> Health:
-        """Does the engine work? Says yes while draining, and where a tensor model is missing: others are served."""
+        """Check whether the engines work; ok while draining, and if a tensor model is missing."""
         for check in self._checks:
             now = check()
             if not now.healthy:

@@ -1,4 +1,4 @@
-"""Log formats: text for people, JSON for machines. `http_request.py` decides what a request's line says."""
+"""Log formats: text for people, JSON for machines. `http_request.py` defines the line of a request."""
 
 import json
 import logging
@@ -10,19 +10,19 @@ from typing import Literal
 from millrace.serve.http.http_request import LOG_ATTRIBUTE, BatchedRequestLogs, RequestLog
 from millrace.settings import LOGGER
 
-# Controls, ends of lines and paragraphs, marks that turn the direction of writing, halves of surrogate pairs.
+# Control characters, ends of lines and paragraphs, marks of text direction, lone surrogates.
 _ODD = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class RateLimitedLog:
-    """Warnings that strangers could multiply: each text at most once in `every_s`, with how many it stands for."""
+    """Log of warnings that clients can trigger: each text at most once in `every_s`, with the number suppressed."""
 
     def __init__(self, log: logging.Logger, every_s: float = 10.0) -> None:
         self._log, self._every_s = log, every_s
         self._quiet: dict[str, tuple[float, int]] = {}  # text to (until when nothing is said, how many were not)
 
     def warn(self, text: str) -> None:
-        """`text` is one of a few: nothing that a client wrote."""
+        """Log a warning. text: one of a few constant texts, without anything that a client wrote"""
         now_s = time.monotonic()
         until_s, n_unsaid = self._quiet.get(text, (0.0, 0))
         if now_s < until_s:
@@ -33,7 +33,7 @@ class RateLimitedLog:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00Z INFO POST /v1/completions status=200 request_id=...`"""
+    """Formatter of lines such as `2026-01-31T12:00:00Z INFO POST /v1/completions status=200 request_id=...`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, LOG_ATTRIBUTE, None)
@@ -47,12 +47,12 @@ class TextFormatter(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """On one line, with nothing that moves a terminal's cursor or changes its colours: `\\n`, `\\x1b`, `\\u2028`."""
+    """Escape line ends and control characters that affect a terminal: `\\n`, `\\x1b`, `\\u2028`."""
     return _ODD.sub(lambda odd: odd[0].encode("unicode_escape").decode(), text)
 
 
 def _text(level: str, lines: BatchedRequestLogs) -> str:
-    """As a RequestLog says them, in a fifth of the time."""
+    """Format lines as RequestLog does, in a fifth of the time."""
     texts, second_s, second = [], -1, ""
     for at_s, method, path, request_id, status, total_ms, error in lines:
         if not 0 <= at_s - second_s < 1:
@@ -67,7 +67,7 @@ def _text(level: str, lines: BatchedRequestLogs) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; the fields of a request are keys of their own."""
+    """Formatter of one JSON object per line, with the fields of a request as keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, LOG_ATTRIBUTE, None)
@@ -84,7 +84,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class Logging:
-    """`with Logging("json"):` sends this package's log to stderr, and puts everything back afterwards."""
+    """Context manager that sends this package's log to stderr, and restores the configuration afterwards."""
 
     def __init__(self, form: Literal["text", "json"]) -> None:
         self._handler = logging.StreamHandler()

@@ -32,7 +32,7 @@ from millrace.serve.protocols.anthropic.protocol import VERSION, AnthropicModel,
 API_VERSION = "1.0.0"
 _VECTORS = "use /v1/embeddings"
 _TEXT, _OTHER = "use /v1/completions", "use another server for these"
-# Paths that clients of other servers ask for, with all below them, and what to use instead. The first that fits counts.
+# Paths of other servers, including those below them, and what to use instead. The first match counts.
 NOT_YET = {
     "/v1/assistants": "use /v1/responses", "/v1/threads": "use /v1/responses", "/v1/conversations": "use /v1/responses",
     "/embedding": _VECTORS,
@@ -44,14 +44,14 @@ NOT_YET = {
     "/v1/audio": _OTHER, "/v1/images": _OTHER, "/v1/files": _OTHER, "/v1/batches": _OTHER, "/v1/uploads": _OTHER,
     "/v1/fine_tuning": _OTHER, "/v1/vector_stores": _OTHER,
 }  # fmt: skip
-# Where a person looks who has no path yet.
+# Base URLs that people open in a browser.
 _ROOTS = {
     "/v1": "this is the base URL: clients put /chat/completions behind it, and /v1/models tells what there is",
 }
 
 
 def model_list(models: Models, scope: Scope) -> Response:
-    """OpenAI's, or Anthropic's for its clients."""
+    """Return the list of models in OpenAI's shape, or in Anthropic's for its clients."""
     if header(scope, VERSION) is not None:
         cards = [_anthropic(b, name) for b in models.backends for name in b.model.listed_names]
         first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
@@ -67,12 +67,12 @@ def model(models: Models, scope: Scope) -> Response:
 
 
 def live(models: Models, scope: Scope) -> Response:
-    """The process answers; nothing is said of the engine."""
+    """Report that the process answers, regardless of the engine."""
     return json_reply(HealthReply("live", "live"))
 
 
 def ready(models: Models, scope: Scope) -> Response:
-    """NIM's: 200 when requests may be sent, 503 with the reason otherwise."""
+    """Return NIM's readiness: 200 if requests may be sent, otherwise 503 with the reason."""
     health: Health = models.heartbeat.ready()
     if health.ok:
         return json_reply(HealthReply(f"{', '.join(b.model.name for b in models.backends)} is ready", "ready"))
@@ -80,18 +80,18 @@ def ready(models: Models, scope: Scope) -> Response:
 
 
 def health(models: Models, scope: Scope) -> Response:
-    """vLLM's: 200 without a body, or 503; stays 200 while running requests are finished."""
+    """Return vLLM's health: 200 without a body, or 503; it stays 200 while the server drains."""
     alive = models.heartbeat.alive()
     return Response(status_code=200) if alive.ok else Response(alive.message, 503, media_type="text/plain")
 
 
 def load(models: Models, scope: Scope) -> Response:
-    """vLLM's: how many requests are being answered, this one left out."""
+    """Return vLLM's load: the number of requests that are being answered, without this one."""
     return json_reply(LoadReply(models.serving.load.n - 1))
 
 
 def tokenizer_info(models: Models, scope: Scope) -> Response:
-    """vLLM's: what a client needs to write a prompt by itself."""
+    """Return vLLM's tokenizer information, from which a client can render prompts itself."""
     able = models.of_kind(TextBackend)
     if not able:
         raise HttpError(
@@ -124,7 +124,7 @@ def engine_version(models: Models, scope: Scope) -> Response:
 
 
 def metadata(models: Models, scope: Scope) -> Response:
-    """NIM's, which knows one model: more than its name is said of the first only."""
+    """Return NIM's metadata; it describes one model, so details are those of the first."""
     metadata_of_first = models.first.model.metadata
     reply = MetadataReply(
         version=__version__,
@@ -139,7 +139,7 @@ def metadata(models: Models, scope: Scope) -> Response:
 
 
 def not_found_error(path: str, paths: Collection[str]) -> HttpError:
-    """paths: the paths that there are"""
+    """Return the error of an unknown path. paths: those that exist"""
     plain = path.rstrip("/")
     what, expected, mend = f"there is nothing at {path}", "one of those listed at /docs", "correct the path"
     base = "end the base URL of the client with /v1, once"

@@ -1,7 +1,7 @@
 """Prometheus metrics under the names that vLLM's dashboards know (`vllm:`), and a few of our own (`millrace:`).
 
-Counters and gauges are read from the engine loop when somebody asks; histograms are filled as answers come in. The
-warm-up's two tokens are counted too.
+Counters and gauges are read from the engine loop on each scrape; histograms are filled as answers complete. The two
+tokens of the warm-up are counted, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -97,19 +97,19 @@ class Metrics:
         self.registry.register(self._models)
 
     def for_model(self, model_name: str) -> "ModelMetrics":
-        """What its answers are measured with."""
+        """Return the histograms of a model."""
         return ModelMetrics(**{ours: histogram.labels(model_name) for ours, histogram in self._histograms.items()})
 
     def add(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """What a model's engine counts itself; asked whenever somebody asks here."""
+        """Add a source of a model's own metrics, which is called on each scrape."""
         self._models.sources.append(collect)
 
     def add_text(self, source: Callable[[], str]) -> None:
-        """As `add`, of what is in Prometheus' text format already."""
+        """Add a source of metrics that are already in Prometheus' text format."""
         self._texts.append(source)
 
     def count_response(self, path: str, method: str, status: int) -> None:
-        """`path` is a route's pattern, never what a client wrote, so that there are few."""
+        """Count a response. path: a route's pattern, without values from clients, so that there are few"""
         counters = self._answered.get((path, method, status))
         if counters is None:
             counters = self._answered[path, method, status] = (
@@ -120,7 +120,7 @@ class Metrics:
             counter.inc()
 
     def text(self) -> bytes:
-        """In Prometheus' text format, version 0.0.4."""
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
         return generate_latest(self.registry) + "".join(source() for source in self._texts).encode()
 
 
@@ -143,7 +143,7 @@ class ModelMetrics:
     params_max_tokens: Histogram
 
     def observe_finished(self, timings: Timings, n_prompt: int, n: int, max_tokens: int, longest: int) -> None:
-        """One request of the engine came to its regular end. `timings` are the engine clock's.
+        """Record an engine request that ended regularly. timings: by the engine's clock
 
         longest: tokens of its longest answer
         """
@@ -162,7 +162,7 @@ class ModelMetrics:
 
 
 class _Models(Collector):
-    """All models' own counters; those of one name are one family, with a line for each model."""
+    """Collector of all models' metrics; those of one name form one family with a line for each model."""
 
     def __init__(self) -> None:
         self.sources: list[Callable[[], Iterable[Metric]]] = []
@@ -178,7 +178,7 @@ class _Models(Collector):
 
 
 def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iterator[Metric]:
-    """What the engine loop of a language model counts, at this moment."""
+    """Yield the current metrics of a language model's engine loop."""
     used = max(n / max(1, n_all) for n, n_all in _used_pages(stats))
     yield gauge(model, "vllm:num_requests_running", "Sequences that hold KV pages", stats.running)
     yield gauge(
@@ -218,7 +218,7 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
 
 
 def _used_pages(stats: LoopStats) -> list[tuple[int, int]]:
-    """Of the caches without a window, then of those of each: pages in use, and all."""
+    """Return pages in use and all pages: of the caches without a window, then of each window."""
     return [(stats.pages_used, stats.pages_total), *((w.pages_used, w.pages_total) for w in stats.windows)]
 
 
@@ -247,7 +247,7 @@ def _tier_metrics(model: str, tier: TierStats) -> Iterator[Metric]:
 
 
 def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator[Metric]:
-    """The roofline's word beside what is measured. step_s: None before the first step."""
+    """Yield the roofline's bound of a decode step and its measured time. step_s: None before the first step"""
     help_text = "Least time of a decode step of what runs now, by this machine's measured roofline"
     yield gauge(model, "millrace:decode_step_bound_seconds", help_text, bound_s)
     if step_s is not None:
@@ -256,19 +256,19 @@ def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator
 
 
 def step_metrics(model: str, measured_s: float, predicted_s: float) -> Iterator[Metric]:
-    """A profile's word beside what is measured."""
+    """Yield the measured time of a step and the time that its profile predicts."""
     yield gauge(model, "millrace:step_seconds", "Measured time of a step, mean of the last 256", measured_s)
     help_text = "The same by the profile that was given, of the very same steps"
     yield gauge(model, "millrace:step_predicted_seconds", help_text, predicted_s)
 
 
 def gauge(model: str, name: str, help_text: str, value: float) -> Metric:
-    """One model's own; `_Models` puts those of several into one family."""
+    """Return one model's gauge; `_Models` merges those of several models into one family."""
     return _with_value(GaugeMetricFamily(name, help_text, labels=LABELS), model, value)
 
 
 def counter(model: str, name: str, help_text: str, value: float) -> Metric:
-    """As `gauge`, of what only grows."""
+    """Return one model's counter."""
     return _with_value(CounterMetricFamily(name, help_text, labels=LABELS), model, value)
 
 
@@ -287,7 +287,7 @@ def _finished(model: str, stats: LoopStats) -> Metric:
 
 
 def _iterations(model: str, stats: LoopStats) -> Metric:
-    """Sum and count are exact; the loop keeps no buckets."""
+    """Return the histogram of tokens per step; sum and count are exact, but the loop has no buckets."""
     family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed per engine step", labels=LABELS)
     family.add_metric((model,), [("+Inf", stats.steps_total)], stats.step_tokens_total)
     return family

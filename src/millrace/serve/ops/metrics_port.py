@@ -15,7 +15,7 @@ _MAX_CONNECTIONS = 32
 
 
 class MetricsListener:
-    """url: with the path"""
+    """A listener that serves only /metrics. url: with the path"""
 
     name = "metrics_url"
 

@@ -1,4 +1,4 @@
-"""Requests to language models and encoders as spans, with OpenTelemetry's names for generative models.
+"""OpenTelemetry spans of requests to language models and encoders, by the conventions for generative models.
 
 Source: semantic conventions of OpenTelemetry, "gen-ai"; times by the names that vLLM gives them.
 """
@@ -12,14 +12,14 @@ from millrace.model_repository.tracing.tracer import Tracer
 from millrace.serve.http.errors import CLIENT_CLOSED
 from millrace.serve.http.http_request import RequestContext, combine_duplicate_headers
 
-# What the paths of all protocols ask for; others are named by their last part.
+# Operation names by path; other paths are named by their last part.
 _OPERATIONS = {"chat/completions": "chat", "responses": "chat", "messages": "chat", "api/chat": "chat",
                "completions": "text_completion", "generate": "text_completion", "embeddings": "embeddings",
                "embed": "embeddings"}  # fmt: skip
 
 
 def trace(tracer: Tracer, call: RequestContext, scope: Scope) -> None:
-    """Of a tracer that is on. It has ended; where it was for a model it is told, or not, as the settings have it."""
+    """Export the span of a finished request to a model, if the tracer's settings sample it. tracer: is on"""
     if not call.model:
         return
     headers = combine_duplicate_headers(scope["headers"], b",")

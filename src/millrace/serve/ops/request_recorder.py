@@ -1,10 +1,10 @@
-"""`--record`: what a server was asked, without any text, as a trace that `millrace bench --input-file` replays.
+"""`--record`: a trace of a server's requests, without any text, which `millrace bench --input-file` replays.
 
-A line for each request that ended, in Mooncake's format: when it came (ms since 1970, UTC), how long prompt and
-answer were, and for each 512 tokens of the prompt a number, which is the same where prompts have begun alike so far.
-The numbers count up in the order in which beginnings were first seen: nothing can be computed back from them.
-Beside that what `millrace build --traffic` chooses by: how long it was there ("duration", ms), how long of that before
-its first step ("waited", ms), how many "choices" it had, up to how many tokens each where it said so ("max_tokens").
+One line for each request that ended, in Mooncake's format: arrival time (ms since 1970, UTC), lengths of prompt and
+answer, and a number for each 512 tokens of the prompt, which is equal for prompts with the same prefix up to there.
+The numbers count up in the order in which prefixes first occur, so nothing can be computed back from them.
+In addition, what `millrace build --traffic` uses: "duration" (ms), "waited" before its first step (ms), the number of
+"choices", and "max_tokens" if the request set it.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from millrace.runtime.request.request import Request
 from millrace.runtime.service import STOP_S, AsyncEngine, ServiceOptions
 from millrace.tune.trace_formats import BLOCK
 
-MAX_BYTES, MAX_BLOCKS = 1 << 30, 1 << 20  # of a file; of beginnings, of which the oldest are forgotten
+MAX_BYTES, MAX_BLOCKS = 1 << 30, 1 << 20  # bytes of a file; remembered prefixes, of which the oldest are dropped
 log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """A file that grows by a line for each request, up to MOST_BYTES."""
+    """A file that grows by one line for each request, up to MAX_BYTES."""
 
     def __init__(self, path: Path) -> None:
-        """raises ConfigError where there is such a file, or cannot be one"""
+        """Create the file. raises ConfigError if it exists or cannot be created"""
         try:
             self._file: FileIO | None = path.open("xb", buffering=0)  # a buffer would fail once more when it is closed
         except FileExistsError:
@@ -66,7 +66,7 @@ class Recorder:
             self._end(f"it has {MAX_BYTES} bytes")
 
     def _append(self, file: FileIO, data: bytes) -> None:
-        """raises OSError; the file has whole lines then, too: one that is torn would not be replayed"""
+        """Append a line. raises OSError, and then removes the partial line, which could not be replayed"""
         n_written = 0
         try:
             while n_written < len(data):  # a disk that gets full takes what it has room for
@@ -90,7 +90,7 @@ class Recorder:
         self.close()
 
     def _beginnings(self, prompt: IntArray) -> list[int]:
-        """Of each block, the last shorter one included, the number of all up to its end."""
+        """Return for each block, including a shorter last one, the number of the prefix up to its end."""
         numbers, digest = [], b""
         for start in range(0, len(prompt), BLOCK):
             block = prompt[start : start + BLOCK]
@@ -106,7 +106,7 @@ class Recorder:
 
 
 class RecordedEngine(AsyncEngine):
-    """Tells a recorder of each request when its last answer has come, cancelled ones included."""
+    """Engine that records each request once its last answer has ended, including cancelled ones."""
 
     def __init__(self, loop: EngineLoop, options: ServiceOptions, recorder: Recorder) -> None:
         super().__init__(loop, options)
@@ -129,7 +129,7 @@ class RecordedEngine(AsyncEngine):
 
 
 def content_of(request: Request) -> IntArray:
-    """Return the tokens of a prompt; for embedding rows, numbers that are equal only where rows are."""
+    """Return the tokens of a prompt; for embedding rows, numbers that are equal if the rows are."""
     if request.rows is None:
         return request.prompt
     digests = [hashlib.blake2b(row.tobytes(), digest_size=4).digest() for row in request.rows]
@@ -137,7 +137,7 @@ def content_of(request: Request) -> IntArray:
 
 
 def timing_fields(request: Request, context: int) -> dict[str, float]:
-    """What the line of a request that ended says of its stay; a limit that is the rest of the context is nobody's."""
+    """Return the timing fields of a finished request's line; max_tokens only if it is not the rest of the context."""
     timings, resolved = request.timings, request.resolved
     ended_s = timings.queued_s if timings.finished_s is None else timings.finished_s
     began_s = ended_s if timings.first_scheduled_s is None else timings.first_scheduled_s

@@ -1,4 +1,4 @@
-"""What happened to a request, step by step."""
+"""Traces of requests: their stages and steps with times."""
 
 import re
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ class StepReply(Struct):
 
 
 class TraceReply(Struct):
-    """One request. `null`: it has not come so far. steps: its last 512, of the last few thousand of all
+    """The trace of one request. `null`: not reached yet; steps: its last 512, among the last few thousand of all
 
-    Between two of these times lies one stage of its way: received, prepared, queued, computed, told.
+    Each stage lies between two of these times: received, prepared, queued, computed, sent.
     """
 
     id: str
@@ -57,7 +57,10 @@ class TraceList(Struct):
 
 
 def request_trace(models: Models, scope: Scope) -> Response:
-    """By the id of the call: x-request-id; `?steps=N`: the last N steps. raises HttpError with 404, RequestError"""
+    """Return the trace of a call by its x-request-id; `?steps=N`: the last N steps.
+
+    raises HttpError with 404, RequestError
+    """
     n_steps = _step_limit(scope)
     request_id: str = scope["path_params"]["request_id"]
     call: RequestContext = scope[CALL]
@@ -106,7 +109,7 @@ def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS
 
 
 def _prompt_token_s(steps: Sequence[StepRecord]) -> float | None:
-    """What a token of a prompt took of late: steps are shared by their tokens, so long prompts decide."""
+    """Return the recent time per prompt token; a step counts by its prompt tokens, so long prompts dominate."""
     n_prompt = took_s = 0.0
     for step in steps:
         n_own = int(step.parts["n_prompt"].sum())

@@ -1,4 +1,4 @@
-"""The last steps: a page of who was in prefill, decode or waiting; and what each computed, as data.
+"""The last steps as a page with prefill, decode and waiting sequences, and as data.
 
 If there are several API keys, each sees its own requests; a key with `role=admin` sees all.
 """
@@ -47,7 +47,7 @@ class StepEntry(Struct):
 
 
 class ScheduleReply(Struct):
-    """What bounds a step: the engine's limits, and how long prompts may keep running answers waiting."""
+    """Bounds of a step: the engine's limits, and how long prompts may delay running answers."""
 
     max_step_tokens: int
     max_sequences: int
@@ -72,14 +72,14 @@ class StepsReply(Struct):
 
 
 class StepList(Struct):
-    """Of each language model, the last 4,096 steps, or those of them after `?after=N`."""
+    """The last 4,096 steps of each language model, or those of them after `?after=N`."""
 
     data: list[StepsReply]
     object: str = "list"
 
 
 def steps(models: Models, scope: Scope) -> Response:
-    """Of a client's own requests alone, where there are several API keys. raises RequestError"""
+    """Return the last steps; if there are several API keys, only of the client's own requests. raises RequestError"""
     after, replies = _after(scope), []
     for backend in models.of_kind(TextBackend):
         loop, about = backend.model.engine.loop, backend.model.metadata
@@ -98,7 +98,7 @@ def steps(models: Models, scope: Scope) -> Response:
 
 
 def _visible_steps(loop: EngineLoop, call: RequestContext) -> tuple[StepRecord, ...]:
-    """Return the last steps as a client may see them: an API key, if there are several, only what was done for it."""
+    """Return the last steps that a client may see: with several API keys, only the work for its own requests."""
     steps = tuple(loop.history.steps)
     if not call.tenant or call.is_admin:
         return steps
@@ -129,7 +129,7 @@ def _after(scope: Scope) -> int:
 
 
 def timeline(models: Models, scope: Scope) -> Response:
-    """A page that needs no network and runs no script: save it, and it stays what it is."""
+    """Return a page that needs no network and no script, so that it can be saved."""
     pages = [
         {"name": backend.model.name, **_chart(_visible_steps(backend.model.engine.loop, scope[CALL])[-SHOWN_STEPS:])}
         for backend in models.of_kind(TextBackend)
@@ -141,7 +141,7 @@ def timeline(models: Models, scope: Scope) -> Response:
 
 
 def _chart(steps: Iterable[StepRecord]) -> dict[str, object]:
-    """A row for each sequence, a block for each of its steps: prompt tokens, a token drawn, or output once more."""
+    """Return the chart: a row per sequence, a block per step (prompt tokens, a sampled token, or recomputed output)."""
     steps = list(steps)
     if not steps:
         return {"rows": [], "height": TOP, "ticks": [], "n_steps": 0, "n_left_out": 0, "waiting": []}
@@ -172,7 +172,7 @@ def _chart(steps: Iterable[StepRecord]) -> dict[str, object]:
 
 
 def _without_pauses(steps: Sequence[StepRecord]) -> tuple[list[float], float]:
-    """When each begins, and the last one ends, where pauses in which nobody asked for anything are short."""
+    """Return when each step begins and the last one ends, with idle pauses shortened."""
     begins, now_s = [], 0.0
     for i, step in enumerate(steps):
         before = steps[i - 1] if i else step

@@ -52,7 +52,7 @@ _ERROR_TYPES = {
 
 
 def write_error(problem: HttpProblem) -> bytes:
-    """As Anthropic's clients expect it."""
+    """Encode an error in Anthropic's format."""
     kind = _ERROR_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     return msgspec.json.encode(AnthropicErrorReply(AnthropicError(kind, problem.message)))
 
@@ -61,7 +61,7 @@ _STREAM = StreamFraming(EVENT_STREAM, lambda problem: b"event: error\ndata: " + 
 
 
 async def messages(backend: TextBackend, call: RequestContext, request: MessagesRequest) -> ASGIApp:
-    """The response, or the stream that will be one. raises MillraceError"""
+    """Return the response, or the stream. raises MillraceError"""
     params = _params(request)
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: conversation_of(request, params))
     drop_large_fields(request)
@@ -76,7 +76,7 @@ async def messages(backend: TextBackend, call: RequestContext, request: Messages
 
 
 async def count_tokens(backend: TextBackend, call: RequestContext, request: CountRequest) -> ASGIApp:
-    """Of the prompt that these messages would have. raises MillraceError"""
+    """Count the tokens of the prompt that these messages would have. raises MillraceError"""
     conversation = await backend.off_loop(
         call.body_bytes > LARGE_BODY, lambda: conversation_of(request, SamplingParams())
     )
@@ -96,7 +96,7 @@ def _params(request: MessagesRequest) -> SamplingParams:
 
 
 def _form(request: MessagesRequest) -> StructuredOutputsParams | None:
-    """Return what `output_config.format`, or its older name `output_format`, holds the answer to."""
+    """Return the constraint of `output_config.format`, or of its older name `output_format`."""
     output_format = (request.output_config or {}).get("format") or request.output_format
     match output_format:
         case None:
@@ -110,7 +110,7 @@ def _form(request: MessagesRequest) -> StructuredOutputsParams | None:
 
 
 def conversation_of(request: CountRequest, params: SamplingParams) -> Conversation:
-    """As OpenAI's clients would have written it. raises RequestError naming the field"""
+    """Convert a request into a conversation with OpenAI's message shape. raises RequestError naming the field"""
     messages: list[Message] = []
     if request.system:
         messages.append(Message("system", _text(request.system, "system")))
@@ -160,7 +160,7 @@ def _choice(choice: Mapping[str, object] | None) -> tuple[object, bool]:
 
 
 def _messages(message: InMessage, where: str) -> Iterator[Message]:
-    """Results of tools are messages of their own, before what else the user says."""
+    """Yield the messages of one message; tool results become separate messages before the rest of the text."""
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return
@@ -191,7 +191,7 @@ def _messages(message: InMessage, where: str) -> Iterator[Message]:
 
 
 def _text(content: object, where: str) -> str:
-    """A text, or blocks of it."""
+    """Return a text, or the text of blocks. raises RequestError for other blocks"""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -215,7 +215,7 @@ def _no_block(where: str, block: object) -> RequestError:
 
 
 class _Answer:
-    """One message under way."""
+    """One message in progress."""
 
     def __init__(self, generation: GenerationStream, model: str) -> None:
         self._generation, self._model, self._id = generation, model, f"msg_{uuid.uuid4().hex}"
@@ -227,7 +227,7 @@ class _Answer:
         return OutMessage(self._id, self._model, content, reason, sequence, self._usage())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Blocks of events. raises GenerationFailedError"""
+        """Yield blocks of events. raises GenerationFailedError"""
         head = b""
         async for deltas in self._generation:
             if not head:  # goes out with the first token: before, the cache was not asked

@@ -1,4 +1,4 @@
-"""What Anthropic's clients may ask, and what goes back to them. source: the Messages API's reference, 2023-06-01"""
+"""Request and response structs of Anthropic's protocol. source: the Messages API's reference, 2023-06-01"""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -24,8 +24,10 @@ class InMessage(Struct, forbid_unknown_fields=True):
 
 
 def _left_out(messages: Sequence[InMessage]) -> list[str]:
-    """Remove what tools of Anthropic's servers were called with and gave (`server_tool_use`, `web_search_tool_result`);
-    return their types as the client is told of them."""
+    """Remove calls and results of Anthropic's hosted tools (`server_tool_use`, `web_search_tool_result`).
+
+    Return their types as reported to the client.
+    """
     kinds = set[str]()
     for message in messages:
         if isinstance(message.content, str):
@@ -43,7 +45,7 @@ def _foreign(block: Mapping[str, Any]) -> str | None:
 
 
 class CountRequest(TermsFields, kw_only=True):
-    """What a conversation's prompt is made of. Terms change no count: a client may send both endpoints the same."""
+    """Fields that determine a conversation's prompt. Queue options change no count, but clients may send them, too."""
 
     IGNORED_FIELDS: ClassVar = frozenset(
         [
@@ -107,7 +109,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class OutUsage(Struct):
-    """input_tokens: without those that were found in the prefix cache"""
+    """Token usage. input_tokens: without those found in the prefix cache"""
 
     input_tokens: int
     output_tokens: int
@@ -116,7 +118,7 @@ class OutUsage(Struct):
 
 
 class OutBlock(Struct):
-    """Of one type each: text; thinking, with a signature that is empty here; tool_use."""
+    """A block of one type: text; thinking, with an empty signature; tool_use."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | UnsetType = UNSET
@@ -139,7 +141,7 @@ class OutMessage(Struct):
 
 
 class MessageEvent(Struct):
-    """One event of a stream: of the type in its `type`, with what such an event carries."""
+    """One event of a stream; `type` decides which fields are set."""
 
     type: str
     message: OutMessage | UnsetType = UNSET
@@ -150,7 +152,7 @@ class MessageEvent(Struct):
 
 
 class AnthropicModel(Struct):
-    """created_at: RFC 3339"""
+    """One model. created_at: RFC 3339"""
 
     id: str
     display_name: str
@@ -159,7 +161,7 @@ class AnthropicModel(Struct):
 
 
 class AnthropicModels(Struct):
-    """All of them: there are no further pages."""
+    """All models; there are no further pages."""
 
     data: list[AnthropicModel]
     first_id: str | None

@@ -1,4 +1,4 @@
-"""POST /api/embed and the older /api/embeddings: vectors of texts, as Ollama's clients ask. source: docs/api.md"""
+"""POST /api/embed and the older /api/embeddings: vectors of texts for Ollama's clients. source: docs/api.md"""
 
 import time
 from typing import Annotated, Any, ClassVar
@@ -18,7 +18,7 @@ from millrace.serve.llm.request_types import Body, described
 from millrace.serve.llm.unsupported_fields import IGNORED_OPTIONS, LLAMA_NOT_YET
 from millrace.serve.protocols.ollama.protocol import without_latest
 
-# Options of a model are about answers, memory and threads: none changes a vector.
+# Options of a model concern answers, memory and threads: none changes a vector.
 _OPTIONS = frozenset([*IGNORED_OPTIONS, *LLAMA_NOT_YET, "temperature", "top_k", "top_p", "min_p", "seed", "stop"])
 
 
@@ -65,7 +65,7 @@ class EmbeddingsReply(Struct):
 
 
 async def embed(backend: EncoderBackend, call: RequestContext, request: EmbedRequest) -> ASGIApp:
-    """A vector of length 1 for each text; without one, the model is there. raises MillraceError"""
+    """Return a vector of length 1 for each text; without texts, report the model as loaded. raises MillraceError"""
     check_dimensions(request.dimensions, backend.limits.width, backend.model.matryoshka)
     texts = [request.input] if isinstance(request.input, str) else list(request.input)
     if not any(texts):
@@ -90,7 +90,7 @@ async def embed(backend: EncoderBackend, call: RequestContext, request: EmbedReq
 
 
 async def embeddings(backend: EncoderBackend, call: RequestContext, request: EmbeddingsRequest) -> ASGIApp:
-    """The vector of one text, as the model gives it. raises MillraceError"""
+    """Return the vector of one text, as the model computes it. raises MillraceError"""
     if not request.prompt:
         return finish_reply(backend, call, msgspec.json.encode(EmbeddingsReply([])))
     ids = await token_ids(backend, request.prompt, "prompt", truncate=ALL)

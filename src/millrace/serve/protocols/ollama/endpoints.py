@@ -1,4 +1,4 @@
-"""Ollama's protocol, so that desktop clients work: /api/chat, generate, embed, tags, show, ps and version.
+"""Ollama's protocol, for desktop clients: /api/chat, generate, embed, tags, show, ps and version.
 
 Streams are lines of JSON. source: Ollama's docs/api.md, 0.12
 """
@@ -76,7 +76,7 @@ _STREAM = StreamFraming(LINES.encode(), lambda problem: write_error(problem) + b
 
 
 async def chat(backend: TextBackend, call: RequestContext, request: OllamaChatRequest) -> ASGIApp:
-    """The response, or the stream that will be one; without messages, the model is there. raises MillraceError"""
+    """Return the response, or the stream; without messages, report the model as loaded. raises MillraceError"""
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(request, backend))
     if not conversation.messages:
         return _load_reply(
@@ -88,7 +88,10 @@ async def chat(backend: TextBackend, call: RequestContext, request: OllamaChatRe
 
 
 async def generate(backend: TextBackend, call: RequestContext, request: OllamaGenerateRequest) -> ASGIApp:
-    """A prompt as the user's message; with `raw`, as it is; without one, the model is there. raises MillraceError"""
+    """Answer a prompt as a user message, or as it is with `raw`; without one, report the model as loaded.
+
+    raises MillraceError
+    """
     params, terms = _params(request, backend), request_options(request)
     if not request.prompt:
         return _load_reply(call, request, OllamaReply(model=call.model, created_at=_now(), response=""))
@@ -121,13 +124,13 @@ def _conversation(request: OllamaChatRequest, backend: TextBackend) -> Conversat
 
 
 def _load_reply(call: RequestContext, request: OllamaRequest, reply: OllamaReply) -> Response:
-    """Clients ask so when a model is chosen, or to be let go of; this server's is there as long as the server is."""
+    """Answer a load or unload request of a client that chooses or releases a model; the model always stays loaded."""
     reply.done, reply.done_reason = True, "unload" if request.keep_alive in (0, "0", "0s") else "load"
     return Response(msgspec.json.encode(reply) + b"\n", media_type=LINES if request.stream is not False else None)
 
 
 class _Answer:
-    """One answer under way. Calls of tools are told when they are complete: they are objects here."""
+    """One answer in progress. Tool calls are sent when they are complete, because their arguments are objects."""
 
     def __init__(self, generation: GenerationStream, call: RequestContext, is_chat: bool) -> None:
         self._generation, self._call, self._is_chat = generation, call, is_chat
@@ -135,7 +138,7 @@ class _Answer:
         self._n_sent_calls = 0  # calls
 
     async def response(self, backend: TextBackend, streams: bool) -> ASGIApp:
-        """raises GenerationFailedError"""
+        """Return the response, or the stream. raises GenerationFailedError"""
         if streams:
             return EventStream(self._generation, self._lines(), _STREAM)
         async with self._generation:
@@ -176,7 +179,7 @@ class _Answer:
         return reply
 
     def _count(self, reply: OllamaReply, last: Delta) -> None:
-        """What it took, in the last line."""
+        """Add the durations and counts to the last line."""
         reply.done, finish = True, self._generation.finish_of(last)
         reply.done_reason = "length" if finish == "length" else "stop"
         timings, usage = self._generation.handle.requests[0].timings, self._generation.usage
@@ -189,7 +192,7 @@ class _Answer:
 
 
 def tags(models: Models, scope: Scope) -> Response:
-    """The models of text, in Ollama's shape."""
+    """Return the language models and encoders in Ollama's shape."""
     able = [*models.of_kind(TextBackend), *models.of_kind(EncoderBackend)]
     return json_reply(OllamaModels([_model(b, name) for b in able for name in b.model.listed_names]))
 
@@ -211,7 +214,7 @@ async def show(backend: TextBackend, call: RequestContext, request: OllamaShowRe
 
 
 def _parameters(backend: TextBackend) -> str:
-    """The model's own settings, as a Modelfile has them."""
+    """Return the model's own settings, as in a Modelfile."""
     theirs = {ours: name for name, ours in OPTIONS.items()}
     own = {} if backend.defaults_origin else backend.defaults
     return "\n".join(f"{theirs[name]} {value:g}" for name, value in own.items())
@@ -222,7 +225,7 @@ def version(models: Models, scope: Scope) -> Response:
 
 
 def _params(request: OllamaRequest, backend: TextBackend) -> SamplingParams:
-    """The model's own settings count before Ollama's defaults, as in Ollama. raises RequestError"""
+    """Return the sampling parameters; the model's own settings override Ollama's defaults. raises RequestError"""
     own = {} if backend.defaults_origin else backend.defaults
     fields: dict[str, Any] = {**DEFAULTS, **own}
     for name, value in (request.options or {}).items():  # what changes nothing was taken out of them
@@ -269,7 +272,7 @@ def _message(i: int, message: OllamaMessage) -> Message:
 
 
 def with_call_ids(messages: list[Message]) -> list[Message]:
-    """Give each call an id, and each result that of its call: by its name, else in their order.
+    """Give each tool call an id, and each result the id of its call, by name or in order.
 
     Ollama's clients send none, and some chat templates require them.
     """
@@ -309,7 +312,7 @@ def _details(backend: Backend) -> OllamaDetails:
 
 
 def _count(n: int) -> str:
-    """As Ollama writes it: 1.1B, 134.52M."""
+    """Format a number of parameters as Ollama does: 1.1B, 134.52M."""
     return f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M" if n >= 1e6 else f"{n / 1e3:.0f}K"
 
 

@@ -1,4 +1,4 @@
-"""What Ollama's clients may ask, and what goes back to them. source: Ollama's docs/api.md, 0.12"""
+"""Request and response structs of Ollama's protocol. source: Ollama's docs/api.md, 0.12"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,12 +32,12 @@ NAMES: Mapping[str, str] = {
 
 
 def without_latest(model: str | None) -> str | None:
-    """Return the name without the tag that clients put behind every name."""
+    """Return a model's name without the tag that clients append to every name."""
     return None if model is None else model.removesuffix(":latest")
 
 
 def ignored_options(options: dict[str, Any] | None) -> list[str]:
-    """Leave only what samples in `options`, and return what changes nothing. raises RequestError for what would"""
+    """Keep only sampling options, and return those that change nothing. raises RequestError for unsupported ones"""
     if not options:
         return []
     ignored = list[str]()
@@ -149,7 +149,7 @@ class OutOllamaMessage(Struct):
 
 
 class OllamaReply(Struct, kw_only=True):
-    """A line of a stream, or all of it. Durations are nanoseconds; those and the counts are in the last one."""
+    """A line of a stream, or a complete answer. Durations are nanoseconds; the last line has them and the counts."""
 
     model: str
     created_at: str

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages to an answer, whole or as a stream of events."""
+"""POST /v1/chat/completions: the answer to a conversation, complete or as a stream of events."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -38,7 +38,7 @@ from millrace.serve.protocols.openai.replies import (
 
 
 async def chat_completions(backend: TextBackend, call: RequestContext, request: ChatRequest) -> ASGIApp:
-    """The response, or the stream that will be one. raises MillraceError"""
+    """Return the response, or the stream. raises MillraceError"""
     ignore_thinking(backend, call, request)
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, request))
     drop_large_fields(request)
@@ -53,7 +53,7 @@ async def chat_completions(backend: TextBackend, call: RequestContext, request: 
 
 
 def _conversation(request: ChatRequest) -> Conversation:
-    """raises RequestError"""
+    """Return the conversation of a request. raises RequestError"""
     has_tools = request.tools is not None or request.tool_choice is not None
     return Conversation(
         messages=request.messages, params=chat_params(request), terms=request_options(request),
@@ -64,14 +64,14 @@ def _conversation(request: ChatRequest) -> Conversation:
 
 
 class _Answer:
-    """One chat completion under way."""
+    """One chat completion in progress."""
 
     def __init__(self, backend: TextBackend, generation: GenerationStream, answer_id: str, model: str) -> None:
         self._backend, self._generation = backend, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
 
     async def response(self) -> Response:
-        """raises GenerationFailedError"""
+        """Return the complete response. raises GenerationFailedError"""
         logprobs = [CollectedChatLogprobs() for _ in range(self._generation.n_choices)]
 
         def named(delta: Delta) -> int:
@@ -106,16 +106,14 @@ class _Answer:
         )
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
-        """Blocks of events. raises GenerationFailedError"""
+        """Yield blocks of events. raises GenerationFailedError"""
         roles = [
             ChatChunkChoice(index=i, delta=ChatDelta(role="assistant", content=""))
             for i in range(self._generation.params.n)
         ]
         first = self._chunk(roles, usage)
         first.millrace = self._generation.seed_echo
-        head = encode_events(
-            [first]
-        )  # goes out with the first token: whoever takes the first event for it is not misled
+        head = encode_events([first])  # sent with the first token, so that clients do not take it for the first token
         is_plain = self._generation.params.logprobs is None and not usage.always
         plain = TextDeltaEncoder(b'"content"', partial(self._empty, usage)) if is_plain else None
         async for deltas in self._generation:
@@ -130,7 +128,7 @@ class _Answer:
             yield encode_events([last])
 
     def _block(self, deltas: list[Delta], usage: StreamUsage, plain: TextDeltaEncoder | None) -> bytes:
-        """plain: of events that say nothing but a text, where there are such"""
+        """Encode the events of deltas. plain: the encoder of events with nothing but text, if these may occur"""
         events = []
         for delta in deltas:
             parsed = self._generation.parse_delta(delta)
@@ -141,7 +139,7 @@ class _Answer:
         return b"".join(events)
 
     def _empty(self, usage: StreamUsage, choice: int) -> ChatChunk:
-        """What an event in the middle of a stream would be without its text."""
+        """Return an event in the middle of a stream with an empty text."""
         return self._chunk([ChatChunkChoice(choice, ChatDelta(content=""))], usage)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: StreamUsage) -> ChatChunk:
@@ -150,7 +148,7 @@ class _Answer:
         return chunk
 
     def _choice(self, delta: Delta, parsed: ParsedDelta) -> ChatChunkChoice | None:
-        """None where there is nothing to say yet: half a character, or the beginning of a mark."""
+        """Return the choice of a delta; None if it is empty: half a character, or the beginning of a mark."""
         choice = ChatChunkChoice(delta.index, ChatDelta())
         if parsed.content:
             choice.delta.content = parsed.content

@@ -1,4 +1,4 @@
-"""POST /v1/completions: one or several prompts, as texts or token ids, to their continuations."""
+"""POST /v1/completions: continuations of one or several prompts, given as texts or token ids."""
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -40,7 +40,7 @@ _ID_BYTES = 8  # of a token id, as text
 
 
 async def completions(backend: TextBackend, call: RequestContext, request: CompletionRequest) -> ASGIApp:
-    """The response, or the stream that will be one. raises MillraceError"""
+    """Return the response, or the stream. raises MillraceError"""
     model = call.model
     params, terms = completion_params(request), request_options(request)
     if delivered := parse_resume_token_ids(request.resume_token_ids):
@@ -78,10 +78,10 @@ async def completions(backend: TextBackend, call: RequestContext, request: Compl
 
 
 class _Answer:
-    """One completion request under way.
+    """One completion request in progress.
 
-    echoes: each prompt, where that is asked for. prompt_only: nothing else is: the token that was drawn, for
-    the engine draws one at least, is not told. with_ids: token ids are
+    echoes: the prompts to return, or None; prompt_only: return nothing but the prompt (the engine samples at least one
+    token, which is left out); with_ids: return token ids
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class _Answer:
             ]
 
     async def response(self) -> Response:
-        """raises GenerationFailedError"""
+        """Return the complete response. raises GenerationFailedError"""
         logprobs = [CollectedCompletionLogprobs() for _ in range(self._generation.n_choices)]
         for choice, piece in self._first_logprobs():
             logprobs[choice].add(piece)
@@ -151,7 +151,7 @@ class _Answer:
         return usage_of(handle.n_prompt, 0, handle.n_cached) if self._prompt_only else self._generation.usage
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
-        """Blocks of events. raises GenerationFailedError"""
+        """Yield blocks of events. raises GenerationFailedError"""
         seed_echo: SeedEcho | None = self._generation.seed_echo  # told in the first event
         is_plain = not (self._offsets or self._prompt_only or self._with_ids or usage.always)
         plain = TextDeltaEncoder(b'"text"', partial(self._empty, usage)) if is_plain else None
@@ -185,7 +185,7 @@ class _Answer:
         return self._events(blocks, usage, seed_echo) if blocks else b""
 
     def _empty(self, usage: StreamUsage, choice: int) -> CompletionReply:
-        """What an event in the middle of a stream would be without its text."""
+        """Return an event in the middle of a stream with an empty text."""
         reply = self._reply([CompletionChoice(choice, "", None, None)])
         reply.usage = usage.for_choice(choice)
         return reply
@@ -202,7 +202,7 @@ class _Answer:
         return CompletionReply(self._id, self._created, self._model, choices, self._backend.fingerprint)
 
     def _choices(self, delta: Delta) -> list[CompletionChoice]:
-        """What a delta says: mostly one, but a prompt's log probabilities and those of its answer are two."""
+        """Return a delta's choices: mostly one, but two if it has log probabilities of prompt and answer."""
         pieces: list[CompletionLogprobs | None] = [*self._logprobs(delta)] or [None]
         choices = [CompletionChoice(delta.index, "", piece, None) for piece in pieces]
         if not self._prompt_only:
@@ -218,7 +218,7 @@ class _Answer:
         return choices
 
     def _first_logprobs(self) -> Iterator[tuple[int, CompletionLogprobs]]:
-        """Of each choice, its echoed prompt's first token."""
+        """Yield for each choice the entry of its echoed prompt's first token."""
         if self._echoes is not None:
             for choice, offsets in enumerate(self._offsets):
                 prompt = self._generation.handle.requests[choice // self._generation.params.n].prompt
@@ -237,7 +237,7 @@ class _Answer:
 
 
 def _text_before(request: Request, delivered: Sequence[int]) -> Sequence[int] | None:
-    """Return the tokens that an answer's text continues; None if there are only embedding rows."""
+    """Return the tokens that an answer's text continues; None if the prompt is only embedding rows."""
     return None if request.rows is not None and not delivered else [*_ids(request), *delivered]
 
 
@@ -248,7 +248,7 @@ def _ids(request: Request) -> list[int]:
 
 
 def _finish(delta: Delta) -> Literal["stop", "length"]:
-    """Of a choice's last delta; errors and aborts have been raised before."""
+    """Return the finish reason of a choice's last delta; errors and aborts have been raised before."""
     assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
     return "length" if delta.finish_reason is FinishReason.LENGTH else "stop"
 
@@ -273,7 +273,7 @@ async def _rows(request: CompletionRequest, call: RequestContext, backend: TextB
 def _prompts(
     prompt: str | list[str | int | list[int]] | None, n: int, max_tokens: int | None, backend: TextBackend
 ) -> list[str | list[int]]:
-    """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
+    """Return prompts, written in any of four ways, as texts and token-id lists; overlong ones are refused first."""
     if prompt is None:
         raise RequestError("prompt is missing", "a text, token ids, or several", "add prompt", "prompt")
     is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
@@ -296,7 +296,7 @@ def _check_number(n_sequences: int, backend: TextBackend) -> None:
 async def _tokens(
     backend: TextBackend, inputs: list[str | list[int]], max_tokens: int | None, special: bool
 ) -> list[list[int]]:
-    """All prompts are of one kind: texts or token ids."""
+    """Return the tokens of prompts, which are all texts or all token ids."""
     texts = [prompt for prompt in inputs if isinstance(prompt, str)]
     prompts = [prompt for prompt in inputs if not isinstance(prompt, str)]
     if texts:

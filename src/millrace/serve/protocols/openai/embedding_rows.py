@@ -1,4 +1,4 @@
-"""`prompt_embeds` of a request as rows: lists of numbers, or base64 of a safetensors file with one tensor.
+"""Decoding of `prompt_embeds` into rows: lists of numbers, or base64 of a safetensors file with one tensor.
 
 Format: https://github.com/huggingface/safetensors#format
 """

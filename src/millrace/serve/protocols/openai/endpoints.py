@@ -1,4 +1,4 @@
-"""OpenAI's protocol with vLLM's and NIM's additions: its table of endpoints."""
+"""Table of the endpoints of OpenAI's protocol, with vLLM's and NIM's additions."""
 
 from collections.abc import Mapping
 
@@ -63,18 +63,18 @@ def _text(
     reply: type,
     event: type | None = None,
 ) -> HttpEndpoint:
-    """Of a language model."""
+    """Return an endpoint of language models."""
     operation = Operation("POST", path, summary, True, request, reply, event, example=_EXAMPLES[request])
     return HttpEndpoint(operation, handler, TextBackend, names=request.NAMES)
 
 
 def _of_response(method: str, path: str, handler: GetHandler, summary: str, reply: type) -> HttpEndpoint:
-    """Of one that is stored; nothing is sent but its id."""
+    """Return an endpoint of stored responses; requests have nothing but an id."""
     return HttpEndpoint(Operation(method, path, summary, True, None, reply), get_handler=handler)
 
 
 def _encoder(path: str, handler: PostHandler, summary: str, request: type[Body], reply: type) -> HttpEndpoint:
-    """Of an encoder of texts."""
+    """Return an endpoint of text encoders."""
     operation = Operation("POST", path, summary, True, request, reply, example=_EXAMPLES[request])
     return HttpEndpoint(operation, handler, EncoderBackend)
 

@@ -24,7 +24,7 @@ class ToolCallReply(Struct):
 
 
 class AssistantMessage(Struct):
-    """content: null where the answer is nothing but calls"""
+    """The assistant's message. content: null if the answer has only tool calls"""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -58,7 +58,7 @@ class FunctionDelta(Struct):
 
 
 class ToolCallDelta(Struct):
-    """The first of a call has its id and name, all further arguments alone."""
+    """A part of a tool call: the first has its id and name, all further ones only arguments."""
 
     index: int
     function: FunctionDelta
@@ -82,7 +82,7 @@ class ChatChunkChoice(Struct):
 
 
 class ChatChunk(Struct):
-    """One event of a chat stream. `usage` is there, null until the last, when it was asked for."""
+    """One event of a chat stream. If requested, `usage` is present, and null until the last event."""
 
     id: str
     created: int
@@ -108,7 +108,7 @@ class CompletionChoice(Struct):
 
 
 class CompletionReply(Struct):
-    """A whole answer; in a stream, every event is one of these, with the text that is new."""
+    """A complete answer; in a stream, every event is one of these, with the new text."""
 
     id: str
     created: int

@@ -1,7 +1,7 @@
-"""POST /v1/score and /v1/rerank: how near texts are to one another, by the cosine of their vectors.
+"""POST /v1/score and /v1/rerank: similarity of texts, by the cosine of their vectors.
 
-With a model of embeddings, as vLLM answers with one: each text is read by itself. (Models that read both texts at once
-are another family.)
+With an embedding model, as in vLLM: each text is encoded by itself. (Cross-encoders, which read both texts at once, are
+another family.)
 """
 
 import time
@@ -20,11 +20,11 @@ from millrace.serve.llm.encoder_requests import RerankRequest, ScoreRequest
 from millrace.serve.llm.request_decoding import drop_large_fields
 from millrace.serve.llm.response_types import EmbeddingUsage, Ranked, RankedText, RerankReply, Score, ScoreReply
 
-_ROW_BYTES = 3 * FLOAT_BYTES  # of a score with its names, at most
+_ROW_BYTES = 3 * FLOAT_BYTES  # of a score with its JSON keys, at most
 
 
 async def score(backend: EncoderBackend, call: RequestContext, request: ScoreRequest) -> ASGIApp:
-    """Of one text and each of the others, or of pairs. raises MillraceError"""
+    """Score one text against each of the others, or pairs of texts. raises MillraceError"""
     first, second = (list(t) if isinstance(t, list) else [t] for t in (request.text_1, request.text_2))
     drop_large_fields(request)
     if len(first) not in (1, len(second)):
@@ -43,7 +43,7 @@ async def score(backend: EncoderBackend, call: RequestContext, request: ScoreReq
 
 
 async def rerank(backend: EncoderBackend, call: RequestContext, request: RerankRequest) -> ASGIApp:
-    """Documents by how near they are to the query, the nearest first. raises MillraceError"""
+    """Return documents by similarity to the query, the most similar first. raises MillraceError"""
     if request.top_n is not None and request.top_n < 0:
         raise RequestError(f"top_n is {request.top_n}", "at least 0, which is all", "correct it", "top_n")
     texts = [d if isinstance(d, str) else d.text for d in request.documents]
@@ -83,7 +83,7 @@ async def _cosines(
 
 
 def cosines(vectors: Vectors, first: int) -> NDArray[np.float64]:
-    """Of `first` vectors, one or as many as the others, with each of these behind them; 0 where one is all zeros."""
+    """Return cosines of the `first` vectors (one, or as many as the rest) with the rest; 0 if a vector is zero."""
     exact = vectors.astype(np.float64)
     a, b = exact[:first], exact[first:]
     length = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)

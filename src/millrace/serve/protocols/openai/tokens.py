@@ -21,9 +21,9 @@ _PIECE = 1 << 15  # tokens whose JSON is written at once: some milliseconds
 
 
 async def tokenize(backend: TextBackend, call: RequestContext, request: TokenizeRequest) -> ASGIApp:
-    """The token ids that a completion's prompt or a chat's messages would have. raises MillraceError
+    """Return the token ids of a completion's prompt or a chat's messages. raises MillraceError
 
-    A text may be longer than the context: whoever cuts it into pieces wants to know by how much.
+    A text may be longer than the context, so that clients can cut it into pieces.
     """
     if (request.prompt is None) == (request.messages is None):
         raise RequestError(
@@ -57,7 +57,7 @@ def _encoded(ids: Sequence[int], values: Callable[[Sequence[int]], Sequence[int 
 
 
 async def detokenize(backend: TextBackend, call: RequestContext, request: DetokenizeRequest) -> ASGIApp:
-    """The text of these ids, special tokens included. raises MillraceError"""
+    """Return the text of token ids, special tokens included. raises MillraceError"""
     max_tokens, n_vocabulary = backend.model.max_context, backend.model.engine.limits.vocab_size
     if len(request.tokens) > max_tokens:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""One response under way: what is known of it, and its events."""
+"""A response in progress: its reply so far, and its events."""
 
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ N_CLOSING = 4  # events at the end of a text that have all of its log probabilit
 
 @dataclass(frozen=True, slots=True)
 class _DecodedDelta:
-    """A delta, what it says, and the log probabilities of its text."""
+    """A delta, its parsed parts, and the log probabilities of its text."""
 
     delta: Delta
     parsed: ParsedDelta
@@ -44,7 +44,7 @@ class _DecodedDelta:
 
 
 class ActiveResponse:
-    """Its reply is what is known so far."""
+    """One response in progress. reply: its state so far"""
 
     def __init__(self, backend: TextBackend, generation: GenerationStream, reply: ResponseReply) -> None:
         self.generation, self.reply, self._backend = generation, reply, backend
@@ -59,7 +59,7 @@ class ActiveResponse:
             self._of_content = ContentLogprobs(backend.model.tokenizer, request.prompt.tolist(), skips)
 
     async def take(self, deltas: list[Delta]) -> None:
-        """raises GenerationFailedError"""
+        """Add deltas to the response. raises GenerationFailedError"""
         decoded = await self._read(deltas)
         if self.is_cancelled:  # what was said by then is settled
             return
@@ -70,7 +70,7 @@ class ActiveResponse:
                 self._finish(read.delta)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Blocks of events. raises GenerationFailedError"""
+        """Yield blocks of events. raises GenerationFailedError"""
         head = self._event("response.created", response=self.reply) + self._event(
             "response.in_progress", response=self.reply
         )
@@ -94,35 +94,35 @@ class ActiveResponse:
         self.reply.status, self.reply.error = "failed", ResponseError(problem.code or "server_error", problem.message)
 
     def cancel(self) -> None:
-        """By a request of its own. Nothing more is taken; one that is complete stays it."""
+        """Cancel the response at a client's request. A complete response stays complete."""
         self.is_cancelled = True
         self.generation.handle.cancel()
 
     def end(self) -> None:
-        """Nobody answers it any more: where it is not complete, what there is remains."""
+        """End the response; if it is not complete, its output so far remains."""
         if self.reply.status == "in_progress":
             self.reply.status = "cancelled"
         if self.reply.usage is None:
             self._settle()
 
     def last_event(self) -> bytes:
-        """Of a stream that does not come to a regular end."""
+        """Return the last event of a stream that does not end regularly."""
         kind = "failed" if self.reply.status == "failed" else "incomplete"
         return self._event(f"response.{kind}", response=self.reply)
 
     def reader_too_slow_event(self) -> bytes:
-        """To a reader of a response in the background, which takes too little."""
+        """Return the event for a client that reads a background response too slowly."""
         message = f"too much was left unread; the answer goes on: ask for /v1/responses/{self.reply.id}"
         return self._event("error", code="reader_too_slow", message=message)
 
     @property
     def has_output(self) -> bool:
-        """Something: a conversation can go on from it."""
+        """Return whether there is output, so that a conversation can continue from it."""
         return bool(self._blocks.all) or self.reply.status in ("completed", "incomplete")
 
     @property
     def message(self) -> Message:
-        """As the next request's conversation has it."""
+        """Return the answer as a message of the next request's conversation."""
         calls = [ToolCall(CalledFunction(block.name, block.text), block.call_id) for block in self._blocks.calls()]
         text, thoughts = self._blocks.text(BlockKind.TEXT), self._blocks.text(BlockKind.REASONING)
         content = text if text or not calls else None
@@ -135,7 +135,7 @@ class ActiveResponse:
         ]
 
     async def _text_logprobs(self, delta: Delta, parsed: ParsedDelta) -> TextLogprobs:
-        """The log probabilities of the text that a delta adds; in a thread where naming their tokens takes long."""
+        """Return the log probabilities of the text that a delta adds; computed in a thread if they are many."""
         tokens = self._of_content.take(delta, parsed) if self._of_content is not None else ()
         if not tokens:
             return ()
@@ -143,7 +143,7 @@ class ActiveResponse:
         return await self._backend.encode_off_loop(is_much, lambda: chat_logprobs(tokenizer, tokens).content)
 
     def _add(self, read: _DecodedDelta, n_copies: int = 1) -> Iterator[tuple[BlockChange, TextLogprobs]]:
-        """What it does to the blocks, and the log probabilities of what is added. raises GenerationFailedError
+        """Yield the changes of blocks, with the log probabilities of added text. raises GenerationFailedError
 
         n_copies: of all log probabilities, that will be written
         """
@@ -160,7 +160,7 @@ class ActiveResponse:
     def _encode_step(
         self, head: bytes, happened: list[tuple[BlockChange, TextLogprobs]], is_last: bool
     ) -> Iterator[bytes]:
-        """All events of a step at once; but each by itself that has all of a text's log probabilities.
+        """Yield all events of a step as one block, except those that have all of a text's log probabilities.
 
         In the background they wait in a queue anyhow, which takes what a step has to tell as one.
         """
@@ -188,7 +188,7 @@ class ActiveResponse:
             self.on_finish()
 
     def _settle(self, is_cut_off: bool = False) -> None:
-        """What there is goes into the reply, with what it took."""
+        """Write output and usage so far into the reply."""
         self.reply.output = [self._item(block, self._status(block, is_cut_off)) for block in self._blocks.all]
         usage = self.generation.usage
         self.reply.usage = ResponseUsage(
@@ -198,11 +198,11 @@ class ActiveResponse:
         )  # fmt: skip
 
     def _status(self, block: AnswerBlock, is_cut_off: bool) -> str:
-        """Of a block that is over: the last one's end is where the answer was cut off."""
+        """Return the status of a finished block; if the answer was cut off, its last block is incomplete."""
         return "incomplete" if is_cut_off and block is self._blocks.all[-1] else "completed"
 
     def _item(self, block: AnswerBlock, status: str, text: str | None = None) -> Item:
-        """text: another one than the block's"""
+        """Return a block as an item. text: replaces the block's"""
         while len(self._item_ids) <= block.index:
             self._item_ids.append(uuid.uuid4().hex)
         own_id, text = self._item_ids[block.index], block.text if text is None else text
@@ -215,12 +215,12 @@ class ActiveResponse:
                 return CallItem(f"fc_{own_id}", block.call_id, block.name, text, status)
 
     def _part(self, block: AnswerBlock) -> OutputText:
-        """All of its text so far."""
+        """Return a block's text so far as a part."""
         logprobs = self._logprobs.get(block.index)
         return OutputText(block.text, logprobs=[] if logprobs is None else logprobs.so_far())
 
     def _events(self, turn: BlockEvent, block: AnswerBlock, text: str, named: TextLogprobs = ()) -> Iterator[bytes]:
-        """named: of the text that was added"""
+        """Yield the events of a change. named: log probabilities of the added text"""
         is_closed = turn is BlockEvent.CLOSED
         status = self._status(block, self.reply.status == "incomplete") if is_closed else "in_progress"
         item = self._item(block, status, None if is_closed else "")

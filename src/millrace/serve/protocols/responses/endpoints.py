@@ -1,6 +1,6 @@
-"""POST /v1/responses: OpenAI's newer protocol, whole, as a stream of events, or in the background.
+"""POST /v1/responses: OpenAI's newer protocol, complete, as a stream of events, or in the background.
 
-What is stored can be asked for, cancelled and deleted by its id, and gone on from by the next request.
+Stored responses can be retrieved, cancelled and deleted by id, and continued by the next request.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ from millrace.serve.protocols.responses.input import echoed_fields, messages_of,
 from millrace.serve.protocols.responses.protocol import DeletedReply, ResponseReply, ResponsesRequest
 from millrace.serve.protocols.responses.store import MAX_STORED_BYTES, ResponseStore, StoredResponse
 
-MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a response in the background
+MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a background response
 
 
 async def create(backend: TextBackend, call: RequestContext, request: ResponsesRequest) -> ASGIApp:
-    """The response, or the stream that will be one. raises MillraceError"""
+    """Return the response, or the stream. raises MillraceError"""
     previous = (
         backend.responses.previous(request.previous_response_id, call.tenant) if request.previous_response_id else None
     )
@@ -77,7 +77,7 @@ async def create(backend: TextBackend, call: RequestContext, request: ResponsesR
 
 
 def _fit(stored: StoredResponse, reply: ResponseReply) -> None:
-    """Not to be kept where it is too large before its answer. raises RequestError where it has to be asked for"""
+    """Do not store a response that is too large before its answer. raises RequestError for a background response"""
     if not reply.store:
         return
     stored.write(reply)
@@ -94,7 +94,7 @@ def _fit(stored: StoredResponse, reply: ResponseReply) -> None:
 def _read(
     request: ResponsesRequest, previous: StoredResponse | None, model: str
 ) -> tuple[Conversation, bytes, ResponseReply]:
-    """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
+    """Return the conversation, its messages without the system's as JSON, and the initial reply. raises RequestError"""
     messages = [*(previous.messages() if previous else ()), *messages_of(request.input)]
     system = [Message("system", request.instructions)] if request.instructions else []
     continued = bool(prefixed_by(messages))
@@ -122,7 +122,7 @@ def _read(
 
 
 async def _run(answer: ActiveResponse, stored: AbstractContextManager[None], raises: bool = False) -> None:
-    """raises: GenerationFailedError, unless it was cancelled"""
+    """Compute a response to its end. raises: raise GenerationFailedError, unless it was cancelled"""
     with contextlib.suppress(*(() if raises else (GenerationFailedError,))), stored:
         async with answer.generation:
             async for deltas in answer.generation:
@@ -142,9 +142,9 @@ async def _stream_events(answer: ActiveResponse, stored: AbstractContextManager[
 def _in_background(
     backend: TextBackend, call: RequestContext, generation: GenerationStream, work: Coroutine[Any, Any, None]
 ) -> None:
-    """Have it answered after the call has ended; until then it counts as a request of its API key.
+    """Run the work after the call has ended; until its end it counts as a request of its API key.
 
-    raises BusyError, and then nobody answers it
+    raises BusyError, and then the work is not run
     """
     ended, call.ended = call.ended, None
 
@@ -165,7 +165,7 @@ def _in_background(
 
 
 async def _broadcast(answer: ActiveResponse, stored: AbstractContextManager[None], feed: "EventBroadcast") -> None:
-    """As `_run`, with its events for whoever still reads them."""
+    """Compute a response to its end, and broadcast its events."""
     try:
         async with answer.generation:
             async for block in _stream_events(answer, stored):
@@ -177,7 +177,7 @@ async def _broadcast(answer: ActiveResponse, stored: AbstractContextManager[None
 
 
 class EventBroadcast:
-    """Events of an answer that goes on whatever becomes of their reader: one who is too far behind gets no more."""
+    """Events of a background answer for its reader, which gets no more of them if it is too slow."""
 
     def __init__(self) -> None:
         self._blocks, self._n_bytes = deque[bytes](), 0
@@ -219,10 +219,10 @@ class EventBroadcast:
 
 @contextlib.contextmanager
 def _storing(answer: ActiveResponse, stored: StoredResponse, store: ResponseStore | None) -> Iterator[None]:
-    """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
+    """Store a response while it is being answered, and afterwards. store: None: do not store it"""
 
     def settle() -> None:
-        """Once: whoever cancels it may go on from it at once."""
+        """Store the final state; done once, so that a cancelled response can be continued at once."""
         answer.end()
         if store is not None and stored.is_under_way:
             stored.cancel = None
@@ -253,7 +253,7 @@ def _storing(answer: ActiveResponse, stored: StoredResponse, store: ResponseStor
 
 
 def retrieve(models: Models, scope: Scope) -> Response:
-    """A stored response, complete or not. raises RequestError where something else of it is asked for"""
+    """Return a stored response, complete or not. raises RequestError for unsupported query parameters"""
     for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
         if (name, value) != ("stream", "false"):
             raise RequestError(
@@ -264,7 +264,7 @@ def retrieve(models: Models, scope: Scope) -> Response:
 
 
 def cancel(models: Models, scope: Scope) -> Response:
-    """End a response that is being answered; one that is complete stays what it is."""
+    """Cancel a response that is being answered; a complete one stays as it is."""
     stored = _stored(models, scope)
     stored.end()
     return _stored_reply(stored)
@@ -281,7 +281,7 @@ def _stored_reply(stored: StoredResponse) -> Response:
 
 
 def _stored(models: Models, scope: Scope) -> StoredResponse:
-    """The one that is asked for; others' are not there. raises HttpError with 404"""
+    """Return the requested response of the caller's tenant. raises HttpError with 404"""
     call: RequestContext = scope[CALL]
     return models.serving.responses.get(scope["path_params"]["response_id"], call.tenant)
 

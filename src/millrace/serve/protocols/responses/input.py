@@ -1,4 +1,4 @@
-"""What a request for a response says, in the words of the one path that answers: messages, tools, parameters."""
+"""Conversion of a Responses request into messages, tools and sampling parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from millrace.serve.llm.tools import RESPONSES, Tools, tools_of
 from millrace.serve.protocols.responses.items import CALLS, OUTPUTS, call_of, output_of
 from millrace.serve.protocols.responses.protocol import LOGPROBS, ResponsesRequest
 
-# What is given back, and as what where it was left out.
+# Fields that the reply echoes, with their values if the request leaves them out.
 _ECHO_DEFAULTS: Mapping[str, object] = {
     "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto",
     "reasoning": {"effort": None, "summary": None}, "metadata": {},
@@ -25,7 +25,7 @@ _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def params_of(request: ResponsesRequest) -> SamplingParams:
-    """raises RequestError"""
+    """Return the sampling parameters of a request. raises RequestError"""
     wants_logprobs = LOGPROBS in (request.include or ())
     if request.top_logprobs and not wants_logprobs:
         raise RequestError(
@@ -38,9 +38,9 @@ def params_of(request: ResponsesRequest) -> SamplingParams:
 
 
 def echoed_fields(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
-    """What is given back as it came, as JSON: it is kept as long as the response.
+    """Return the fields that the reply echoes, as JSON, which is stored as long as the response.
 
-    raises RequestError where it is large; tools have a bound of their own
+    raises RequestError if they are large; tools have their own bound
     """
     encoded = {name: msgspec.json.encode(getattr(request, name) or default) for name, default in _ECHO_DEFAULTS.items()}
     for name, data in {**encoded, "chat_template_kwargs": msgspec.json.encode(request.chat_template_kwargs)}.items():
@@ -51,7 +51,7 @@ def echoed_fields(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
 
 
 def _form(text: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-    """`text.format` is a chat's `response_format` with the schema's fields one level higher."""
+    """Return the constraint of `text.format`: a chat's `response_format` with the schema's fields one level higher."""
     text_format = (text or {}).get("format")
     if text_format is None:
         return None
@@ -62,7 +62,7 @@ def _form(text: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
 
 
 def tools_of_response(request: ResponsesRequest) -> Tools | None:
-    """Functions stand one level higher here than in a chat. raises RequestError naming the field"""
+    """Return the tools; function fields are one level higher than in a chat. raises RequestError naming the field"""
     tools: list[dict[str, object]] = []
     for i, tool in enumerate(request.tools or ()):
         if tool.get("type") != "function":
@@ -76,7 +76,7 @@ def tools_of_response(request: ResponsesRequest) -> Tools | None:
 
 
 def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """raises RequestError naming the item"""
+    """Return the messages of the input's items. raises RequestError naming the item"""
     if isinstance(items, str):
         return [Message("user", items)]
     messages: list[Message] = []
@@ -108,7 +108,7 @@ def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _add_call(messages: list[Message], item: Mapping[str, Any], where: str, thoughts: str) -> None:
-    """A call of a tool, or what came of one. raises RequestError for an item that lacks a part"""
+    """Add a tool call or a tool's output. raises RequestError for an incomplete item"""
     call_fields, result = call_of(item), output_of(item)
     if call_fields is None and (result is None or item["type"] in CALLS):
         raise _wrong(f"{where} is {item!r:.100}", "a whole call with its call_id, or the output of one")
@@ -126,7 +126,7 @@ def _add_call(messages: list[Message], item: Mapping[str, Any], where: str, thou
 
 
 def _texts(content: object, where: str) -> str:
-    """A text, or parts of it."""
+    """Return a content as one text. raises RequestError for parts that are not text"""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

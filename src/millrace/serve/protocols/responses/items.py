@@ -1,7 +1,7 @@
-"""Items of a history: those that are rendered, and those of tools that only OpenAI's servers have, which are left out.
+"""Items of a conversation's history: which are rendered, and which are left out, as those of OpenAI's hosted tools.
 
-Clients replay what other servers answered, also calls of tools that are not available now. Calls that carry a name or a
-form of their own become calls of functions.
+Clients replay answers of other servers, including calls of tools that are not available now. Calls with a type of their
+own become function calls.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from millrace.errors import RequestError
 from millrace.serve.http.unknown_fields import MAX_DIFFERENT, closest_name, header_name
 
-# A call of such a type, and the field that holds what it was called with; its name is the tool's own, or the type's.
+# Types of calls, with the field of the arguments; the name is in the item, or given by the type.
 CALLS: Mapping[str, str] = {
     "function_call": "arguments", "mcp_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action",
     "shell_call": "action", "apply_patch_call": "operation",
@@ -32,10 +32,10 @@ _MEDIA = "input_"  # parts of a message, which would change the answer
 
 
 def renderable_items(items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the items without those that cannot be rendered, and the types of these as the client is told of them.
+    """Return the items that can be rendered, and the types of the others as reported to the client.
 
-    The output of a call that is left out goes with it. raises RequestError for a type that was probably meant to be a
-    known one, or for too many different ones
+    The output of a call that is left out is left out, too. raises RequestError for a type that was probably meant to be
+    a known one, or for too many different ones
     """
     renderable, calls, kinds = list[dict[str, Any]](), set[object](), set[str]()
     for i, item in enumerate(items):
@@ -59,7 +59,7 @@ def renderable_items(items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 def call_of(item: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Of a call: its id, the tool's name, its arguments as JSON. None for an item that is no whole call"""
+    """Return a call's id, tool name and arguments as JSON; None for an item that is no complete call."""
     kind = item.get("type")
     if not isinstance(kind, str) or kind not in CALLS:
         return None
@@ -79,7 +79,7 @@ def call_of(item: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 
 def output_of(item: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Of the output of a call: the call's id, and a text or parts of it. None for an item that is no whole output"""
+    """Return a call's id and its output, a text or parts; None for an item that is no complete output."""
     kind, call_id = item.get("type"), _id_of(item)
     if kind == "mcp_call":
         output = item.get("output") or item.get("error")
@@ -97,7 +97,7 @@ def output_of(item: Mapping[str, Any]) -> tuple[str, object] | None:
 
 
 def _id_of(item: Mapping[str, Any]) -> str | None:
-    """Which call it is: `local_shell_call_output` and `mcp_call` have it as their own."""
+    """Return the call id; `local_shell_call_output` and `mcp_call` have it as their `id`."""
     own: Sequence[object] = (item.get("call_id"), item.get("id"))
     if item.get("type") in ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"):
         own = own[:1]

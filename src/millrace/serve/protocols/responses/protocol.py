@@ -1,4 +1,4 @@
-"""OpenAI's Responses: what clients may ask, and what goes back. source: the API reference of /v1/responses"""
+"""Request and response structs of OpenAI's Responses. source: the API reference of /v1/responses"""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -34,7 +34,7 @@ NAMES: Mapping[str, str] = {
 
 
 class ResponsesRequest(TermsFields, kw_only=True):
-    """metadata, user and store are given back, as they were sent."""
+    """A Responses request. metadata, user and store are returned as they were sent."""
 
     IGNORED_FIELDS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", *THINKING}
     NAMES: ClassVar = NAMES
@@ -166,7 +166,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"
 
 
 class ResponseReply(Struct, kw_only=True):
-    """Raw: JSON as it was sent; decoded it would be many times as large, as long as the answer takes."""
+    """A response. Raw: JSON as it was sent; decoded, it would be many times as large while the answer is computed."""
 
     id: str
     created_at: int
@@ -196,7 +196,7 @@ class ResponseReply(Struct, kw_only=True):
 
 
 class ResponseEvent(Struct, kw_only=True):
-    """One event of a stream: of the type in its `type`, with what such an event carries."""
+    """One event of a stream; `type` decides which fields are set."""
 
     type: str
     sequence_number: int

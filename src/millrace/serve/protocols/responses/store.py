@@ -1,6 +1,6 @@
-"""Responses that are kept for a while: to be asked for, cancelled, or gone on from. Bounded in number and in bytes.
+"""Store of responses that clients can retrieve, cancel or continue; bounded in number and in bytes.
 
-They are kept as JSON, and decoded when somebody goes on from one: decoded, a tool or a message is many times as large.
+They are stored as JSON and decoded only to be continued: decoded, a tool or a message is many times as large.
 """
 
 from collections import Counter, OrderedDict
@@ -15,18 +15,18 @@ from millrace.serve.protocols.responses.protocol import ResponseReply, Status
 
 MAX_RESPONSES = 1000
 MAX_STORED_BYTES = 64 * 2**20
-OVERHEAD_BYTES = 1024  # of one beside its JSON
+OVERHEAD_BYTES = 1024  # of one response in addition to its JSON
 
 
 @dataclass(slots=True)
 class StoredResponse:
-    """messages_json: the conversation as a JSON list of Message, with the answer once there is one
+    """One stored response. messages_json: the conversation as a JSON list of Message, with the answer once complete
 
-    status alone says whether it is under way; cancel: how to end it then
+    status decides whether it is in progress; cancel: ends it then
     """
 
     id: str
-    tenant: str  # whose it is
+    tenant: str  # its owner
     messages_json: bytes
     reply: bytes = b""  # JSON
     status: Status = "in_progress"
@@ -39,7 +39,7 @@ class StoredResponse:
 
     @property
     def fits(self) -> bool:
-        """Beside no others."""
+        """Return whether it could be stored at all, without any others."""
         return self.n_bytes <= MAX_STORED_BYTES
 
     @property
@@ -47,16 +47,16 @@ class StoredResponse:
         return self.status == "in_progress"
 
     def write(self, reply: ResponseReply) -> None:
-        """What is known of it now."""
+        """Update the reply and the status."""
         self.reply, self.status = msgspec.json.encode(reply), reply.status
 
     def end(self) -> None:
-        """What was said stays; nothing where it has ended."""
+        """Cancel the response if it is in progress; its output so far stays."""
         if self.is_under_way and self.cancel is not None:
             self.cancel()
 
     def add(self, answer: Message) -> None:
-        """At the end of the conversation, which is not empty."""
+        """Append the answer to the conversation, which is not empty."""
         self.messages_json, self.has_answer = self.messages_json[:-1] + b"," + msgspec.json.encode(answer) + b"]", True
 
     def messages(self) -> list[Message]:
@@ -64,9 +64,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Of one server, in the event loop's thread.
+    """The stored responses of one server, to be used in the event loop's thread.
 
-    Where there are too many, one goes of the tenant who has most: the one that was not asked for the longest.
+    If there are too many, the least recently used one of the tenant with most of them is removed.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ResponseStore:
         self.n_bytes = 0  # of all of them
 
     def add(self, response: StoredResponse) -> None:
-        """It fits; others go for it."""
+        """Add a response that fits, and remove others for it."""
         self._responses[response.id] = response
         self._count(response, response.n_bytes)
         while len(self._responses) > MAX_RESPONSES or self.n_bytes > MAX_STORED_BYTES:
@@ -88,7 +88,7 @@ class ResponseStore:
             self._forget(evicted.id)
 
     def update(self, response: StoredResponse) -> bool:
-        """It has another size now. Where it fits no more it goes, and others stay. Whether it is there"""
+        """Update the size of a response, remove it if it no longer fits, and return whether it is stored."""
         if self._responses.get(response.id) is response:
             self._forget(response.id)
             if response.fits:
@@ -96,7 +96,7 @@ class ResponseStore:
         return response.id in self._responses
 
     def get(self, response_id: str, tenant: str, param: str | None = None) -> StoredResponse:
-        """raises HttpError with 404, also for one of another tenant; param: the field that named it"""
+        """Return a response. param: the field with its id. raises HttpError with 404, also for another tenant's"""
         response = self._responses.get(response_id)
         if response is None or response.tenant != tenant:
             error = HttpError(
@@ -110,9 +110,9 @@ class ResponseStore:
         return response
 
     def previous(self, response_id: str, tenant: str) -> StoredResponse:
-        """The one that another goes on from. raises HttpError: 404 as `get`, 409 while it is being answered
+        """Return the response that a request continues. raises HttpError: 404 as `get`, 409 while it is in progress,
 
-        400 where it failed or was cancelled before it said anything.
+        400 if it failed or was cancelled before it had output
         """
         response, param = self.get(response_id, tenant, "previous_response_id"), "previous_response_id"
         if response.is_under_way:
@@ -137,7 +137,7 @@ class ResponseStore:
             self._count(response, None)
 
     def _count(self, response: StoredResponse, n_bytes: int | None) -> None:
-        """n_bytes: as they are now; None: it is gone"""
+        """Update the totals for a response. n_bytes: its size now; None: it was removed"""
         change = (n_bytes or 0) - self._counted.pop(response.id, 0)
         self.n_bytes += change
         self._bytes[response.tenant] += change
