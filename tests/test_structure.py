@@ -151,7 +151,7 @@ def test_imports_by_name_stay_in_their_room() -> None:
         for path, tree in modules()
         if path.parent == (PACKAGE / outside).parent
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "package"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "import_package"
     ]
     names = [node.value for node in asked if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert len(names) == len(asked) > 5 and not any(name.startswith("millrace") for name in names), names

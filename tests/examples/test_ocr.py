@@ -54,7 +54,7 @@ def test_lines_are_read(models: Path) -> None:
                 RawInput("CHARACTERS", "FP32", sureness.shape, sureness),
                 RawInput("BOX", "FP32", boxes.shape, boxes),
             ]
-            model.checker.take(request, given)
+            model.checker.attach_inputs(request, given)
             return dict((await model.infer(request)).outputs)
 
     answer = asyncio.run(run())

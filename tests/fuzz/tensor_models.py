@@ -60,8 +60,8 @@ def pbtxt(folder: Path) -> Case:
         msgspec.json.encode(config_json(model.config))
         if not model.is_servable:
             found = model.problems[rng.randrange(len(model.problems))]
-            raise ConfigError(f"{found.where.removeprefix(str(folder))}: {found.what}", found.expected, found.mend)
-        BatchRules.of(model.config)
+            raise ConfigError(f"{found.location.removeprefix(str(folder))}: {found.what}", found.expected, found.mend)
+        BatchRules.from_config(model.config)
         RequestValidator(model.config)
         config_message(model.config).SerializeToString()
 

@@ -153,7 +153,7 @@ def test_however_many_wait_only_some_are_given_ahead_and_all_are_answered_in_ord
             given = [request(model, value) for value in values]
             for value, one in zip(values, given, strict=True):
                 model.submit(one, answers.receive(value))
-            assert sum(one.started_ns > 0 for one in given) == 1 + instance_worker._MOST_AHEAD and model.n_pending == 50
+            assert sum(one.started_ns > 0 for one in given) == 1 + instance_worker._MAX_AHEAD and model.n_pending == 50
             backend.gate.set()
             await becomes(lambda: len(answers.found) == 51)
             assert answers.found == [(value, value) for value in values]

@@ -129,7 +129,7 @@ THREADS = """
 
 
 def test_rings_through_threads_of_models_are_named_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bls, "LONG_LOOKS", 4)
+    monkeypatch.setattr(bls, "MAX_POSSIBLE_RINGS", 4)
     write(tmp_path, "a", HEAD + THREADS % "b", SQUARE_CONFIG % "")
     write(tmp_path, "b", HEAD + ASYNC % "a", SQUARE_CONFIG % "")
 
@@ -140,7 +140,7 @@ def test_rings_through_threads_of_models_are_named_later(tmp_path: Path, monkeyp
             began_s = time.monotonic()
             with pytest.raises(StatusError, match="deadlock: model 'b' asks model 'a'"):
                 await ask(repository, "a", 1)
-            assert time.monotonic() - began_s > 4 * bls.LOOK_S, "it may not have waited for them"
+            assert time.monotonic() - began_s > 4 * bls.CHECK_INTERVAL_S, "it may not have waited for them"
 
     asyncio.run(run())
 

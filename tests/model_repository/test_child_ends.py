@@ -44,7 +44,7 @@ def test_kill_9_under_load_loses_only_the_running_batch(tmp_path: Path) -> None:
             await repository.load("m")
             model, words = repository.get("m"), [str(i) for i in range(60)]
             asking = [asyncio.ensure_future(model.infer(asked(model, IN=text(word).reshape(1, 1)))) for word in words]
-            pid = child_of(repository, "m")._child.pid
+            pid = child_of(repository, "m")._process.pid
             await until(lambda: len([file for file in folder.iterdir() if file.name.isdigit()]) == 2)
             lost = set((folder / str(pid)).read_text().split())
             assert len(lost) == 4, "a whole batch"
@@ -58,7 +58,7 @@ def test_kill_9_under_load_loses_only_the_running_batch(tmp_path: Path) -> None:
             answers = {w: one.outputs["OUT"].tolist() for w, one in found.items() if isinstance(one, InferResponse)}
             assert answers == {word: [[word.encode()]] for word in words if word not in lost}
             await until(repository.is_ready)
-            assert child_of(repository, "m")._child.pid != pid
+            assert child_of(repository, "m")._process.pid != pid
 
     asyncio.run(run())
 
@@ -138,7 +138,7 @@ async def run():
     async with loaded(Path({str(tmp_path)!r})) as repository:
         await repository.load("m")
         model = repository.get("m")
-        print(model._workers[0]._instance._child.pid, flush=True)
+        print(model._workers[0]._instance._process.pid, flush=True)
         model.submit(asked(model, IN=text("x")), print)
         await asyncio.sleep(0.1)
         os.kill(os.getpid(), 9)

@@ -58,7 +58,7 @@ def test_tensors_of_every_size_and_type_go_there_and_back(tmp_path: Path) -> Non
             arrays: list[Array] = [rng.integers(0, 2, 50_000).astype(kind) for kind in kinds]
             request = InferRequest({})
             given = [RawInput(f"I{i}", n, a.shape, a) for i, (n, a) in enumerate(zip(names, arrays, strict=True))]
-            model.checker.take(request, given)
+            model.checker.attach_inputs(request, given)
             outputs = (await model.infer(request)).outputs
             for i, array in enumerate(arrays):
                 assert outputs[f"O{i}"].dtype == array.dtype and np.array_equal(outputs[f"O{i}"], array)
@@ -80,18 +80,18 @@ def test_memory_comes_back_when_answers_are_let_go(tmp_path: Path) -> None:
                     await repository.get("raises").infer(
                         asked(repository.get("raises"), IN=np.zeros((1, 262_144), np.float32))
                     )
-            assert child_of(repository, "raises")._child.frames.arena.used_bytes <= 4 << 20, "of 20 MiB"
+            assert child_of(repository, "raises")._process.frames.arena.used_bytes <= 4 << 20, "of 20 MiB"
             model, child = repository.get("same"), child_of(repository, "same")
             held = []
             for i in range(60):
                 found = await model.infer(asked(model, IN=np.full((1, 262_144), i, np.float32)))
                 if i % 20 == 0:
                     held.append(found.outputs["OUT"])
-            assert child._child.frames.arena.used_bytes <= 4 << 20, "of 60 MiB"
+            assert child._process.frames.arena.used_bytes <= 4 << 20, "of 60 MiB"
             assert [array[0, 0] for array in held] == [1, 21, 41], "what is held stays what it was"
-            n_segments = len(child._child.frames._mapped._segments)
+            n_segments = len(child._process.frames._mapped._segments)
             assert n_segments <= 2, f"{n_segments} segments of 16 MiB for 3 MiB that are held"
-            maps = Path(f"/proc/{child._child.pid}/maps").read_text()
+            maps = Path(f"/proc/{child._process.pid}/maps").read_text()
             assert "memfd:millrace" in maps and "/dev/shm" not in maps, "no memory of its has a name"
 
     asyncio.run(run())
@@ -117,7 +117,7 @@ def test_a_tensor_is_copied_once_each_way(tmp_path: Path) -> None:
             model = repository.get("m")
             array = np.arange(262_144, dtype=np.float32)[None]
             found = (await model.infer(asked(model, IN=array))).outputs["OUT"]
-            (segment,) = child_of(repository, "m")._child.frames._mapped._segments.values()
+            (segment,) = child_of(repository, "m")._process.frames._mapped._segments.values()
             assert np.array_equal(found, array) and np.shares_memory(found, np.frombuffer(segment, np.uint8))
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ from millrace.model_repository.metrics.duration_counters import (
     N_BOUNDS,
     BoundedHistogram,
     Duration,
-    Histogram,
+    DurationHistogram,
     RecentWindow,
 )
 from millrace.model_repository.metrics.metrics_config import MetricsConfig
@@ -29,17 +29,19 @@ def edges() -> list[int]:
 @pytest.mark.parametrize(
     "make, bounds_ns",
     [
-        (Histogram, {str(1 << i): 1000 << i for i in range(N_BOUNDS)}),
+        (DurationHistogram, {str(1 << i): 1000 << i for i in range(N_BOUNDS)}),
         (lambda: BoundedHistogram((0.5, 3.0, 200.0), 1_000_000), {"0.5": 500_000, "3": 3_000_000, "200": 200_000_000}),
     ],
 )
 def test_a_bucket_holds_what_is_not_longer_than_its_bound(
-    make: Callable[[], Histogram], bounds_ns: dict[str, int]
+    make: Callable[[], DurationHistogram], bounds_ns: dict[str, int]
 ) -> None:
     histogram, durations_ns = make(), edges()
     for ns in durations_ns:
         histogram.add(ns)
-    assert dict(histogram.up_to()) == {le: sum(ns <= bound for ns in durations_ns) for le, bound in bounds_ns.items()}
+    assert dict(histogram.cumulative()) == {
+        le: sum(ns <= bound for ns in durations_ns) for le, bound in bounds_ns.items()
+    }
     assert histogram.count == len(durations_ns)
     assert histogram.ns == sum(ns for ns in durations_ns if ns > 0)
 
@@ -47,7 +49,7 @@ def test_a_bucket_holds_what_is_not_longer_than_its_bound(
 def test_a_summary_has_the_last_durations_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr("millrace.model_repository.metrics.duration_counters.time.monotonic", lambda: now_s[0])
-    recent = RecentWindow(Histogram())
+    recent = RecentWindow(DurationHistogram())
     recent.add(77_000_000)
     now_s[0] = 61.0
     assert str(recent.quantiles((0.5,))[0][1]) == "nan", "that was more than a minute ago"
@@ -58,20 +60,22 @@ def test_a_summary_has_the_last_durations_themselves(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_measured_is_said_in_tritons_words() -> None:
-    assert MetricsConfig.of(()) == MetricsConfig(True, True, False)
+    assert MetricsConfig.from_flags(()) == MetricsConfig(True, True, False)
     said = ("summary_latencies=true", "histogram_latencies=FALSE", "summary_quantiles=0.5:0.05,0.9:0.01")
-    assert MetricsConfig.of(said) == MetricsConfig(True, False, True, (0.5, 0.9))
-    assert MetricsConfig.of(("counter_latencies=0",)) == MetricsConfig(False, False, False), (
+    assert MetricsConfig.from_flags(said) == MetricsConfig(True, False, True, (0.5, 0.9))
+    assert MetricsConfig.from_flags(("counter_latencies=0",)) == MetricsConfig(False, False, False), (
         "a histogram's sum is the counter"
     )
-    assert MetricsConfig.of(("counter_latencies=0", "histogram_latencies=1")) == MetricsConfig(False, True, False)
+    assert MetricsConfig.from_flags(("counter_latencies=0", "histogram_latencies=1")) == MetricsConfig(
+        False, True, False
+    )
 
 
 def test_first_responses_are_told_in_whole_milliseconds() -> None:
-    first = MetricsConfig.of(()).first_response(empty(ModelConfig))
+    first = MetricsConfig.from_flags(()).first_response(empty(ModelConfig))
     first.add(1_999_999)
     first.add(100_000_001)
-    assert first.ns == 101_000_000 and dict(first.up_to())["100"] == 2
+    assert first.ns == 101_000_000 and dict(first.cumulative())["100"] == 2
 
 
 @pytest.mark.parametrize(
@@ -87,18 +91,24 @@ def test_first_responses_are_told_in_whole_milliseconds() -> None:
 )
 def test_a_mistake_in_what_is_measured_is_said(said: tuple[str, ...], fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
-        MetricsConfig.of(said)
+        MetricsConfig.from_flags(said)
 
 
 @pytest.mark.parametrize(
-    "make", [Duration, Histogram, lambda: BoundedHistogram((0.5, 3.0), 1_000_000), lambda: RecentWindow(Histogram())]
+    "make",
+    [
+        Duration,
+        DurationHistogram,
+        lambda: BoundedHistogram((0.5, 3.0), 1_000_000),
+        lambda: RecentWindow(DurationHistogram()),
+    ],
 )
-def test_many_at_once_count_as_one_by_one(make: Callable[[], Duration | Histogram | RecentWindow]) -> None:
+def test_many_at_once_count_as_one_by_one(make: Callable[[], Duration | DurationHistogram | RecentWindow]) -> None:
     each_ns = [ns for ns in edges() if ns >= 0]
     together, apart = make(), make()
     together.add_all(each_ns)
     for ns in each_ns:
         apart.add(ns)
-    assert together.told() == apart.told() == {"count": len(each_ns), "ns": sum(each_ns)}
+    assert together.to_dict() == apart.to_dict() == {"count": len(each_ns), "ns": sum(each_ns)}
     if not isinstance(together, Duration) and not isinstance(apart, Duration):
-        assert [*together.up_to()] == [*apart.up_to()]
+        assert [*together.cumulative()] == [*apart.cumulative()]

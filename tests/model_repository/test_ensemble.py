@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.response_stream import Responses
+from millrace.model_repository.request.response_stream import ResponseStream
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
 from tests.support.drawn import SEEDS, examples
@@ -117,7 +117,7 @@ def test_random_ensembles_agree_with_plain_evaluation(seed: int) -> None:
     async def run() -> None:
         async with Loaded(Path(folder.name)) as repository:
             await asyncio.gather(*(check(repository, name) for name in asked))
-            n_open = [m._n_open + m._n_holds for m in repository.models()]
+            n_open = [m._n_open + m._n_pins for m in repository.models()]
             assert not any(n_open), "nobody is held on to"
 
     with folder:
@@ -262,7 +262,7 @@ def test_responses_that_the_next_step_is_too_slow_for_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.model_repository.request.response_stream.FREE_BYTES", 0)
-    monkeypatch.setattr("millrace.model_repository.request.response_stream.MOST_UNREAD_BYTES", 10_000)
+    monkeypatch.setattr("millrace.model_repository.request.response_stream.MAX_UNREAD_BYTES", 10_000)
     wobbly = identity("INT32", "-1", 'parameters { key: "execute_delay_ms" value { string_value: "200" } }')
     write_models(tmp_path, {"repeat": REPEAT, "wobbly": wobbly, "s": STREAM % ("two", AFTER % 1)})
 
@@ -270,7 +270,7 @@ def test_responses_that_the_next_step_is_too_slow_for_are_bounded(
         async with Loaded(tmp_path) as repository:
             model = repository.get("s")
             with pytest.raises(StatusError, match=r"responses of \d+ bytes wait for their readers") as failed:
-                await Responses(model, repeated(model, *range(100))).next()
+                await ResponseStream(model, repeated(model, *range(100))).next()
             assert failed.value.code is Code.UNAVAILABLE and model.unread_bytes == model._n_open == 0
 
     asyncio.run(run())
@@ -287,23 +287,23 @@ def test_each_response_of_a_decoupled_step_goes_on_its_way_in_order(tmp_path: Pa
         async with Loaded(tmp_path) as repository:
             model, plain, wobbly = repository.get("s"), repository.get("p"), repository.get("wobbly")
             assert model.is_decoupled and model.config.model_transaction_policy is not None
-            assert [r.outputs["one"].tolist() async for r in Responses(plain, repeated(plain, 5, 6))] == [[5], [6]]
+            assert [r.outputs["one"].tolist() async for r in ResponseStream(plain, repeated(plain, 5, 6))] == [[5], [6]]
             values, most = [k for k in range(40) if k != 13], 0
             found = list[int]()
-            async for response in Responses(model, repeated(model, *values)):
+            async for response in ResponseStream(model, repeated(model, *values)):
                 found += response.outputs["two"].tolist()
                 most = max(most, wobbly._n_open)
             assert found == [value * 10 for value in values], "in order, whatever takes longer"
             assert most <= (n_inflight or 16)
-            assert [r async for r in Responses(model, repeated(model))] == []
-            responses = Responses(model, repeated(model, 1, 13, 2))
+            assert [r async for r in ResponseStream(model, repeated(model))] == []
+            responses = ResponseStream(model, repeated(model, 1, 13, 2))
             with pytest.raises(StatusError, match=r"in ensemble 's', .*thirteen"):
                 assert [r.outputs["two"].tolist() async for r in responses] != [[10], [20]], "it ends with an error"
-            cut = Responses(model, repeated(model, *values))
+            cut = ResponseStream(model, repeated(model, *values))
             await cut.next()
             cut.close()
             assert model._n_open == 0 and model.unread_bytes == 0
             await becomes(lambda: repository.get("repeat")._n_open == wobbly._n_open == 0)
-            assert wobbly._n_holds == 0
+            assert wobbly._n_pins == 0
 
     asyncio.run(run())

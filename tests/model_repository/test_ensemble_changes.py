@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
-from millrace.model_repository.lifecycle.model_index import Entry
+from millrace.model_repository.lifecycle.model_index import ModelEntry
 from millrace.model_repository.repository.multi_repository import read_repositories
 from millrace.model_repository.request.status_code import Code, StatusError
 from tests.model_repository.test_lifecycle import control, index, infer
@@ -67,9 +67,9 @@ def test_members_are_loaded_with_an_ensemble_and_unloaded_when_that_is_asked(tmp
 def looks_at_members(root: Path, n: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often a start of so many models, and as many ensembles of one each, asks one for its members."""
     write_models(root, {f"m{i}": SAME for i in range(n)} | {f"p{i}": through(f"m{i}") for i in range(n)})
-    looks, members = list[Entry](), vars(Entry)["members"].fget
+    looks, members = list[ModelEntry](), vars(ModelEntry)["members"].fget
 
-    def look(entry: Entry) -> frozenset[str]:
+    def look(entry: ModelEntry) -> frozenset[str]:
         looks.append(entry)
         found: frozenset[str] = members(entry)
         return found
@@ -78,7 +78,7 @@ def looks_at_members(root: Path, n: int, monkeypatch: pytest.MonkeyPatch) -> int
         async with Loaded(root) as repository:
             assert len(served(repository)) == 2 * n
 
-    monkeypatch.setattr(Entry, "members", property(look))
+    monkeypatch.setattr(ModelEntry, "members", property(look))
     asyncio.run(run())
     monkeypatch.undo()
     return len(looks)

@@ -65,7 +65,7 @@ def test_what_nobody_asks_for_may_be_missing(root: Path) -> None:
             async def ask(name: str, inputs: str, outputs: str) -> dict[str, float]:
                 model, request = repository.get(name), InferRequest({}, tuple(outputs))
                 given = [RawInput(one, "FP32", (1,), np.array([ord(one)], np.float32)) for one in inputs]
-                model.checker.take(request, given)
+                model.checker.attach_inputs(request, given)
                 return {made: float(array[0]) for made, array in (await model.infer(request)).outputs.items()}
 
             for name, n, where in CASES:
@@ -101,7 +101,7 @@ def test_a_step_that_needs_what_is_missing_says_so(root: Path) -> None:
             model = repository.get("pair")
             for outputs, words in (("X", ""), ("Y", "missing required input(s) ['IN']")):
                 request = InferRequest({}, (outputs,))
-                model.checker.take(request, [RawInput("A", "FP32", (1,), np.ones(1, np.float32))])
+                model.checker.attach_inputs(request, [RawInput("A", "FP32", (1,), np.ones(1, np.float32))])
                 if not words:
                     assert (await model.infer(request)).outputs["X"].tolist() == [2]
                     continue

@@ -13,7 +13,7 @@ from millrace.model_repository import backends
 from millrace.model_repository.backends.backend import BatchedInstance, Instance, InstanceContext, ModelBackend
 from millrace.model_repository.backends.framework_backend import FrameworkModel
 from millrace.model_repository.execution import execution_time
-from millrace.model_repository.execution.execution_time import MOST_BYTES, QUICK_NS, Pace
+from millrace.model_repository.execution.execution_time import MAX_BYTES, QUICK_NS, Pace
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.tensors import Array
@@ -25,17 +25,17 @@ def test_so_many_quick_ones_in_a_row() -> None:
     one = Pace()
     for i in range(execution_time._N_QUICK):
         assert one.quick_bytes == 0
-        one.took(100 + i % 2, QUICK_NS)
+        one.record(100 + i % 2, QUICK_NS)
     assert one.quick_bytes == 101
-    one.took(MOST_BYTES + 1, 10 * QUICK_NS)
+    one.record(MAX_BYTES + 1, 10 * QUICK_NS)
     assert one.quick_bytes == 101, "large inputs say nothing of small ones"
-    one.took(100, execution_time._VERY_SLOW_NS + 1)
+    one.record(100, execution_time._VERY_SLOW_NS + 1)
     assert one.quick_bytes == 0
     for _ in range(execution_time._PAUSE):
-        one.took(7, 1)
+        one.record(7, 1)
     assert one.quick_bytes == 0, "after a very slow one it takes longer"
     for _ in range(execution_time._N_QUICK):
-        one.took(7, 1)
+        one.record(7, 1)
     assert one.quick_bytes == 7
 
 
@@ -44,18 +44,18 @@ def test_seldom_interruptions_change_nothing(every: int, is_quick: bool) -> None
     """Of one in 30 computations on a busy machine; one in 10 is slow by itself."""
     one = Pace()
     for i in range(1, 3001):
-        one.took(8, QUICK_NS + 1 if i % every == 0 else 1)
+        one.record(8, QUICK_NS + 1 if i % every == 0 else 1)
     assert (one.quick_bytes == 8) is is_quick
     for _ in range(3):
-        one.took(8, QUICK_NS + 1)
+        one.record(8, QUICK_NS + 1)
     assert one.quick_bytes == 0
 
 
 def test_a_thread_that_waits_for_the_interpreter_is_judged_by_its_own_time() -> None:
     one, other = Pace(), Pace()
     for _ in range(execution_time._N_QUICK):
-        one.took(8, 3 * QUICK_NS, QUICK_NS // 2)
-        other.took(8, 11 * QUICK_NS, QUICK_NS // 2)  # a library's own threads compute
+        one.record(8, 3 * QUICK_NS, QUICK_NS // 2)
+        other.record(8, 11 * QUICK_NS, QUICK_NS // 2)  # a library's own threads compute
     assert (one.quick_bytes, other.quick_bytes) == (8, 0)
 
 
@@ -72,8 +72,8 @@ class Measured(FrameworkModel):
         self.threads.append(threading.current_thread().name)
         return {"OUTPUT0": inputs["INPUT0"] + 1}
 
-    def took(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
-        super().took(n_bytes, type(self).took_ns)
+    def record_time(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
+        super().record_time(n_bytes, type(self).took_ns)
 
 
 class Measuring(ModelBackend):
@@ -83,7 +83,7 @@ class Measuring(ModelBackend):
 
 @pytest.mark.timing
 def test_a_quick_network_is_computed_in_the_loops_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.model_repository.lifecycle.loader.backend_named", lambda name: Measuring())
+    monkeypatch.setattr("millrace.model_repository.lifecycle.loader.create_backend", lambda name: Measuring())
     monkeypatch.setattr(Measured, "threads", [])
     write_models(tmp_path, {"m": identity("FP32", "-1").replace("identity", "onnxruntime")})
     (tmp_path / "m" / "1" / "model.onnx").touch()
@@ -95,7 +95,7 @@ def test_a_quick_network_is_computed_in_the_loops_thread(tmp_path: Path, monkeyp
 
             async def ask(n: int) -> str:
                 request = InferRequest({})
-                model.checker.take(request, [RawInput("INPUT0", "FP32", (n,), np.zeros(n, np.float32))])
+                model.checker.attach_inputs(request, [RawInput("INPUT0", "FP32", (n,), np.zeros(n, np.float32))])
                 assert (await model.infer(request)).outputs["OUTPUT0"].tolist() == [1.0] * n
                 return Measured.threads[-1]
 
@@ -116,5 +116,5 @@ def test_a_quick_network_is_computed_in_the_loops_thread(tmp_path: Path, monkeyp
 
 def test_backends_that_run_a_models_code_stay_in_their_threads() -> None:
     """It may wait for whatever it likes, for other models, too."""
-    assert not issubclass(backends.backend_named("python").__class__, BatchedInstance)
+    assert not issubclass(backends.create_backend("python").__class__, BatchedInstance)
     assert Instance.quick_bytes == 0 == BatchedInstance.quick_bytes

@@ -15,7 +15,7 @@ from millrace.model_repository.models.model_version import Answered, Model
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
-from millrace.model_repository.scheduling.dynamic_batcher import Closed
+from millrace.model_repository.scheduling.dynamic_batcher import CloseReason
 from tests.support.loaded import Loaded
 from tests.support.repository import ADD_SUB, write_models
 
@@ -58,7 +58,7 @@ def counted(model: Model) -> dict[str, Any]:
 @pytest.mark.parametrize("outputs", [(), ("OUTPUT1",), ("OUTPUT1", "OUTPUT0")])
 def test_answers_and_counts_are_those_of_the_usual_way(tmp_path: Path, outputs: tuple[str, ...]) -> None:
     async def usual(model: Model) -> Any:
-        found = await model.infer(like(outputs).copied(inputs()))
+        found = await model.infer(like(outputs).copy_with(inputs()))
         return plain((found.outputs, found.parameters)), list(found.outputs), counted(model)
 
     def at_once(model: Model) -> Any:
@@ -89,7 +89,7 @@ def test_they_are_counted_though_nobody_reads(tmp_path: Path) -> None:
         model.infer_inline(like(), inputs(), time.monotonic_ns())
         assert model.statistics.n_inferences == 0
         await asyncio.sleep(0.3)
-        assert model.statistics.n_inferences == 1 and not model.statistics.alone
+        assert model.statistics.n_inferences == 1 and not model.statistics.inline_times
 
     of_model(tmp_path, work)
 
@@ -99,7 +99,7 @@ def test_what_a_model_raises_is_its_answer_and_is_counted(tmp_path: Path) -> Non
 
     async def usual(model: Model) -> Any:
         with pytest.raises(StatusError) as failed:
-            await model.infer(like().copied(wrong))
+            await model.infer(like().copy_with(wrong))
         return failed.value.code, str(failed.value), counted(model)
 
     def at_once(model: Model) -> Any:
@@ -110,7 +110,7 @@ def test_what_a_model_raises_is_its_answer_and_is_counted(tmp_path: Path) -> Non
     found = of_model(tmp_path, at_once)
     assert found == of_model(tmp_path, usual)
     assert found[0] is Code.INVALID_ARG and found[2]["failures"] == {"BACKEND": 1}
-    assert found[2]["closed"] == {Closed.SINGLE.value: 1}
+    assert found[2]["closed"] == {CloseReason.SINGLE.value: 1}
 
 
 def test_an_output_that_was_not_computed_is_an_error_of_its_request(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class _Goes(Instance):
         for request in requests:
             request.send(InferResponse({"OUT": request.inputs["IN"]}))
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
+    def on_lost(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ def kill(model: Model, number: int) -> str:
     """The process of one of its instances; that one's name."""
     assert isinstance(model, BackendModel)
     worker = model._workers[number]
-    os.kill(worker._instance._child.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    os.kill(worker._instance._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
     return worker.name
 
 

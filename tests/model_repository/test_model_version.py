@@ -13,7 +13,7 @@ from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.status_code import Code, StatusError
-from millrace.model_repository.scheduling.dynamic_batcher import Closed
+from millrace.model_repository.scheduling.dynamic_batcher import CloseReason
 from tests.support.loaded import BATCHES, Loaded, asked, becomes
 from tests.support.repository import REPEAT, identity, write_models
 
@@ -35,7 +35,7 @@ def test_requests_that_wait_are_computed_together(root: Path) -> None:
             for i, response in enumerate(found):
                 assert response.outputs["OUTPUT0"].tolist() == [[i], [i]], "each its own"
             assert model.statistics.by_size.keys() == {4} and model.statistics.n_executions == 2
-            assert model.statistics.closed == {Closed.PREFERRED: 2}
+            assert model.statistics.close_reasons == {CloseReason.PREFERRED: 2}
             begin = time.monotonic()
             late = asyncio.ensure_future(model.infer(asked(model, 1)))
             await asyncio.sleep(0.01)
@@ -117,7 +117,7 @@ def test_what_is_quick_and_small_is_computed_where_it_is_asked(root: Path) -> No
             await repository._load(ModelId("", "wide"))
             wide = repository.get("wide")
             request, data = InferRequest({}), np.zeros(1 << 15, np.float32)
-            wide.checker.take(request, [RawInput("INPUT0", "FP32", data.shape, data)])
+            wide.checker.attach_inputs(request, [RawInput("INPUT0", "FP32", data.shape, data)])
             answering = asyncio.ensure_future(wide.infer(request))
             await asyncio.sleep(0)
             assert not answering.done() and len((await answering).outputs["OUTPUT0"]) == 1 << 15, "in its thread"
@@ -134,7 +134,7 @@ def test_a_decoupled_model_answers_as_often_as_it_likes(tmp_path: Path) -> None:
             request = InferRequest({})
             values = np.array([4, 2, 0], np.int32)
             zeros = np.zeros(3, np.uint32)
-            model.checker.take(
+            model.checker.attach_inputs(
                 request,
                 [
                     RawInput("IN", "INT32", (3,), values),

@@ -80,7 +80,7 @@ def test_ensembles_take_the_model_beside_them_and_a_name_of_two_is_refused(roots
             assert refusal(repository, "m") == (Code.INVALID_ARG, AMBIGUOUS % "m")
             assert repository.is_ready()
             assert [one["name"] for one in await repository.index(only_ready=True)] == ["m", "m", "pipe_a", "pipe_b"]
-            told = metrics_text(repository.models(), repository.common.measures)
+            told = metrics_text(repository.models(), repository.common.metrics_config)
             for root in roots:
                 assert f'nv_inference_request_success{{namespace="{root}",model="m",version="1"}} ' in told
 
@@ -189,7 +189,7 @@ def test_an_unload_means_those_that_are_there(roots: list[Path], monkeypatch: py
         async with served(roots, load_model=("m",)) as repository:
             for root in roots:
                 (root / "m").rename(root / "away")
-            monkeypatch.setattr("millrace.model_repository.lifecycle.lifecycle.read_now", waits)
+            monkeypatch.setattr("millrace.model_repository.lifecycle.lifecycle.read_for_load", waits)
             loading = asyncio.create_task(repository.load("m"))
             await becomes(is_reading.is_set)
             unloading = asyncio.create_task(repository.unload("m"))
@@ -254,7 +254,7 @@ def test_rings_are_those_of_models_and_not_of_names(
         time.sleep(late_s.get(f"{Path(one.namespace).name} {one.name}", 0))
         return read_for_load(folders, one, *given)
 
-    monkeypatch.setattr("millrace.model_repository.lifecycle.lifecycle.read_now", slowly)
+    monkeypatch.setattr("millrace.model_repository.lifecycle.lifecycle.read_for_load", slowly)
     pipe(tmp_path / "a", "x", "y")
     pipe(tmp_path / "b", "y", "x")
     plus(tmp_path / "b", "x", 5)

@@ -10,34 +10,34 @@ from pathlib import Path
 import pytest
 
 from millrace.machine.cpu import usable_cores
-from millrace.model_repository.backends import BACKENDS, backend_named, framework_backend
+from millrace.model_repository.backends import BACKENDS, create_backend, framework_backend
 from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
     FrameworkBackend,
     FrameworkModel,
-    ModelSignature,
-    Sides,
-    check,
+    ModelSignatures,
+    TensorSignature,
+    check_signatures,
     merge_signature,
 )
-from millrace.model_repository.config.autocomplete import completed
+from millrace.model_repository.config.autocomplete import complete_config
 from millrace.model_repository.config.config_json import config_json
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.config.pbtxt_binder import read_config
 from millrace.model_repository.request.status_code import StatusError, invalid
 from millrace.model_repository.request.tensors import Array
-from millrace.model_repository.scheduling.ragged_batch import Ragged
+from millrace.model_repository.scheduling.ragged_batch import RaggedBatch
 from tests.support.loaded import Loaded, refused
 from tests.support.sequences import part
 
-ROWS = ModelSignature("x", "FP32", (-1, 4)), ModelSignature("y", "FP32", (-1, 2))
+ROWS = TensorSignature("x", "FP32", (-1, 4)), TensorSignature("y", "FP32", (-1, 2))
 SIDES = """input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }"""
 
 
 def config(text: str) -> ModelConfig:
     read = read_config(text.encode(), Path("config.pbtxt"))
     assert not read.problems, read.problems
-    return completed(read.config, "net", ())[0]
+    return complete_config(read.config, "net", ())[0]
 
 
 def test_what_a_file_says_completes_what_is_not_said() -> None:
@@ -45,7 +45,7 @@ def test_what_a_file_says_completes_what_is_not_said() -> None:
     assert found["max_batch_size"] == 4 and found["dynamic_batching"]["preferred_batch_size"] == [4]
     assert [(i["name"], i["data_type"], i["dims"]) for i in found["input"]] == [("x", "TYPE_FP32", [4])]
     whole = config_json(
-        merge_signature(config('backend: "x"'), [replace(ROWS[0], dims=(3, 4))], [ModelSignature("n", "INT64", ())])
+        merge_signature(config('backend: "x"'), [replace(ROWS[0], dims=(3, 4))], [TensorSignature("n", "INT64", ())])
     )
     assert whole["max_batch_size"] == 0 and whole["input"][0]["dims"] == [3, 4]
     assert whole["output"][0]["dims"] == [1] and whole["output"][0]["reshape"] == {"shape": []}
@@ -59,11 +59,11 @@ def test_what_a_file_says_completes_what_is_not_said() -> None:
 @pytest.mark.parametrize(
     ("told", "what"),
     [
-        (ModelSignature("x", "", (-1,), "complex64"), "tensor 'x' has the type complex64, which is not supported"),
-        (ModelSignature("x", "FP32", None), "tensor 'x' has any number of dimensions: say its dims in config.pbtxt"),
+        (TensorSignature("x", "", (-1,), "complex64"), "tensor 'x' has the type complex64, which is not supported"),
+        (TensorSignature("x", "FP32", None), "tensor 'x' has any number of dimensions: say its dims in config.pbtxt"),
     ],
 )
-def test_what_no_configuration_can_say_is_named(told: ModelSignature, what: str) -> None:
+def test_what_no_configuration_can_say_is_named(told: TensorSignature, what: str) -> None:
     with pytest.raises(StatusError, match=what):
         merge_signature(config('backend: "x"'), [told], [ROWS[1]])
 
@@ -71,36 +71,42 @@ def test_what_no_configuration_can_say_is_named(told: ModelSignature, what: str)
 @pytest.mark.parametrize(
     ("told", "what"),
     [
-        (ModelSignature("z", "FP32", (-1, 4)), "unexpected inference input 'x', allowed inputs are: z"),
+        (TensorSignature("z", "FP32", (-1, 4)), "unexpected inference input 'x', allowed inputs are: z"),
         (
-            ModelSignature("x", "FP16", (-1, 4)),
+            TensorSignature("x", "FP16", (-1, 4)),
             "tensor 'x': the model expects data-type FP16 but the model configuration",
         ),
-        (ModelSignature("x", "", (-1, 4), "complex64"), "the model expects data-type complex64 but"),
+        (TensorSignature("x", "", (-1, 4), "complex64"), "the model expects data-type complex64 but"),
         (
-            ModelSignature("x", "FP32", (-1, 5)),
+            TensorSignature("x", "FP32", (-1, 5)),
             r"expects 2 dimensions \(shape \[-1, 5\]\) but .* making complete shape \[-1, 4\]",
         ),
-        (ModelSignature("x", "FP32", (-1,)), r"expects 1 dimensions \(shape \[-1\]\) but .* specifies 2 dimensions"),
+        (TensorSignature("x", "FP32", (-1,)), r"expects 1 dimensions \(shape \[-1\]\) but .* specifies 2 dimensions"),
         (
-            ModelSignature("x", "FP32", (8, 4)),
+            TensorSignature("x", "FP32", (8, 4)),
             r"the first dimension must be -1; but shape expected by the model is \[8, 4\]",
         ),
-        (ModelSignature("x", "FP32", ()), r"expects 0 dimensions \(shape \[\]\) but"),
+        (TensorSignature("x", "FP32", ()), r"expects 0 dimensions \(shape \[\]\) but"),
     ],
 )
-def test_a_configuration_of_another_file(told: ModelSignature, what: str) -> None:
+def test_a_configuration_of_another_file(told: TensorSignature, what: str) -> None:
     said = config('backend: "x" max_batch_size: 8 ' + SIDES)
     with pytest.raises(StatusError, match=what):
-        check(said, [told], [ROWS[1]], Ragged(said))
+        check_signatures(said, [told], [ROWS[1]], RaggedBatch(said))
 
 
 def test_what_a_file_does_not_say_is_not_compared() -> None:
     said = config('backend: "x" max_batch_size: 8 ' + SIDES)
-    check(said, [ModelSignature("x", None, None)], [ModelSignature("y", None, None)], Ragged(said))
-    check(said, [ModelSignature("x", "FP32", (-1, -1))], [ROWS[1], ModelSignature("more", "FP32", (-1,))], Ragged(said))
+    ragged = RaggedBatch(said)
+    check_signatures(said, [TensorSignature("x", None, None)], [TensorSignature("y", None, None)], ragged)
+    check_signatures(
+        said,
+        [TensorSignature("x", "FP32", (-1, -1))],
+        [ROWS[1], TensorSignature("more", "FP32", (-1,))],
+        RaggedBatch(said),
+    )
     with pytest.raises(StatusError, match="configuration expects 1 inputs, model provides 2"):
-        check(said, [ROWS[0], ModelSignature("more", "FP32", (-1,))], [ROWS[1]], Ragged(said))
+        check_signatures(said, [ROWS[0], TensorSignature("more", "FP32", (-1,))], [ROWS[1]], RaggedBatch(said))
 
 
 def test_parameters_reach_their_settings(caplog: pytest.LogCaptureFixture) -> None:
@@ -161,10 +167,10 @@ def test_a_folder_keeps_to_itself(tmp_path: Path) -> None:
 def test_whatever_a_framework_raises_is_an_answer() -> None:
     with (
         pytest.raises(StatusError, match="some framework error: KeyError"),
-        framework_backend.failing("some framework"),
+        framework_backend.framework_errors("some framework"),
     ):
         raise KeyError
-    with pytest.raises(StatusError, match=r"^ours$"), framework_backend.failing("some framework"):
+    with pytest.raises(StatusError, match=r"^ours$"), framework_backend.framework_errors("some framework"):
         raise invalid("ours")
 
 
@@ -178,18 +184,18 @@ class Sums(FrameworkBackend):
     def instance(self, given: InstanceContext) -> FrameworkModel:
         return Sum(given)
 
-    def sides(self, config: ModelConfig, file: Path) -> Sides:
+    def signatures(self, config: ModelConfig, file: Path) -> ModelSignatures:
         kind = file.read_text()
         return (
-            [ModelSignature(name, kind, (-1, 1)) for name in ("INPUT", "held")],
-            [ModelSignature(name, kind, (-1, 1)) for name in ("OUTPUT", "held_on")],
+            [TensorSignature(name, kind, (-1, 1)) for name in ("INPUT", "held")],
+            [TensorSignature(name, kind, (-1, 1)) for name in ("OUTPUT", "held_on")],
         )
 
 
 class Sum(FrameworkModel):
     def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
-        self.check(*Sums().sides(self.inner, given.file))
+        self.check(*Sums().signatures(self.inner, given.file))
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         assert [i.name for i in self.inner.input] == ["INPUT", "held"]
@@ -242,8 +248,8 @@ def test_a_missing_package_is_named_with_its_extra(
     (tmp_path / "net" / "1").mkdir(parents=True)
     (tmp_path / "net" / "1" / file).write_bytes(b"")
     (tmp_path / "net" / "config.pbtxt").write_text(f'backend: "{backend}"')
-    extra = type(backend_named(backend)).__module__.rpartition(".")[2]
-    framework_backend.package.cache_clear()
+    extra = type(create_backend(backend)).__module__.rpartition(".")[2]
+    framework_backend.import_package.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
     (failed,) = refused(tmp_path)
     assert f"backend '{extra}' needs a package that cannot be imported: " in failed

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.python_backend.stub.errors import TritonModelException
-from millrace.model_repository.python_backend.stub.pb_utils import utils_of
+from millrace.model_repository.python_backend.stub.pb_utils import make_pb_utils
 
-PB = utils_of(None)
+PB = make_pb_utils(None)
 TENSOR = PB.Tensor("INPUT0", np.array([1, 2], np.int32))
 RIGHT: dict[str, Any] = {"inputs": [TENSOR], "model_name": "m", "requested_output_names": ["OUT"]}
 

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.model_repository.models.backend_model import BackendModel
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.python_backend.python_process import ChildModel
+from millrace.model_repository.python_backend.python_process import StubInstance
 from millrace.model_repository.request.infer_request import InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import objects
@@ -126,10 +126,10 @@ def resident_bytes(model: Model) -> int:
     """Of the process that it has for itself; 0 where it has none."""
     assert isinstance(model, BackendModel)
     instance = model._workers[0]._instance
-    if not isinstance(instance, ChildModel):
+    if not isinstance(instance, StubInstance):
         return 0
-    assert instance._child.frames.arena.used_bytes <= 1 << 20, "inputs of a few requests, at most"
-    return int(Path(f"/proc/{instance._child.pid}/statm").read_text().split()[1]) * 4096
+    assert instance._process.frames.arena.used_bytes <= 1 << 20, "inputs of a few requests, at most"
+    return int(Path(f"/proc/{instance._process.pid}/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.nightly

@@ -20,7 +20,7 @@ from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Batch
-from millrace.model_repository.scheduling.rate_limiter import RateLimiter
+from millrace.model_repository.scheduling.rate_limiter import InstanceRateLimiter
 from tests.support.drawn import SEEDS, examples
 from tests.support.ensembles import asking
 from tests.support.loaded import Loaded, asked
@@ -38,7 +38,7 @@ class Slot:
     """An instance that has always something to compute, or never."""
 
     name: str
-    limiter: RateLimiter
+    limiter: InstanceRateLimiter
     wants: bool = True
     n_runs: int = 0
     is_running: bool = False
@@ -46,7 +46,7 @@ class Slot:
     log: list[str] = field(default_factory=list)
 
     def on_resources_available(self) -> None:
-        for one in self.limiter.among([self] if not self.is_running else [], self.wants):
+        for one in self.limiter.select_runnable([self] if not self.is_running else [], self.wants):
             self.limiter.begin(one)
             one.is_running = True
             one.n_runs += 1
@@ -57,7 +57,7 @@ class Slot:
         self.limiter.end(self)
 
 
-def slots(limiter: RateLimiter, **groups: InstanceGroup) -> dict[str, Slot]:
+def slots(limiter: InstanceRateLimiter, **groups: InstanceGroup) -> dict[str, Slot]:
     log: list[str] = []
     found = {name: Slot(name, limiter, log=log) for name in groups}
     for name, one in found.items():
@@ -73,7 +73,9 @@ def test_nobody_holds_what_is_not_there(seed: int) -> None:
     needs = {f"m{i}": {"A": rng.randint(0, 5), "B": rng.randint(0, 3)} for i in range(6)}
 
     async def run() -> None:
-        found = slots(RateLimiter(limits), **{n: group(rng.randint(1, 3), False, **c) for n, c in needs.items()})
+        found = slots(
+            InstanceRateLimiter(limits), **{n: group(rng.randint(1, 3), False, **c) for n, c in needs.items()}
+        )
         for one in found.values():
             one.wants = False
         for _ in range(600):
@@ -102,7 +104,7 @@ def test_nobody_holds_what_is_not_there(seed: int) -> None:
 
 def test_turns_are_by_priority() -> None:
     async def run() -> None:
-        found = slots(RateLimiter(), a=group(1, R=1), b=group(2, R=1), c=group(4, R=1))
+        found = slots(InstanceRateLimiter(), a=group(1, R=1), b=group(2, R=1), c=group(4, R=1))
         for one in found.values():
             one.on_resources_available()
         for _ in range(700):
@@ -117,7 +119,7 @@ def test_turns_are_by_priority() -> None:
 
 def test_a_large_one_is_not_starved_and_holds_up_nobody_else() -> None:
     async def run() -> None:
-        limiter = RateLimiter()
+        limiter = InstanceRateLimiter()
         found = slots(limiter, small=group(R=1), other=group(R=1), large=group(R=2), apart=group(Q=1))
         for name in ("small", "other"):
             found[name].on_resources_available()
@@ -140,7 +142,7 @@ def test_a_large_one_is_not_starved_and_holds_up_nobody_else() -> None:
 
 def test_there_is_as_much_as_the_largest_wants() -> None:
     async def run() -> None:
-        limiter = RateLimiter()
+        limiter = InstanceRateLimiter()
         found = slots(limiter, a=group(R1=4, R2=4), b=group(R2=5, R3=10), c=group(R1=1, R3=7))
         found["a"].on_resources_available()
         found["b"].on_resources_available()
@@ -158,7 +160,7 @@ def test_there_is_as_much_as_the_largest_wants() -> None:
 
 
 def test_what_could_never_compute_is_refused() -> None:
-    limiter = RateLimiter({"R": 5})
+    limiter = InstanceRateLimiter({"R": 5})
     what = 'Resource count for "R" is limited to 5 which will prevent scheduling of one or more model instances, the '
     with pytest.raises(StatusError, match=f"{what}minimum required count is 6"):
         limiter.check([group(R=6)])
@@ -185,11 +187,11 @@ def test_models_compute_one_after_the_other(tmp_path: Path, is_idle: bool) -> No
             assert [int(answer.outputs["OUTPUT0"][0, 0]) for answer in answers] == list(range(8))
             return time.monotonic() - began_s
 
-    limited_s = asyncio.run(timed(RepositoryContext(limiter=RateLimiter())))
+    limited_s = asyncio.run(timed(RepositoryContext(limiter=InstanceRateLimiter())))
     at_once_s = min(asyncio.run(timed(RepositoryContext())) for _ in range(1 if is_idle else 5))
     assert at_once_s < (0.08 if is_idle else limited_s), "four at a time: 0.02 s, if nobody else computes"
     assert limited_s >= 0.08
-    assert asyncio.run(timed(RepositoryContext(limiter=RateLimiter({"cores": 2})))) >= 0.04
+    assert asyncio.run(timed(RepositoryContext(limiter=InstanceRateLimiter({"cores": 2})))) >= 0.04
 
 
 def test_cancelled_requests_and_unloaded_models_leave_the_others_going(tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_cancelled_requests_and_unloaded_models_leave_the_others_going(tmp_path:
 
     async def run() -> None:
         flags: dict[str, Any] = {"model_control_mode": "explicit", "load_model": ("*",)}
-        async with Loaded(tmp_path, RepositoryContext(limiter=RateLimiter()), **flags) as repository:
+        async with Loaded(tmp_path, RepositoryContext(limiter=InstanceRateLimiter()), **flags) as repository:
             a, b = repository.get("a"), repository.get("b")
             first = asyncio.create_task(a.infer(asked(a, 1)))
             await asyncio.sleep(0)
@@ -231,7 +233,7 @@ def test_a_model_that_asks_one_that_waits_for_its_resources_gets_an_error(tmp_pa
     write(tmp_path, "outer", ASKS, config.replace('"identity"', '"python"'))
 
     async def run() -> None:
-        async with Loaded(tmp_path, RepositoryContext(limiter=RateLimiter())) as repository:
+        async with Loaded(tmp_path, RepositoryContext(limiter=InstanceRateLimiter())) as repository:
             outer = repository.get("outer")
             async with asyncio.timeout(10):
                 with pytest.raises(StatusError, match="deadlock"):
@@ -244,7 +246,10 @@ def test_a_model_that_asks_one_that_waits_for_its_resources_gets_an_error(tmp_pa
 
 def test_flags_are_tritons() -> None:
     flags = OperationFlags(rate_limit="execution_count", rate_limit_resource=("R1:10", "R2:5:0"))
-    assert RepositoryContext.of(flags).limiter is not None and RepositoryContext.of(OperationFlags()).limiter is None
+    assert (
+        RepositoryContext.from_flags(flags).limiter is not None
+        and RepositoryContext.from_flags(OperationFlags()).limiter is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,4 +264,4 @@ def test_flags_are_tritons() -> None:
 )
 def test_a_mistake_in_a_flag_is_said(mode: str, said: tuple[str, ...], fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
-        RateLimiter.of(mode, said)
+        InstanceRateLimiter.from_flags(mode, said)

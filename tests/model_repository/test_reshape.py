@@ -43,7 +43,7 @@ def test_what_is_made_is_told_in_dims(
     max_batch: int, made: tuple[int, ...], dims: tuple[int, ...], given: tuple[int, ...], told: tuple[int, ...]
 ) -> None:
     array = numbers(*given)
-    found = reshaped(max_batch, made, dims).told("", InferResponse({"z": array, "y": array}, {"p": 1}))
+    found = reshaped(max_batch, made, dims).reshape("", InferResponse({"z": array, "y": array}, {"p": 1}))
     assert found.outputs["y"].shape == told and found.outputs["y"].tobytes() == array.tobytes()
     assert found.outputs["z"] is array and list(found.outputs) == ["z", "y"] and found.parameters == {"p": 1}
 
@@ -51,9 +51,9 @@ def test_what_is_made_is_told_in_dims(
 def test_what_has_no_such_shape_is_the_models_fault() -> None:
     what = r"^\[request id: r\] output 'y' of model 'm' has shape \[3\], expected \[4\], to be told as \[2,2\]$"
     with pytest.raises(StatusError, match=what):
-        reshaped(8, (4,), (2, 2)).told("[request id: r] ", InferResponse({"y": numbers(2, 3)}))
+        reshaped(8, (4,), (2, 2)).reshape("[request id: r] ", InferResponse({"y": numbers(2, 3)}))
     with pytest.raises(StatusError, match=r"has shape \[5\], expected \[-1,1\], to be told as \[1,-1,1\]"):
-        reshaped(0, (-1, 1), (1, -1, 1)).told("", InferResponse({"y": numbers(5)}))
+        reshaped(0, (-1, 1), (1, -1, 1)).reshape("", InferResponse({"y": numbers(5)}))
 
 
 SQUARE = "dims: [ 2, 2 ] reshape { shape: [ 4 ] }"

@@ -16,8 +16,8 @@ from millrace.errors import ConfigError
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.response_cache import _EACH_BYTES, ResponseCache, digest_of, key_of
-from millrace.model_repository.scheduling.rate_limiter import RateLimiter
+from millrace.model_repository.request.response_cache import _EACH_BYTES, LocalResponseCache, cache_key, input_digest
+from millrace.model_repository.scheduling.rate_limiter import InstanceRateLimiter
 from tests.support.drawn import SEEDS, examples
 from tests.support.loaded import Loaded, asked
 from tests.support.prometheus import series
@@ -50,17 +50,17 @@ def test_a_digest_is_of_everything_that_an_input_is() -> None:
         {"a": objects(b"", b"xyz")},
         {},
     ]
-    assert len({digest_of(one) for one in different}) == len(different)
+    assert len({input_digest(one) for one in different}) == len(different)
     wide = np.arange(8, dtype=np.int32).reshape(4, 2)
-    assert digest_of({"a": wide[:, 0]}) == digest_of({"a": wide[:, 0].copy()}), "however it lies in memory"
-    assert digest_of({"a": numbers, "b": wide}) == digest_of({"b": wide, "a": numbers})
+    assert input_digest({"a": wide[:, 0]}) == input_digest({"a": wide[:, 0].copy()}), "however it lies in memory"
+    assert input_digest({"a": numbers, "b": wide}) == input_digest({"b": wide, "a": numbers})
 
 
 def test_a_key_is_of_what_a_model_sees() -> None:
     def key(model: object = 1, outputs: tuple[str, ...] = (), **parameters: Any) -> Any:
         request = InferRequest({}, outputs, request_id=str(random.random()))
         request.parameters = parameters
-        return key_of(model, request)
+        return cache_key(model, request)
 
     assert key() == key() and key(a=1, b=2) == key(b=2, a=1)
     different = [key(), key(2), key(outputs=("O",)), key(a=1), key(a=True), key(a=1.0), key(a="1"), key(b=1)]
@@ -71,19 +71,19 @@ def test_a_key_is_of_what_a_model_sees() -> None:
 @given(SEEDS)
 def test_the_least_recently_used_go_first(seed: int) -> None:
     rng, most_bytes = random.Random(seed), 40 * 600
-    cache, plain = ResponseCache(most_bytes), OrderedDict[tuple[object, ...], int]()
+    cache, plain = LocalResponseCache(most_bytes), OrderedDict[tuple[object, ...], int]()
     for _ in range(1000):
         key: tuple[object, ...] = (rng.randrange(4), rng.randrange(60))
         if rng.random() < 0.5:
-            assert (cache.look(key) is not None) == (key in plain)
+            assert (cache.get(key) is not None) == (key in plain)
             if key in plain:
                 plain.move_to_end(key)
         elif rng.random() < 0.02:
-            cache.forget(key[0])
+            cache.remove_model(key[0])
             plain = OrderedDict((k, n) for k, n in plain.items() if k[0] != key[0])
         else:
             n = rng.choice([0, 1, 100, 1000, most_bytes])
-            cache.keep(key, InferResponse({"O": np.zeros(n, np.uint8)}))
+            cache.put(key, InferResponse({"O": np.zeros(n, np.uint8)}))
             if n + _EACH_BYTES <= most_bytes:
                 plain.pop(key, None)
                 plain[key] = n + _EACH_BYTES
@@ -94,7 +94,7 @@ def test_the_least_recently_used_go_first(seed: int) -> None:
 
 def test_what_was_answered_is_answered_again(tmp_path: Path) -> None:
     write_models(tmp_path, {"m": CACHED % "", "plain": identity("FP32", "1", "max_batch_size: 8"), "of_it": OF_IT})
-    cache = ResponseCache(1 << 20)
+    cache = LocalResponseCache(1 << 20)
 
     async def run() -> None:
         async with Loaded(
@@ -170,7 +170,7 @@ def test_what_is_not_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         "m: rate_limiter is not used without --rate-limit execution_count",
         "m: response_cache is not used without --cache-config local,size=N",
     ]
-    assert asyncio.run(run(RepositoryContext(cache=ResponseCache(1024), limiter=RateLimiter()))) == []
+    assert asyncio.run(run(RepositoryContext(cache=LocalResponseCache(1024), limiter=InstanceRateLimiter()))) == []
 
 
 @pytest.mark.parametrize(
@@ -179,4 +179,4 @@ def test_what_is_not_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 )
 def test_a_mistake_in_the_flag_is_said(said: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="--cache-config"):
-        RepositoryContext.of(OperationFlags(cache_config=said))
+        RepositoryContext.from_flags(OperationFlags(cache_config=said))

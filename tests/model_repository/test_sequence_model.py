@@ -10,7 +10,7 @@ import pytest
 
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.status_code import Code, StatusError
-from millrace.model_repository.scheduling.dynamic_batcher import Closed
+from millrace.model_repository.scheduling.dynamic_batcher import CloseReason
 from tests.support.loaded import Loaded, becomes
 from tests.support.python_models import write
 from tests.support.sequences import SUMS, accumulator, part
@@ -86,7 +86,7 @@ def test_an_empty_slot_is_told_that_it_is_not_ready(tmp_path: Path) -> None:
             last = await model.infer(part(model, 9, 7, END))
             assert last.outputs["OUTPUT"].tolist() == [[13]]
             assert model.statistics.by_size.keys() == {2} and model.statistics.n_inferences == 3
-            assert model.statistics.closed == {Closed.FULL: 1, Closed.DELAY: 1}
+            assert model.statistics.close_reasons == {CloseReason.FULL: 1, CloseReason.DELAY: 1}
 
     asyncio.run(run())
     assert told(tmp_path) == [[[8, 5, 1, 0, True], [9, 6, 1, 0, True]], [[0, 0, 0, 0, False], [9, 7, 0, 1, True]]]

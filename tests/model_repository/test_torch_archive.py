@@ -150,11 +150,11 @@ def test_damaged_archives(tmp_path: Path) -> None:
         for n in (0, 1, 40, len(data) // 2, len(data) - 1):
             cut.write_bytes(data[:n])
             with pytest.raises(StatusError, match=r"is no archive|PyTorch error"):
-                pytorch._loaded(cut)
+                pytorch._load(cut)
         for at in rng.integers(len(data) - 1500, len(data), 12):
             cut.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
             try:
-                found = pytorch._loaded(cut)
+                found = pytorch._load(cut)
             except StatusError:
                 continue
             assert np.allclose(found.run({0: torch.ones(1, 16)})[0].detach(), exact(np.ones((1, 16))))
@@ -166,20 +166,20 @@ def test_archives_that_are_too_large_or_say_things_twice(tmp_path: Path) -> None
         archive.writestr("m/code/a.py", "")
         archive.writestr("m/code/a.py", "")
     with pytest.raises(StatusError, match="2 entries, of which some have one name"):
-        torch_archive_check.script(file)
+        torch_archive_check.check_script(file)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("m/code/a.py", b"\n" * ((64 << 20) + 1))
     with pytest.raises(StatusError, match=r"has m/code/a.py of \d+ bytes, at most 67108864 are read"):
-        torch_archive_check.script(file)
+        torch_archive_check.check_script(file)
     file.write_bytes(b"")
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("m/archive_format", "pt2")
         archive.writestr("m/data/aotinductor/model/a.so", b"\x7fELF")
     with pytest.raises(StatusError, match="holds machine code of AOTInductor"):
-        torch_archive_check.program(file)
+        torch_archive_check.copy_program(file)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("m/archive_format", "pt2")
         archive.writestr("m/models/model.json", "[" * 100_000)
     with pytest.raises(StatusError, match=r"has models/model.json, which is no JSON"):
-        torch_archive_check.program(file)
-    assert not torch_archive_check.script(file)
+        torch_archive_check.copy_program(file)
+    assert not torch_archive_check.check_script(file)

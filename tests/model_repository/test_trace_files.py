@@ -53,7 +53,7 @@ def test_a_number_of_traces_is_a_file(tmp_path: Path) -> None:
 
 def test_so_many_files_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client may ask for a file each."""
-    monkeypatch.setattr(trace_files, "MOST_FILES", 5)
+    monkeypatch.setattr(trace_files, "MAX_FILES", 5)
     one = tracer(tmp_path / "t", log_frequency=1)
     come(one, "m", 13)
     one.close()
@@ -62,7 +62,7 @@ def test_so_many_files_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_files_end_at_a_size_or_where_the_disk_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_files, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(trace_files, "MAX_BYTES", 10_000)
     one = tracer(tmp_path / "t")
     come(one, "m", 1000)
     one.close()

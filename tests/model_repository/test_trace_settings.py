@@ -17,25 +17,25 @@ def test_a_models_settings_stand_before_the_servers(tmp_path: Path) -> None:
     one = tracer(tmp_path / "t")
     first = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": "-1", "log_frequency": "0",
              "trace_file": str(tmp_path / "t"), "trace_mode": "triton"}  # fmt: skip
-    assert one.told() == one.told("m") == first
+    assert one.settings_dict() == one.settings_dict("m") == first
     one.change({"trace_rate": 12, "log_frequency": 34}, "m")
     one.change({"trace_rate": 56, "trace_count": 78, "trace_level": ("OFF",)})
-    assert one.told() == {**first, "trace_rate": "56", "trace_count": "78", "trace_level": ["OFF"]}
-    assert one.told("m") == {**first, "trace_level": ["OFF"], "trace_rate": "12", "trace_count": "78",
+    assert one.settings_dict() == {**first, "trace_rate": "56", "trace_count": "78", "trace_level": ["OFF"]}
+    assert one.settings_dict("m") == {**first, "trace_level": ["OFF"], "trace_rate": "12", "trace_count": "78",
                              "log_frequency": "34"}  # fmt: skip
     assert not one.is_on
     one.change({"trace_rate": None, "trace_count": None})
-    assert one.told() == {**first, "trace_level": ["OFF"]}
+    assert one.settings_dict() == {**first, "trace_level": ["OFF"]}
     one.change({"trace_rate": None, "trace_level": None}, "m")
-    assert one.told("m") == {**first, "trace_level": ["OFF"], "log_frequency": "34"}
+    assert one.settings_dict("m") == {**first, "trace_level": ["OFF"], "log_frequency": "34"}
     one.change({"trace_level": None})
-    assert one.is_on and one.told("m") == {**first, "log_frequency": "34"}
+    assert one.is_on and one.settings_dict("m") == {**first, "log_frequency": "34"}
     one.change({"trace_count": 3}, "m")
-    assert come(one, "m", 2) == [0, 1] and one.told("m")["trace_count"] == "1"
+    assert come(one, "m", 2) == [0, 1] and one.settings_dict("m")["trace_count"] == "1"
     one.change({"trace_rate": 1})
-    assert one.told("m")["trace_count"] == "1", "what was taken stays taken"
+    assert one.settings_dict("m")["trace_count"] == "1", "what was taken stays taken"
     one.change({"trace_count": None, "log_frequency": None}, "m")
-    assert one.told("m") == first
+    assert one.settings_dict("m") == first
     with pytest.raises(StatusError, match="trace file name is not given"):
         Tracer().change({"trace_level": ("TIMESTAMPS",)})
 
@@ -43,11 +43,11 @@ def test_a_models_settings_stand_before_the_servers(tmp_path: Path) -> None:
 def test_flags_are_tritons() -> None:
     said = ("triton,file=/tmp/t.json", "level=TIMESTAMPS", "level=TENSORS", "rate=7", "count=9",
             "triton,log-frequency=5", "mode=triton")  # fmt: skip
-    assert Tracer.of(said).told() == {
+    assert Tracer.from_flags(said).settings_dict() == {
         "trace_file": "/tmp/t.json", "trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "7", "trace_count": "9",
         "log_frequency": "5", "trace_mode": "triton",
     }  # fmt: skip
-    assert not Tracer.of(()).is_on
+    assert not Tracer.from_flags(()).is_on
 
 
 @pytest.mark.parametrize(
@@ -75,23 +75,23 @@ def test_flags_are_tritons() -> None:
 )
 def test_a_mistake_in_a_flag_is_said(said: tuple[str, ...], fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
-        Tracer.of(said)
+        Tracer.from_flags(said)
 
 
 def test_settings_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "Spans", Told)
+    monkeypatch.setattr(tracing, "SpanExporter", Told)
     monkeypatch.setattr(trace_flags, "check_extra", lambda: None)
-    one = Tracer.of(("mode=opentelemetry", "opentelemetry,url=https://c/v1/traces", "level=TIMESTAMPS", "rate=0",
-                     "opentelemetry,resource=service.name=mill", "resource=zone=b=c", "bsp_max_queue_size=99",
+    one = Tracer.from_flags(("mode=opentelemetry", "opentelemetry,url=https://c/v1/traces", "level=TIMESTAMPS",
+                     "rate=0", "opentelemetry,resource=service.name=mill", "resource=zone=b=c", "bsp_max_queue_size=99",
                      "opentelemetry,bsp_max_export_batch_size=9"))  # fmt: skip
     told = {
         "trace_level": ["TIMESTAMPS"], "trace_rate": "0", "trace_count": "-1", "trace_mode": "opentelemetry",
         "url": "https://c/v1/traces", "resource": ["service.name=mill", "zone=b=c"], "bsp_max_queue_size": "99",
         "bsp_schedule_delay": "5000", "bsp_max_export_batch_size": "9",
     }  # fmt: skip
-    assert one.told() == one.told("m") == told
+    assert one.settings_dict() == one.settings_dict("m") == told
     one.change({"trace_rate": 5}, "m")
-    assert one.told("m") == {**told, "trace_rate": "5"}
+    assert one.settings_dict("m") == {**told, "trace_rate": "5"}
     for change, says in (({"trace_level": ("TENSORS",)}, "TENSORS"), ({"log_frequency": 2}, "log_frequency")):
         with pytest.raises(StatusError, match=f"{says} is of trace mode triton"):
             one.change(change)
@@ -100,6 +100,6 @@ def test_settings_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_extra_one_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as refused:
-        TraceFlags.of(("mode=opentelemetry",))
+        TraceFlags.from_flags(("mode=opentelemetry",))
     assert "mode=opentelemetry without OpenTelemetry's SDK" in refused.value.what
     assert refused.value.expected == 'pip install "millrace[otel]"'

@@ -9,9 +9,9 @@ import pytest
 
 from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.response_cache import ResponseCache
+from millrace.model_repository.request.response_cache import LocalResponseCache
 from millrace.model_repository.request.status_code import StatusError
-from millrace.model_repository.tracing.trace_context import Parent, parent_of
+from millrace.model_repository.tracing.trace_context import Parent, parse_parent
 from millrace.model_repository.tracing.tracer import TracedExchange
 from tests.support.ensembles import asking, ensemble
 from tests.support.loaded import BATCHES, Loaded, asked
@@ -55,7 +55,7 @@ def test_each_request_tells_its_times_and_its_batch(tmp_path: Path) -> None:
 def test_what_is_computed_at_once_kept_or_refused_is_traced(tmp_path: Path) -> None:
     config = identity("FP32", "1", "max_batch_size: 8 response_cache { enable: true }")
     root, file = write_models(tmp_path / "models", {"m": config, "n": BATCHES % ""}), tmp_path / "trace.json"
-    common = RepositoryContext(tracer=tracer(file), cache=ResponseCache(1 << 20))
+    common = RepositoryContext(tracer=tracer(file), cache=LocalResponseCache(1 << 20))
 
     async def run() -> None:
         async with Loaded(root, common, max_model_requests=1) as repository:
@@ -132,7 +132,7 @@ def test_tensors_are_told(tmp_path: Path) -> None:
 
 def test_every_nth_is_traced_and_so_many(tmp_path: Path) -> None:
     one = tracer(tmp_path / "t", trace_rate=3, trace_count=2)
-    assert come(one, "m", 12) == [2, 5] and one.told()["trace_count"] == "0"
+    assert come(one, "m", 12) == [2, 5] and one.settings_dict()["trace_count"] == "0"
     one.change({"trace_count": 1, "trace_rate": 1})
     assert come(one, "m", 5) == [0]
     assert come(tracer(tmp_path / "t", trace_level=("OFF",)), "m", 5) == []
@@ -146,7 +146,7 @@ def test_a_clients_trace_decides_and_otherwise_the_rate() -> None:
     one, told = spanned(trace_rate=3, trace_count=1)
     for header in (SPAN, SPAN.replace("-01", "-00"), None, None, SPAN, None, None, None, None):
         request = InferRequest({})
-        one.came(request, "HTTP", 5, one.parent(header, None))
+        one.trace_stream(request, "HTTP", 5, one.parent(header, None))
         one.begin(request, "m")
         if request.trace is not None:
             one.end(request, "m", 1, 9, None)
@@ -167,7 +167,7 @@ def test_a_client_that_leaves_ends_its_span_when_the_model_is_done() -> None:
         raise asyncio.CancelledError
     assert not told.ended
     one.end(request, "m", 1, 9, None)
-    assert [t["triton.model_name"] for _, t, _ in told.ended] == ["m"] and request.trace is request.came is None
+    assert [t["triton.model_name"] for _, t, _ in told.ended] == ["m"] and request.trace is request.exchange is None
 
 
 def test_parts_are_below_whoever_asks(tmp_path: Path) -> None:
@@ -207,11 +207,11 @@ def test_parts_are_below_whoever_asks(tmp_path: Path) -> None:
     ],
 )
 def test_headers_of_a_trace(header: Any, found: Parent | None) -> None:
-    assert parent_of(header, None) == found
+    assert parse_parent(header, None) == found
 
 
 def test_the_state_of_a_trace_is_kept_or_left_out_whole() -> None:
-    assert parent_of(SPAN, b" a=1,b=2 ") == Parent(0xA, 0xB, True, "a=1,b=2")
+    assert parse_parent(SPAN, b" a=1,b=2 ") == Parent(0xA, 0xB, True, "a=1,b=2")
     longest = "a=" + "x" * 253 + ",b=" + "x" * 254  # 512 characters, of which no value has more than 256
-    assert parent_of(SPAN, longest) == Parent(0xA, 0xB, True, longest)
-    assert parent_of(SPAN, longest + "x") == parent_of(SPAN, "a=" + "x" * 257) == Parent(0xA, 0xB, True)
+    assert parse_parent(SPAN, longest) == Parent(0xA, 0xB, True, longest)
+    assert parse_parent(SPAN, longest + "x") == parse_parent(SPAN, "a=" + "x" * 257) == Parent(0xA, 0xB, True)

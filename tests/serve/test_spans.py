@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.model_repository.tracing.otel_spans import FLUSH_S, Spans
-from millrace.model_repository.tracing.trace_context import parent_of
-from millrace.model_repository.tracing.trace_flags import Exporting
+from millrace.model_repository.tracing.otel_spans import FLUSH_S, SpanExporter
+from millrace.model_repository.tracing.trace_context import parse_parent
+from millrace.model_repository.tracing.trace_flags import OtlpSettings
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, running
 from tests.support.collector import Collected, attributes, collector
@@ -212,11 +212,11 @@ def test_language_models(tmp_path: Path) -> None:
     assert text.end_time_unix_nano > text.start_time_unix_nano
 
 
-def flood(spans: Spans, n: int) -> float:
+def flood(spans: SpanExporter, n: int) -> float:
     """Seconds that n spans take whoever tells them."""
     began_s = time.monotonic()
     for _ in range(n):
-        spans.told("m", time.monotonic_ns(), None, {"a": 1})
+        spans.record_span("m", time.monotonic_ns(), None, {"a": 1})
     return time.monotonic() - began_s
 
 
@@ -229,7 +229,7 @@ def test_a_collector_that_takes_nothing_holds_nobody_up(
     with collector(503 if how == "refuses" else 200, threading.Event() if how == "hangs" else None) as found:
         with socket.create_server(("127.0.0.1", 0)) as free:
             nobody = f"http://127.0.0.1:{free.getsockname()[1]}/v1/traces"
-        spans = Spans(Exporting(url=nobody if how == "gone" else found.url, queue=64, batch=16, delay_ms=5))
+        spans = SpanExporter(OtlpSettings(url=nobody if how == "gone" else found.url, queue=64, batch=16, delay_ms=5))
         assert flood(spans, 5000) < 5
         (waiting,) = [p for p in spans._provider._active_span_processor._span_processors]
         assert len(waiting._batch_processor._queue) <= 64
@@ -240,11 +240,11 @@ def test_a_collector_that_takes_nothing_holds_nobody_up(
 
 def test_the_end_sends_what_is_there() -> None:
     with collector() as found:
-        spans = Spans(Exporting(url=found.url, delay_ms=60_000, batch=16))
+        spans = SpanExporter(OtlpSettings(url=found.url, delay_ms=60_000, batch=16))
         flood(spans, 40)
         spans.close()
         assert len(found.spans) == 40 and found.n_batches == 3
-        spans.told("late", 1, None, {})
+        spans.record_span("late", 1, None, {})
         spans.close()
     assert len(found.spans) == 40
 
@@ -270,7 +270,7 @@ def test_states_are_read_as_opentelemetry_reads_them(seed: int) -> None:
         at = rng.randrange(len(text))
         text = text[:at] + rng.choice(["=", ",", " ", "A", "\xff", "@", "a", ",a=3"]) + text[at + rng.randint(0, 1) :]
     text = text.strip()
-    theirs, ours = TraceState.from_header([text]), parent_of(OURS["traceparent"], text)
+    theirs, ours = TraceState.from_header([text]), parse_parent(OURS["traceparent"], text)
     assert ours is not None and ours.state == (text if len(theirs) else ""), text
 
 
@@ -286,7 +286,7 @@ def test_headers_are_read_as_opentelemetry_reads_them(seed: int) -> None:
         at = rng.randrange(len(text))
         text = text[:at] + rng.choice(["0", "A", "g", "-", "", " "]) + text[at + rng.randint(0, 1) :]
     read = TraceContextTextMapPropagator().extract({"traceparent": text})
-    theirs, ours = get_current_span(read).get_span_context(), parent_of(text, None)
+    theirs, ours = get_current_span(read).get_span_context(), parse_parent(text, None)
     assert theirs.is_valid == (ours is not None), text
     if ours is not None:
         assert (ours.trace_id, ours.span_id) == (theirs.trace_id, theirs.span_id)

@@ -220,5 +220,5 @@ def test_the_timeline_shows_the_requests_of_its_key() -> None:
 def test_what_a_model_asks_belongs_to_the_key_too() -> None:
     outer, inner = InferRequest({}), InferRequest({})
     outer.tenant = "first"
-    inner.part_of(outer)
+    inner.inherit_from(outer)
     assert inner.tenant == "first"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.model_repository.tracing.trace_context import parent_of
+from millrace.model_repository.tracing.trace_context import parse_parent
 from millrace.serve.http.http_request import combine_duplicate_headers
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -15,7 +15,7 @@ PARENT = f"00-{TRACE}-{SPAN}-01"
     "0" * 100_000, f"cc{PARENT[2:]}-x,{PARENT}",
 ])  # fmt: skip
 def test_parents_that_are_none(text: str) -> None:
-    assert parent_of(text, "a=1") is None and parent_of(text.encode("latin-1"), None) is None
+    assert parse_parent(text, "a=1") is None and parse_parent(text.encode("latin-1"), None) is None
 
 
 @pytest.mark.parametrize("state", [
@@ -23,7 +23,7 @@ def test_parents_that_are_none(text: str) -> None:
     ",".join(f"k{i}=v" for i in range(32)),
 ])  # fmt: skip
 def test_states_are_passed_on_as_they_are(state: str) -> None:
-    found = parent_of(PARENT.encode(), state.encode())
+    found = parse_parent(PARENT.encode(), state.encode())
     assert found is not None and (found.state, found.is_sampled) == (state, True)
 
 
@@ -32,7 +32,7 @@ def test_states_are_passed_on_as_they_are(state: str) -> None:
     ",".join(f"k{i}=v" for i in range(33)), "a=1," * 129 + "b=2", "a" * 600 + "=1",
 ])  # fmt: skip
 def test_states_that_are_wrong_go_nowhere(state: str) -> None:
-    found = parent_of(PARENT, state.encode("latin-1"))
+    found = parse_parent(PARENT, state.encode("latin-1"))
     assert found is not None and found.state == ""
 
 
@@ -41,7 +41,7 @@ def test_of_two_parents_there_is_none_and_two_states_are_one() -> None:
     twice = combine_duplicate_headers(
         [(b"traceparent", PARENT.encode()), (b"host", b"x"), (b"traceparent", PARENT.encode())], b","
     )
-    assert twice[b"host"] == b"x" and parent_of(twice[b"traceparent"], None) is None
+    assert twice[b"host"] == b"x" and parse_parent(twice[b"traceparent"], None) is None
     states = combine_duplicate_headers([("tracestate", "a=1"), ("traceparent", PARENT), ("tracestate", "b=2")], ",")
-    found = parent_of(states["traceparent"], states["tracestate"])
+    found = parse_parent(states["traceparent"], states["tracestate"])
     assert found is not None and found.state == "a=1,b=2"

@@ -40,7 +40,7 @@ async def sums_of(model: Model, id_: int) -> None:
         total += x
         request = InferRequest({})
         request.correlation_id, request.flags = id_, (i == 0) | (i == 3) << 1
-        model.checker.take(request, [RawInput("x", "FP32", x.shape, x)])
+        model.checker.attach_inputs(request, [RawInput("x", "FP32", x.shape, x)])
         outputs = (await model.infer(request)).outputs
         assert outputs.keys() == {"y", "who"} and outputs["who"].tolist() == [[id_]]
         assert np.array_equal(outputs["y"], total)

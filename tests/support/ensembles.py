@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.request_validation import RawInput
-from millrace.model_repository.request.tensors import Array, named_type
+from millrace.model_repository.request.tensors import Array, output_datatype
 
 # a model, its inputs' names with tensors, its outputs'
 Link = tuple[str, Mapping[str, str], Mapping[str, str]]
@@ -33,7 +33,7 @@ def _mapped(field: str, pairs: Mapping[str, str]) -> str:
 
 def asking(model: Model, outputs: Sequence[str] = (), **arrays: Array) -> InferRequest:
     request = InferRequest({}, tuple(outputs))
-    model.checker.take(
-        request, [RawInput(name, named_type(name, array), array.shape, array) for name, array in arrays.items()]
+    model.checker.attach_inputs(
+        request, [RawInput(name, output_datatype(name, array), array.shape, array) for name, array in arrays.items()]
     )
     return request

@@ -49,14 +49,14 @@ async def infer(repository: ModelRepository, name: str, /, **inputs: Array) -> d
     """What the model answers to inputs of the types that it declares."""
     model, request = repository.get(name), InferRequest({})
     kinds = {i.name: i.data_type.name.removeprefix("TYPE_").replace("STRING", "BYTES") for i in model.config.input}
-    model.checker.take(request, [RawInput(key, kinds[key], x.shape, x) for key, x in inputs.items()])
+    model.checker.attach_inputs(request, [RawInput(key, kinds[key], x.shape, x) for key, x in inputs.items()])
     return dict((await model.infer(request)).outputs)
 
 
 def asked(model: Model, *values: float, datatype: str = "FP32") -> InferRequest:
     request = InferRequest({})
     data = np.array(values, dtype=np.float32).reshape(-1, 1)
-    model.checker.take(request, [RawInput("INPUT0", datatype, data.shape, data)])
+    model.checker.attach_inputs(request, [RawInput("INPUT0", datatype, data.shape, data)])
     return request
 
 

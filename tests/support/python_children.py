@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.backend_model import BackendModel
-from millrace.model_repository.python_backend.python_process import ChildModel
+from millrace.model_repository.python_backend.python_process import StubInstance
 
 
-def child_of(repository: ModelRepository, name: str) -> ChildModel:
+def child_of(repository: ModelRepository, name: str) -> StubInstance:
     model = repository.get(name)
     assert isinstance(model, BackendModel)
     instance = model._workers[0]._instance
-    assert isinstance(instance, ChildModel)
+    assert isinstance(instance, StubInstance)
     return instance
 
 

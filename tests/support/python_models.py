@@ -52,7 +52,7 @@ def asked(model: Model, parameters: dict[str, Any] | None = None, **arrays: Arra
     names = {"f": "FP32", "O": "BYTES", "i": "INT32"}
     request = InferRequest({}, request_id="r")
     request.parameters = parameters or {}
-    model.checker.take(request, [RawInput(n, names[a.dtype.kind], a.shape, a) for n, a in arrays.items()])
+    model.checker.attach_inputs(request, [RawInput(n, names[a.dtype.kind], a.shape, a) for n, a in arrays.items()])
     return request
 
 

@@ -156,7 +156,7 @@ class Model:
         there = {s.place[0]: s.waiting[0] for s in self.sequences
                  if s.place and s.place[1] == instance and s.waiting and s.busy is None}  # fmt: skip
         if not there or (
-            len(there) < rules.least_ready and now < min(r.queued_ns for r in there.values()) + rules.delay_ns
+            len(there) < rules.min_ready and now < min(r.queued_ns for r in there.values()) + rules.delay_ns
         ):
             return []
         shape = there[min(there)].shape_key
@@ -186,7 +186,7 @@ DIRECT = st.integers(0, 4).flatmap(
         max_size=st.just(most),
         idle_ns=st.sampled_from([8_000, 1_000_000]),
         delay_ns=st.sampled_from([0, 6_000]),
-        least_ready=st.integers(0, max(1, most)),
+        min_ready=st.integers(0, max(1, most)),
     )
 )
 OLDEST = st.integers(0, 4).flatmap(
@@ -241,13 +241,13 @@ class Both:
             self.model.put(made, self.now)
 
     def take(self) -> None:
-        assert self.queue.expired(self.now) == self.model.expire(self.now)
+        assert self.queue.take_expired(self.now) == self.model.expire(self.now)
         for instance in set(range(self.n_instances)) - set(self.running):
             batch, expected = self.queue.take(self.now, instance), self.model.take(self.now, instance)
             assert self.shown(batch) == expected
             if batch is not None:
                 self.running[instance] = list(batch.requests)
-                assert batch.size == len(batch.given) and batch.requests
+                assert batch.size == len(batch.executed_requests) and batch.requests
                 for slot, r in enumerate(batch.places):
                     if r in batch.requests:
                         assert self.places.setdefault(id(r.sequence), (slot, instance)) == (slot, instance)
@@ -257,7 +257,7 @@ class Both:
         assert latest == float("inf") or (due is not None and due <= latest)
 
     def shown(self, batch: Batch | None) -> list[InferRequest | None]:
-        return [r if r.id != "null" else None for r in batch.given] if batch is not None else []
+        return [r if r.id != "null" else None for r in batch.executed_requests] if batch is not None else []
 
     def done(self, which: int) -> None:
         if self.running:
@@ -265,8 +265,8 @@ class Both:
             gone = self.running[instance].pop()
             if not self.running[instance]:
                 del self.running[instance]
-            self.queue.done(gone, self.now)
-            self.queue.done(gone, self.now)  # told twice
+            self.queue.finish_request(gone, self.now)
+            self.queue.finish_request(gone, self.now)  # told twice
             self.model.done(gone, self.now)
 
     def step(self, what: str, *how: Any) -> None:
@@ -306,13 +306,13 @@ class Both:
     def lose(self, which: int) -> None:
         """Until it is there again it is given nothing; what it computes ends now or later."""
         which %= self.n_instances
-        refused = self.queue.lost(which, f"m_{which}", self.now)
+        refused = self.queue.lose_instance(which, f"m_{which}", self.now)
         assert set(refused) == set(self.model.lose(which, self.now)) and len(refused) == len(set(refused))
 
     def find(self, which: int) -> None:
-        self.queue.found(which % self.n_instances, self.now)
+        self.queue.restore_instance(which % self.n_instances, self.now)
         self.model.find(which % self.n_instances, self.now)
 
     def cancel(self, which: int) -> None:
         gone = self.everybody[-1 - which % len(self.everybody)]  # that waits, or did
-        assert self.queue.leave(gone, self.now) == self.model.cancel(gone, self.now)
+        assert self.queue.cancel(gone, self.now) == self.model.cancel(gone, self.now)

@@ -72,7 +72,7 @@ def part(model: Model, id_: int | str, value: int, flags: int = 0, **more: Any) 
     for name, what in more.items():
         setattr(request, name, what)
     data = np.array([[value]] if model.config.max_batch_size else [value], np.int32)
-    model.checker.take(request, [RawInput("INPUT", "INT32", data.shape, data)])
+    model.checker.attach_inputs(request, [RawInput("INPUT", "INT32", data.shape, data)])
     return request
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.tracing.otel_spans import Open
+from millrace.model_repository.tracing.otel_spans import OpenSpans
 from millrace.model_repository.tracing.trace_context import Parent
-from millrace.model_repository.tracing.trace_flags import Exporting
+from millrace.model_repository.tracing.trace_flags import OtlpSettings
 from millrace.model_repository.tracing.tracer import Tracer
 from tests.support.python_models import HEAD
 
@@ -51,20 +51,20 @@ def come(tracer: Tracer, model: str, n: int) -> list[int]:
 
 
 class Told:
-    """In the place of `Spans`: what begins and what ends."""
+    """In the place of `SpanExporter`: what begins and what ends."""
 
-    def __init__(self, to: Exporting | None = None) -> None:
-        self.to, self.began, self.ended = to or Exporting(), list[Any](), list[Any]()
+    def __init__(self, settings: OtlpSettings | None = None) -> None:
+        self.settings, self.began, self.ended = settings or OtlpSettings(), list[Any](), list[Any]()
 
-    def begin(self, model: str, began_ns: int, parent: Parent | None) -> Open:
+    def begin(self, model: str, began_ns: int, parent: Parent | None) -> OpenSpans:
         self.began.append((model, began_ns, parent))
-        return Open(None, _Span(model), 0, "")
+        return OpenSpans(None, _Span(model), 0, "")
 
-    def begin_part(self, model: str, outer: Open) -> Open:
+    def begin_part(self, model: str, outer: OpenSpans) -> OpenSpans:
         self.began.append((model, outer.of_model.model, None))
-        return Open(None, _Span(model), 0, "")
+        return OpenSpans(None, _Span(model), 0, "")
 
-    def end(self, spans: Open, request: InferRequest, done_ns: int, error: Any, told: Any, *around: Any) -> None:
+    def end(self, spans: OpenSpans, request: InferRequest, done_ns: int, error: Any, told: Any, *around: Any) -> None:
         self.ended.append((spans.of_model.model, told, around))
 
 

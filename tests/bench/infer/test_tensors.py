@@ -57,20 +57,20 @@ def test_the_bytes_of_every_datatype(datatype: str) -> None:
     assert tensor.raw() == packed
     assert from_raw(packed, datatype, (3, 1)).tolist() == tensor.values.reshape(3, 1).tolist()
     if datatype not in ("FP16", "BF16"):
-        assert kserve.from_json(json.loads(json.dumps(tensor.listed())), datatype) == packed
+        assert kserve.from_json(json.loads(json.dumps(tensor.to_json_values())), datatype) == packed
 
 
 def test_strings_have_their_lengths_before_them() -> None:
     tensor = Tensor("x", "BYTES", objects(STRINGS))
     assert tensor.raw() == b"".join(struct.pack("<I", len(s)) + s for s in STRINGS)
     assert from_raw(tensor.raw(), "BYTES", (3,)).tolist() == STRINGS == kserve.split_bytes(tensor.raw())
-    assert [str(s).encode() for s in tensor.listed()] == STRINGS
+    assert [str(s).encode() for s in tensor.to_json_values()] == STRINGS
     with pytest.raises(ValueError):
         from_raw(tensor.raw()[:-1], "BYTES", (3,))
     with pytest.raises(ConfigError, match="no text"):
-        Tensor("x", "BYTES", objects([b"\xff"])).listed()
+        Tensor("x", "BYTES", objects([b"\xff"])).to_json_values()
     with pytest.raises(ConfigError, match="FP16 as JSON"):
-        Tensor("x", "FP16", np.zeros(1, np.float16)).listed()
+        Tensor("x", "FP16", np.zeros(1, np.float16)).to_json_values()
 
 
 TWO = [

@@ -12,9 +12,9 @@ def messages(cls: type = ModelConfig, seen: dict[str, type] | None = None) -> di
     if cls.__name__ not in seen:
         seen[cls.__name__] = cls
         for spec in specs(cls).values():
-            for inner in (spec, *([spec.of] if spec.kind == "map" else [])):
+            for inner in (spec, *([spec.value_type] if spec.kind == "map" else [])):
                 if inner.kind == "message":
-                    messages(inner.of, seen)
+                    messages(inner.value_type, seen)
     return seen
 
 
@@ -24,7 +24,7 @@ def same(ours: Any, theirs: Any) -> bool:
     for spec in specs(cls).values():
         mine, other = getattr(ours, spec.attribute), getattr(theirs, spec.name)
         if spec.kind == "map":
-            if set(mine) != set(other) or not all(_equal(spec.of, mine[k], other[k]) for k in mine):
+            if set(mine) != set(other) or not all(_equal(spec.value_type, mine[k], other[k]) for k in mine):
                 return False
         elif spec.repeated:
             if len(mine) != len(other) or not all(_equal(spec, a, b) for a, b in zip(mine, other, strict=True)):

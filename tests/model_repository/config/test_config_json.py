@@ -7,7 +7,7 @@ import pytest
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
 
-from millrace.model_repository.config.autocomplete import completed
+from millrace.model_repository.config.autocomplete import complete_config
 from millrace.model_repository.config.config_json import config_json
 from millrace.model_repository.config.message_fields import specs
 from millrace.model_repository.config.model_config import ModelConfig
@@ -44,12 +44,12 @@ def with_numbers(cls: type, told: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in told.items():
         spec = specs(cls)[name]
-        one = spec.of if spec.kind == "map" else spec
+        one = spec.value_type if spec.kind == "map" else spec
 
         def changed(v: Any, one: Any = one) -> Any:
             if one.kind in ("int64", "uint64"):
                 return int(v)
-            return with_numbers(one.of, v) if one.kind == "message" else v
+            return with_numbers(one.value_type, v) if one.kind == "message" else v
 
         many = {k: changed(v) for k, v in value.items()} if spec.kind == "map" else None
         found[name] = many if many is not None else [changed(v) for v in value] if spec.repeated else changed(value)
@@ -80,7 +80,7 @@ def test_messages_are_protobufs(text: str) -> None:
 def test_defaults_and_numbers_as_triton_has_them() -> None:
     """Of server#5319: `'dims': [238], 'format': 'FORMAT_NONE', ..., 'optional': False`."""
     text = b'backend: "python" input { name: "i" data_type: TYPE_FP32 dims: 238 }'
-    config, _ = completed(read_config(text, Path("c")).config, "m", ())
+    config, _ = complete_config(read_config(text, Path("c")).config, "m", ())
     told = config_json(config)
     assert told["input"] == [
         {"name": "i", "data_type": "TYPE_FP32", "format": "FORMAT_NONE", "dims": [238], "is_shape_tensor": False,

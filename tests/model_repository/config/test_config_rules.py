@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from millrace.model_repository.config.autocomplete import broken_backend, completed
-from millrace.model_repository.config.config_rules import broken_rules, not_yet
-from millrace.model_repository.config.data_files_check import broken_data
-from millrace.model_repository.config.ensemble_rules import broken_ensemble
+from millrace.model_repository.config.autocomplete import backend_violation, complete_config
+from millrace.model_repository.config.config_rules import rule_violations, unsupported_settings
+from millrace.model_repository.config.data_files_check import data_violations
+from millrace.model_repository.config.ensemble_rules import ensemble_violations
 from millrace.model_repository.config.enums import DataType, InstanceKind
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import (
@@ -36,14 +36,14 @@ def said(text: str, name: str = "m", files: tuple[str, ...] = ("model.py",)) -> 
     """(line:column, what), in the order of the rules."""
     read = read_config(text.encode(), Path("config.pbtxt"))
     assert all(p.level is Level.IGNORED for p in read.problems), read.problems
-    config, _ = completed(read.config, name, files)
-    backend = broken_backend(config)
+    config, _ = complete_config(read.config, name, files)
+    backend = backend_violation(config)
     found = [
         *([backend] if backend else []),
-        *broken_ensemble(config),
-        *broken_rules(config),
-        *broken_data(config),
-        *not_yet(config),
+        *ensemble_violations(config),
+        *rule_violations(config),
+        *data_violations(config),
+        *unsupported_settings(config),
     ]
     return [(at(read, b.path), b.what) for b in found]
 
@@ -138,10 +138,10 @@ def test_costs_grow_with_the_file() -> None:
     names = tuple(map(str, range(2 * MANY)))
     targets = replace(empty(ModelConfig), batch_output=(replace(empty(BatchOutput), target_name=names),))
     started = time.process_time()
-    assert list(broken_rules(shaped)) == [], "sizes from 2**64 on are not told apart"
-    assert len(list(broken_rules(targets))) == 2 * MANY + 1
-    assert list(broken_ensemble(chain((0, MANY - 1), range(MANY - 2, -1, -1)))) == [], "the last step stands first"
-    circle = list(broken_ensemble(chain((MANY, 0), range(MANY))))[-1]
+    assert list(rule_violations(shaped)) == [], "sizes from 2**64 on are not told apart"
+    assert len(list(rule_violations(targets))) == 2 * MANY + 1
+    assert list(ensemble_violations(chain((0, MANY - 1), range(MANY - 2, -1, -1)))) == [], "the last step stands first"
+    circle = list(ensemble_violations(chain((MANY, 0), range(MANY))))[-1]
     assert "is not written: at least one of its depending tensors" in circle.what
     assert time.process_time() - started < 3
 
@@ -152,8 +152,8 @@ def test_rules_bear_whatever_can_be_read(seed: int) -> None:
     """Every problem has its place in the file, or is of a file that says nothing of it."""
     text = Drawn(seed).message(ModelConfig)
     read = read_config(text.encode(), Path("c"))
-    config, _ = completed(read.config, "m", ())
-    for broken in (*broken_ensemble(config), *broken_rules(config)):
+    config, _ = complete_config(read.config, "m", ())
+    for broken in (*ensemble_violations(config), *rule_violations(config)):
         assert broken.what and broken.expected and broken.mend
         assert read.place(broken.path) is not None, (broken, text)
 
@@ -179,7 +179,7 @@ def test_rules_bear_whatever_can_be_read(seed: int) -> None:
     ],
 )  # fmt: skip
 def test_completion(text: str, name: str, files: tuple[str, ...], backend: str, platform: str, file: str) -> None:
-    config, _ = completed(read_config(text.encode(), Path("c")).config, name, files)
+    config, _ = complete_config(read_config(text.encode(), Path("c")).config, name, files)
     assert (config.name, config.backend, config.platform, config.default_model_filename) == (
         name,
         backend,
@@ -194,12 +194,12 @@ def test_completion(text: str, name: str, files: tuple[str, ...], backend: str, 
 
 def test_defaults_of_batchers() -> None:
     text = "max_batch_size: 8 sequence_batching { oldest {} }"
-    config, _ = completed(read_config(text.encode(), Path("c")).config, "m", ())
+    config, _ = complete_config(read_config(text.encode(), Path("c")).config, "m", ())
     batching = config.sequence_batching
     assert batching and batching.oldest and batching.oldest.preferred_batch_size == (8,)
     assert batching.max_sequence_idle_microseconds == 1_000_000
     text = "max_batch_size: 8 dynamic_batching {} instance_group [ {}, { gpus: 1 } ]"
-    config, _ = completed(read_config(text.encode(), Path("c")).config, "m", ())
+    config, _ = complete_config(read_config(text.encode(), Path("c")).config, "m", ())
     assert config.dynamic_batching and config.dynamic_batching.preferred_batch_size == (8,)
     assert [(g.name, g.gpus) for g in config.instance_group] == [("m_0", ()), ("m_1", ())]
 
@@ -208,7 +208,7 @@ def test_a_step_without_a_version_is_the_latest() -> None:
     """As clients are told it, who ask for the steps by their versions: there is no version 0."""
     steps = 'step { model_name: "a" } step { model_name: "b" model_version: 3 }'
     text = f'platform: "ensemble" ensemble_scheduling {{ {steps} }}'
-    config, _ = completed(read_config(text.encode(), Path("c")).config, "m", ())
+    config, _ = complete_config(read_config(text.encode(), Path("c")).config, "m", ())
     assert config.ensemble_scheduling and [s.model_version for s in config.ensemble_scheduling.step] == [-1, 3]
 
 

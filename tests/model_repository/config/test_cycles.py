@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.model_repository.repository import multi_repository
-from millrace.model_repository.repository.cycles import rings
+from millrace.model_repository.repository.cycles import find_cycles
 from tests.support.ensembles import ensemble
 
 
@@ -27,7 +27,7 @@ def test_rings_beside_a_walk_from_each(seed: int) -> None:
     n = draw.randint(1, 12)
     needs = {one: [draw.randrange(n) for _ in range(draw.choice((0, 1, 1, 1, 2, 3)))] for one in range(n)}
     reach = {one: reached(needs, one) for one in needs}
-    found = rings(needs)
+    found = find_cycles(needs)
     assert set(found) == {one for one in needs if one in reach[one]}
     assert all(one in needs[by] and by in reach[one] | {one} for one, by in found.items())
 
@@ -37,7 +37,7 @@ def test_a_row_of_20_000(is_closed: bool) -> None:
     """A walk from each would take minutes, and one by calls of functions more of them than Python has."""
     n = 20_000
     needs = {one: [(one + 1) % n] for one in range(n)} | ({} if is_closed else {n - 1: []})
-    assert rings(needs) == ({one: (one - 1) % n for one in range(n)} if is_closed else {})
+    assert find_cycles(needs) == ({one: (one - 1) % n for one in range(n)} if is_closed else {})
 
 
 def test_a_repository_is_looked_through_once_for_all_of_its_ensembles(
@@ -46,7 +46,7 @@ def test_a_repository_is_looked_through_once_for_all_of_its_ensembles(
     """The names of its models, and the files of one that they all have as a step."""
     made, read = list[int](), list[str]()
 
-    class Counted(multi_repository.Names):
+    class Counted(multi_repository.ModelLookup):
         def __init__(self, models: Any) -> None:
             made.append(len(models))
             super().__init__(models)
@@ -55,7 +55,7 @@ def test_a_repository_is_looked_through_once_for_all_of_its_ensembles(
         read.append(path.name)
         return b""
 
-    monkeypatch.setattr(multi_repository, "Names", Counted)
+    monkeypatch.setattr(multi_repository, "ModelLookup", Counted)
     monkeypatch.setattr(multi_repository, "read_given", reads)
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").touch()

@@ -19,7 +19,9 @@ ROOMS = [Path(str(room.__file__)).parent for room in (model_repository, serve)]
 def declared(cls: type = ModelConfig) -> Iterator[FieldSpec]:
     """All that must be used: what is ignored or refused says so where a file has it, with all that is below it."""
     for spec in specs(cls).values():
-        below: Any = spec.of if spec.kind == "message" else spec.of.of if spec.kind == "map" else None
+        below: Any = (
+            spec.value_type if spec.kind == "message" else spec.value_type.value_type if spec.kind == "map" else None
+        )
         is_message = hasattr(below, "__dataclass_fields__")
         inner = list(declared(below)) if is_message else []
         is_refused = is_message and bool(specs(below)) and not inner

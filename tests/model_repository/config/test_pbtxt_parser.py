@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.message_fields import RANGES, FieldSpec, specs
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.config.pbtxt_binder import MOST_PROBLEMS, ParsedConfig, read_config
+from millrace.model_repository.config.pbtxt_binder import MAX_PROBLEMS, ParsedConfig, read_config
 from millrace.model_repository.config.problems import Level
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 from tests.model_repository.config.descriptor import messages, same
@@ -28,7 +28,7 @@ def read(text: str | bytes) -> ParsedConfig:
 
 
 def errors(found: ParsedConfig) -> list[tuple[str, str]]:
-    return [(p.where.removeprefix("m/config.pbtxt"), p.what) for p in found.problems if p.level is Level.ERROR]
+    return [(p.location.removeprefix("m/config.pbtxt"), p.what) for p in found.problems if p.level is Level.ERROR]
 
 
 def parsed(text: str) -> Any:
@@ -64,9 +64,9 @@ class Drawn:
     def value(self, spec: FieldSpec, depth: int, index: int) -> str:
         if spec.kind == "map":
             key = f'"k{index}"' if spec.key and spec.key.kind == "string" else str(index)
-            return "{" + f"key: {key} value: {self.value(spec.of, depth + 1, 0)}" + "}"
+            return "{" + f"key: {key} value: {self.value(spec.value_type, depth + 1, 0)}" + "}"
         if spec.kind == "message":
-            inner = self.message(spec.of, depth + 1)
+            inner = self.message(spec.value_type, depth + 1)
             return self.pick(f"{{{inner}}}", f"<{inner}>")
         return self.scalar(spec)
 
@@ -76,7 +76,7 @@ class Drawn:
             number = self.rng.choice([low, high, 0, 1, self.rng.randint(low, high)])
             return self.pick(str(number), hex(number))
         if spec.kind == "enum":
-            return str(self.rng.choice(list(spec.of)).name)
+            return str(self.rng.choice(list(spec.value_type)).name)
         if spec.kind == "bool":
             return self.pick("true", "false", "True", "False", "t", "f", "0", "1")
         if spec.kind == "string":
@@ -137,14 +137,14 @@ def test_the_fields_are_those_of_tritonclient() -> None:
             inner, kind = spec, field
             if spec.kind == "map":
                 assert field.message_type.GetOptions().map_entry
-                inner, kind = spec.of, field.message_type.fields_by_name["value"]
+                inner, kind = spec.value_type, field.message_type.fields_by_name["value"]
                 key = field.message_type.fields_by_name["key"]
                 assert spec.key is not None and key.type == getattr(key, f"TYPE_{spec.key.kind.upper()}")
             assert kind.type == getattr(kind, f"TYPE_{inner.kind.upper()}"), name
             if inner.kind == "enum":
-                assert {v.name: v.number for v in kind.enum_type.values} == {e.name: e.value for e in inner.of}
+                assert {v.name: v.number for v in kind.enum_type.values} == {e.name: e.value for e in inner.value_type}
             if inner.kind == "message":
-                compare(inner.of, kind.message_type)
+                compare(inner.value_type, kind.message_type)
 
     compare(ModelConfig, theirs.ModelConfig.DESCRIPTOR)
     assert set(matched) == set(messages())
@@ -221,7 +221,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert [where for where, _ in errors(found)] == [":1:1", ":2:17", ":3:9", ":4:16"]
     assert found.config.output[0].name == "o", "what is right is read all the same"
     many = read("cc_model_filenames {}\n" + "parameters {}\n" * 1000 + "x: 1\n" * 1000).problems
-    assert [sum(p.level is level for p in many) for level in Level] == [MOST_PROBLEMS + 1, MOST_PROBLEMS + 1, 1]
+    assert [sum(p.level is level for p in many) for level in Level] == [MAX_PROBLEMS + 1, MAX_PROBLEMS + 1, 1]
     assert many[-1].what == "more than 50 such" and many[-1].level is Level.ERROR, "warnings do not hide errors"
 
 
@@ -255,7 +255,7 @@ def test_a_key_of_a_map_a_second_time() -> None:
     found = read(text)
     assert same(found.config, parsed(text)) and found.config.parameters["a"].string_value == "2"
     (problem,) = found.problems
-    assert problem.level is Level.WARNING and problem.where == "m/config.pbtxt:2:12" and "line 1" in problem.what
+    assert problem.level is Level.WARNING and problem.location == "m/config.pbtxt:2:12" and "line 1" in problem.what
 
 
 def test_places_of_what_was_read() -> None:

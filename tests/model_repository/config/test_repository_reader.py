@@ -10,7 +10,7 @@ from millrace.model_repository.config.problems import Level
 from millrace.model_repository.repository import repository_reader
 from millrace.model_repository.repository.model_names import ModelId, check_model_name
 from millrace.model_repository.repository.multi_repository import Repositories, read_repositories
-from millrace.model_repository.repository.repository_reader import Model, Repository, read_repository
+from millrace.model_repository.repository.repository_reader import ModelFolder, Repository, read_repository
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -23,15 +23,15 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def model(root: Path, files: dict[str, str], config_name: str = "") -> Model:
+def model(root: Path, files: dict[str, str], config_name: str = "") -> ModelFolder:
     (found,) = read_repository(write(root, {f"m/{name}": text for name, text in files.items()}), config_name).models
     return found
 
 
-def said(found: Model | Repository, root: Path, *levels: Level) -> list[str]:
+def said(found: ModelFolder | Repository, root: Path, *levels: Level) -> list[str]:
     """`m/config.pbtxt:1:1 what`."""
     shown = [p for p in found.problems if p.level in (levels or (Level.ERROR,))]
-    return [f"{p.where.removeprefix(str(root) + '/')} {p.what}".replace(str(root) + "/", "") for p in shown]
+    return [f"{p.location.removeprefix(str(root) + '/')} {p.what}".replace(str(root) + "/", "") for p in shown]
 
 
 THREE = {"1/model.py": "", "3/model.py": "", "12/model.py": ""}
@@ -296,7 +296,7 @@ def test_what_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="no folder"):
         read_repository(tmp_path / "none")
     assert [p.what for p in read_repository(tmp_path).problems] == ["no model"]
-    monkeypatch.setattr(repository_reader, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(repository_reader, "_MAX_ENTRIES", 3)
     write(tmp_path, {f"m{i}/1/model.py": "" for i in range(5)})
     found = read_repository(tmp_path)
     assert len(found.models) == 3 and [p.what for p in found.problems] == ["more than 3 entries"]

@@ -115,7 +115,7 @@ class HttpTransport:
         inputs: list[dict[str, Any]] = []
         raw = [t.raw() for t in tensors] if self._target.binary else []
         for i, t in enumerate(tensors):
-            data = {"parameters": {"binary_data_size": len(raw[i])}} if raw else {"data": t.listed()}
+            data = {"parameters": {"binary_data_size": len(raw[i])}} if raw else {"data": t.to_json_values()}
             inputs.append({"name": t.name, "shape": t.values.shape, "datatype": t.datatype, **data})
         options = {"parameters": {"binary_data_output": True}} if self._target.binary else {}
         head = msgspec.json.encode({**options, "inputs": inputs})

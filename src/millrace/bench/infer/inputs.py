@@ -22,12 +22,12 @@ from millrace.errors import ConfigError
 from millrace.model_repository.request.tensors import (
     BYTES,
     DTYPES,
-    MOST_DIMENSIONS,
+    MAX_DIMENSIONS,
     Array,
     Tensor,
+    from_json_values,
     from_raw,
     objects,
-    typed,
 )
 
 RANDOM, ZERO = "random", "zero"
@@ -50,7 +50,7 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
             shape = tuple(int(d) for d in lengths.split(","))
         except ValueError:
             shape = ()
-        if not name or not shape or len(shape) > MOST_DIMENSIONS or not all(0 < d <= 1 << 32 for d in shape):
+        if not name or not shape or len(shape) > MAX_DIMENSIONS or not all(0 < d <= 1 << 32 for d in shape):
             raise ConfigError(f'--shape is "{text}"', "NAME:LENGTH,LENGTH,... of one item of a batch", "write it so")
         shapes[name] = shape
     return shapes
@@ -96,7 +96,7 @@ def _item(path: Path, number: int, entry: Any, model: BenchModel) -> Item:
             if "b64" in fields:
                 arrays[spec.name] = from_raw(base64.b64decode(fields["b64"], validate=True), spec.datatype, shape)
             else:
-                arrays[spec.name] = typed(fields["content"], spec.datatype, shape)
+                arrays[spec.name] = from_json_values(fields["content"], spec.datatype, shape)
         except (ValueError, TypeError, OverflowError, KeyError, binascii.Error) as error:
             _wrong(path, number, f'"{spec.name}": {error!s:.200}', f"{spec.datatype} of shape {dims(shape)}")
     return arrays

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.errors import ConfigError, MachineError, sanitize
-from millrace.model_repository.request.tensors import DTYPES, MOST_DIMENSIONS, MOST_ELEMENTS
+from millrace.model_repository.request.tensors import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS
 
 _MAX_INT = 2**31 - 1  # limit of batch sizes and instances in Triton's configuration
 
@@ -100,8 +100,8 @@ def parse_model(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) -
 
 def _spec(tensor: Mapping[str, Any]) -> TensorSpec:
     """Parse an input or output; its name is kept verbatim because it is sent back."""
-    shape = tuple(bounded_int(d, -1, MOST_ELEMENTS) for d in tensor["shape"])
-    if len(shape) > MOST_DIMENSIONS:
+    shape = tuple(bounded_int(d, -1, MAX_ELEMENTS) for d in tensor["shape"])
+    if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{len(shape)} dimensions")
     if tensor["datatype"] not in DTYPES:
         raise ValueError(f"the datatype {tensor['datatype']!s:.80}")

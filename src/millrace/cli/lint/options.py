@@ -11,9 +11,9 @@ from millrace.cli.main import MISTAKE
 from millrace.cli.options import json_option
 from millrace.errors import sanitize
 from millrace.model_repository.config.enums import DataType
-from millrace.model_repository.config.problems import Level, Problem
+from millrace.model_repository.config.problems import ConfigProblem, Level
 from millrace.model_repository.repository.multi_repository import autocompletes_batching, read_repositories
-from millrace.model_repository.repository.repository_reader import Model, Repository
+from millrace.model_repository.repository.repository_reader import ModelFolder, Repository
 
 EPILOG = """\b
 Examples:
@@ -37,11 +37,11 @@ def command(folders: tuple[Path, ...], model_config_name: str, model_namespacing
     what changes nothing here, with the reason. Exit code 2 where a model would not be served, or not as it is written.
     """
     from millrace.cli.lint.python_code import code_problems
-    from millrace.model_repository.backends import without_backend  # numpy, and more
+    from millrace.model_repository.backends import missing_backend_problems  # numpy, and more
 
     repositories = read_repositories(folders, model_config_name, namespacing=model_namespacing)
     for model in (model for repository in repositories for model in repository.models):
-        model.problems.extend([*without_backend(model), *code_problems(model)])
+        model.problems.extend([*missing_backend_problems(model), *code_problems(model)])
     if as_json:
         print_json([_as_json(r) for r in repositories])
     else:
@@ -51,7 +51,7 @@ def command(folders: tuple[Path, ...], model_config_name: str, model_namespacing
     return MISTAKE if Level.ERROR in levels or Level.WARNING in levels else 0
 
 
-def _problems(repository: Repository) -> Iterator[Problem]:
+def _problems(repository: Repository) -> Iterator[ConfigProblem]:
     yield from repository.problems
     for model in repository.models:
         yield from model.problems
@@ -73,22 +73,22 @@ def _show(repository: Repository) -> None:
     note(f"{sanitize(str(repository.root))}: {summary}")
 
 
-def _order(problem: Problem) -> tuple[int, int, int]:
+def _order(problem: ConfigProblem) -> tuple[int, int, int]:
     """Return the sort key of problems: severity, then position in the file."""
     place = problem.place
     return list(Level).index(problem.level), place.line if place else 0, place.column if place else 0
 
 
-def _tell(problem: Problem) -> None:
+def _tell(problem: ConfigProblem) -> None:
     word = click.style(problem.level.value, fg=_COLOURS[problem.level])
     if problem.level is Level.IGNORED:
-        click.echo(f"  {problem.where}: {word}: {problem.what}: {problem.expected}")
+        click.echo(f"  {problem.location}: {word}: {problem.what}: {problem.expected}")
         return
-    click.echo(f"  {problem.where}: {word}: {problem.what}")
+    click.echo(f"  {problem.location}: {word}: {problem.what}")
     click.echo(f"    expected: {problem.expected}\n    to mend:  {problem.mend}")
 
 
-def _rows(model: Model) -> Iterator[tuple[str, str]]:
+def _rows(model: ModelFolder) -> Iterator[tuple[str, str]]:
     """Yield the description of a model as it would be served."""
     config = model.config
     left = [v for v in model.versions if v not in model.served]
@@ -118,7 +118,7 @@ def _listed(versions: Sequence[int]) -> str:
     return ", ".join(map(str, versions[:_LISTED])) + more
 
 
-def _backend(model: Model) -> str:
+def _backend(model: ModelFolder) -> str:
     config = model.config
     if config.ensemble_scheduling:
         return sanitize("its steps: " + " -> ".join(s.model_name for s in config.ensemble_scheduling.step))
@@ -126,7 +126,7 @@ def _backend(model: Model) -> str:
     return sanitize((config.backend or "nothing that is known") + file)
 
 
-def _batches(model: Model) -> str:
+def _batches(model: ModelFolder) -> str:
     config = model.config
     size = f"up to {config.max_batch_size}" if config.max_batch_size > 0 else "none: its shapes are whole"
     if autocompletes_batching(model):
@@ -145,7 +145,7 @@ def _as_json(repository: Repository) -> dict[str, Any]:
     }
 
 
-def _model(model: Model) -> dict[str, Any]:
+def _model(model: ModelFolder) -> dict[str, Any]:
     config = model.config
     return {
         "name": model.name, "servable": model.is_servable, "versions": model.versions, "served": model.served,
@@ -160,7 +160,7 @@ def _model(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _problem(problem: Problem) -> dict[str, Any]:
+def _problem(problem: ConfigProblem) -> dict[str, Any]:
     place = problem.place
     return {
         "level": problem.level.value, "file": sanitize(str(problem.file)), "line": place.line if place else None,

@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.model_repository.config.problems import Level, Place, Problem
+from millrace.model_repository.config.problems import ConfigProblem, Level, SourcePosition
 from millrace.model_repository.lifecycle.override_checks import CODE, ENVIRONMENT
-from millrace.model_repository.repository.repository_reader import Model
+from millrace.model_repository.repository.repository_reader import ModelFolder
 from millrace.settings import read_given
 
 CLASS = "TritonPythonModel"
@@ -15,7 +15,7 @@ _MAX_BYTES = 4 << 20  # a larger file is not parsed
 _EXPECTED = f"Python code with a class {CLASS}"
 
 
-def code_problems(model: Model) -> Iterator[Problem]:
+def code_problems(model: ModelFolder) -> Iterator[ConfigProblem]:
     """Yield what keeps the files of a Python model from being loaded.
 
     A model with an environment of its own may have another version of Python: its syntax is not judged.
@@ -31,7 +31,7 @@ def code_problems(model: Model) -> Iterator[Problem]:
             yield problem
 
 
-def _problem(file: Path) -> Problem | None:
+def _problem(file: Path) -> ConfigProblem | None:
     try:
         code = read_given(file, _MAX_BYTES)
         if len(code) > _MAX_BYTES:
@@ -40,15 +40,19 @@ def _problem(file: Path) -> Problem | None:
             warnings.simplefilter("ignore")
             tree = ast.parse(code)
     except OSError as error:
-        return Problem(Level.ERROR, file, None, f"it cannot be read: {error.strerror}", _EXPECTED, "check its rights")
+        return ConfigProblem(
+            Level.ERROR, file, None, f"it cannot be read: {error.strerror}", _EXPECTED, "check its rights"
+        )
     except SyntaxError as error:
-        place = Place(error.lineno, error.offset or 1) if error.lineno else None
-        return Problem(Level.ERROR, file, place, f"SyntaxError: {error.msg}", _EXPECTED, "correct the line")
+        place = SourcePosition(error.lineno, error.offset or 1) if error.lineno else None
+        return ConfigProblem(Level.ERROR, file, place, f"SyntaxError: {error.msg}", _EXPECTED, "correct the line")
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte; expressions that are nested too deeply
-        return Problem(Level.ERROR, file, None, f"it cannot be parsed: {error}", _EXPECTED, "correct the file")
+        return ConfigProblem(Level.ERROR, file, None, f"it cannot be parsed: {error}", _EXPECTED, "correct the file")
     if any(_may_have_it(node) for node in ast.walk(tree)):
         return None
-    return Problem(Level.ERROR, file, None, f"it has no class {CLASS}", _EXPECTED, f"add class {CLASS}, with execute")
+    return ConfigProblem(
+        Level.ERROR, file, None, f"it has no class {CLASS}", _EXPECTED, f"add class {CLASS}, with execute"
+    )
 
 
 def _may_have_it(node: ast.AST) -> bool:

@@ -20,7 +20,7 @@ def repository_model(
     """Open the repository; None if none is given. raises ConfigError if not all of its models can be served"""
     for guard in (guards.http, guards.grpc):  # so that a mistake in them is said at once
         guard()
-    RepositoryContext.of(operations)
+    RepositoryContext.from_flags(operations)
     if not flags.model_repository:
         if guards != RestrictionFlags():
             what = "parts of KServe's protocols are restricted or headers forwarded, and there are no tensor models"
@@ -57,4 +57,4 @@ def _check(repositories: list[Repository]) -> None:
         if errors:
             first, more = errors[0], f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
             mend = f"{first.mend}; `millrace lint {repository.root}` says everything that is wrong"
-            raise ConfigError(f"{first.where}: {first.what}{more}", first.expected, mend)
+            raise ConfigError(f"{first.location}: {first.what}{more}", first.expected, mend)

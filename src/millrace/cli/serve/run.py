@@ -53,7 +53,7 @@ _DOORS = {"grpc_url": "gRPC", "metrics_url": "metrics"}
 def run(env: Env, model: str | None, as_json: bool, options: Mapping[str, Any]) -> None:
     """Serve MODEL, a model repository, or both. given: the flags. raises ConfigError"""
     flags = make_settings(ServeFlags, options)
-    traces = TraceFlags.of(flags.trace_config)  # so that a mistake is said before a model is looked at
+    traces = TraceFlags.from_flags(flags.trace_config)  # so that a mistake is said before a model is looked at
     repository = _repository(options)
     if model is None and repository is None:
         raise ConfigError("there is nothing to serve", "MODEL, --model-repository DIR, or both", "name one")
@@ -95,7 +95,7 @@ def _repository(options: Mapping[str, Any]) -> RepositoryModel | None:
 
 def _check_traces(traces: TraceFlags, settings: ServerSettings, repository: RepositoryModel | None) -> None:
     """Refuse trace settings that have no effect. raises ConfigError"""
-    if traces.said and traces.exporting is None and repository is None:
+    if traces.settings and traces.otlp is None and repository is None:
         what = f"{FLAG} {settings.trace_config[0]} writes files of tensor models' requests, and there are no such"
         raise ConfigError(what, "mode=opentelemetry, or --model-repository DIR", f"add it, or leave {FLAG} out")
 

@@ -1,4 +1,4 @@
-"""Which backends there are: one module each, by the name that `backend:` says."""
+"""Registry of backends by their name in `backend:`."""
 
 from importlib.metadata import entry_points
 
@@ -16,11 +16,11 @@ from millrace.model_repository.backends.sklearn import SklearnBackend
 from millrace.model_repository.backends.tensorflow import TensorflowBackend
 from millrace.model_repository.backends.xgboost import XgboostBackend
 from millrace.model_repository.config.pbtxt_binder import place_of
-from millrace.model_repository.config.problems import Level, Problem
-from millrace.model_repository.repository.repository_reader import Model
+from millrace.model_repository.config.problems import ConfigProblem, Level
+from millrace.model_repository.repository.repository_reader import ModelFolder
 from millrace.model_repository.request.status_code import Code, StatusError
 
-GROUP = "millrace.backends"  # of third parties' entry points
+GROUP = "millrace.backends"  # entry point group of third-party backends
 BACKENDS: dict[str, type[ModelBackend]] = {
     "add_sub": AddSubBackend,
     "fil": XgboostBackend,
@@ -37,28 +37,28 @@ BACKENDS: dict[str, type[ModelBackend]] = {
 }
 
 
-def backend_named(name: str) -> ModelBackend:
-    """raises StatusError where there is none"""
+def create_backend(name: str) -> ModelBackend:
+    """Create the backend of that name. raises StatusError if there is none"""
     if name in BACKENDS:
         return BACKENDS[name]()
-    found = entry_points(group=GROUP, name=name)
-    if found:
-        made: ModelBackend = next(iter(found)).load()()
-        return made
-    raise StatusError(Code.INVALID_ARG, f"{_nowhere(name)}; {nearest(name, _known())}")
+    matches = entry_points(group=GROUP, name=name)
+    if matches:
+        backend: ModelBackend = next(iter(matches)).load()()
+        return backend
+    raise StatusError(Code.INVALID_ARG, f"{_nowhere(name)}; {nearest(name, _backend_names())}")
 
 
-def without_backend(model: Model) -> list[Problem]:
-    """What `backend_named` would raise, where it is in the configuration; empty: there is one."""
+def missing_backend_problems(model: ModelFolder) -> list[ConfigProblem]:
+    """Return a problem, with its place in the configuration, if `create_backend` would fail."""
     name = model.config.backend
     if not name or name in BACKENDS or not model.is_servable or entry_points(group=GROUP, name=name):
         return []
     mend = "correct it, or install the package that has it"
     file, place = model.file or model.folder, place_of(model.places, ("backend",))
-    return [Problem(Level.ERROR, file, place, _nowhere(name), nearest(name, _known()), mend)]
+    return [ConfigProblem(Level.ERROR, file, place, _nowhere(name), nearest(name, _backend_names()), mend)]
 
 
-def _known() -> list[str]:
+def _backend_names() -> list[str]:
     return [*BACKENDS, *(e.name for e in entry_points(group=GROUP))]
 
 

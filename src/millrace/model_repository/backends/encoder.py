@@ -1,8 +1,8 @@
-"""An encoder of ours in a model repository (backend `millrace`, as language models): `text_input` -> `embedding`.
+"""Encoders in a model repository (backend `millrace`, as language models): `text_input` -> `embedding`.
 
-Without batches a request has any number of texts, [n], and gets their vectors, [n, width]; with them one text a row.
-Texts of all clients share the encoder's steps, so that one instance is all there is, and a batcher is not needed. Their
-vectors are those of `/v1/embeddings`.
+Without batching, a request has any number of texts, [n], and gets their vectors, [n, width]; with batching, one text
+per row. Texts of all clients share the encoder's steps, so one instance suffices and no batcher is needed. Vectors
+equal those of `/v1/embeddings`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from millrace.checkpoint.tokenizer.tokenizer import read_json_object
 from millrace.engine.artifact.manifest import MANIFEST, read_manifest
 from millrace.errors import BusyError, EngineError
 from millrace.model_repository.backends.backend import InstanceContext
-from millrace.model_repository.backends.text_backend import EngineInstance, begin_each, texts_of
+from millrace.model_repository.backends.text_backend import EngineInstance, begin_each, input_texts
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import ModelConfig, ModelInput, ModelOutput
@@ -31,14 +31,14 @@ CUT = "truncate_prompt_tokens"  # a parameter of requests
 
 
 def is_encoder(folder: Path) -> bool:
-    """folder: of an engine or a checkpoint. raises EngineError, CheckpointError where it is neither"""
+    """Return whether an engine or checkpoint is an encoder. raises EngineError, CheckpointError if it is neither"""
     if (folder / MANIFEST).is_file():
         return read_manifest(folder).is_encoder
     return (folder / CONFIG).is_file() and family_of(read_json_object(folder / CONFIG)).is_encoder
 
 
-def completed(config: ModelConfig) -> ModelConfig:
-    """With its input and its output, where the configuration has none; the width of vectors is the network's."""
+def complete_config(config: ModelConfig) -> ModelConfig:
+    """Add the input and the output if the configuration lacks them; the vector width stays variable."""
     texts = replace(empty(ModelInput), name=TEXT, data_type=DataType.TYPE_STRING, dims=_dims(config, texts=True))
     vectors = replace(empty(ModelOutput), name=OUT, data_type=DataType.TYPE_FP32, dims=_dims(config, texts=False))
     return replace(config, input=config.input or (texts,), output=config.output or (vectors,))
@@ -51,58 +51,58 @@ def _dims(config: ModelConfig, *, texts: bool) -> tuple[int, ...]:
 
 
 class Encoder(EngineInstance):
-    def __init__(self, given: InstanceContext, opened: OpenedEncoder) -> None:
-        """Closes `opened`, in the end or where it cannot be served. raises StatusError"""
+    def __init__(self, context: InstanceContext, opened: OpenedEncoder) -> None:
+        """opened: closed with the instance, or if it cannot be served. raises StatusError"""
         self._opened, self._running = opened, dict[InferRequest, EmbeddingJob]()
         try:
-            _check(given.config, opened.limits.width)
+            _check(context.config, opened.limits.width)
         except StatusError:
             opened.close()
             raise
         self._loop = opened.loop()
         super().__init__(self._loop.thread)
-        self._loop.start(self._look)
+        self._loop.start(self._report_dead_engine)
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         begin_each(requests, self._begin)
 
     def _begin(self, request: InferRequest) -> None:
-        """raises StatusError, RequestError, BusyError"""
-        limits, tokenizer, most = self._opened.limits, self._opened.tokenizer, self._longest(request)
-        found = []
+        """Submit a request to the encoder. raises StatusError, RequestError, BusyError"""
+        limits, tokenizer, limit = self._opened.limits, self._opened.tokenizer, self._max_tokens(request)
+        prompts = []
         for i, text in enumerate(_texts(request)):
             _, ids = prompt_tokens(tokenizer, text)
-            kept = ids if most is None else truncated(ids, most, tokenizer.special_around)
-            found.append(checked_ids(kept, limits, f"text {i}"))
-        job = self._loop.submit(found)
+            prompt = ids if limit is None else truncated(ids, limit, tokenizer.special_around)
+            prompts.append(checked_ids(prompt, limits, f"text {i}"))
+        job = self._loop.submit(prompts)
         self._running[request] = job
-        if request.bill is not None:
-            request.bill.add(prompt=sum(map(len, found)))
+        if request.token_usage is not None:
+            request.token_usage.add(prompt=sum(map(len, prompts)))
         job.future.add_done_callback(lambda done: self._answer(request, done))
         if request.cancelled:
             job.future.cancel()
 
-    def _longest(self, request: InferRequest) -> int | None:
-        """In tokens, of each of its texts. raises StatusError, RequestError"""
+    def _max_tokens(self, request: InferRequest) -> int | None:
+        """Return the truncation length in tokens; None for no truncation. raises StatusError, RequestError"""
         for name in request.parameters:
             if name != CUT:
-                raise invalid(f"{request.named}unexpected parameter '{name}': {CUT} is the only one")
+                raise invalid(f"{request.error_prefix}unexpected parameter '{name}': {CUT} is the only one")
         cut = request.parameters.get(CUT)
         if cut is not None and not isinstance(cut, int):
-            raise invalid(f"{request.named}{CUT} is {cut!r:.60}, and a number is expected")
+            raise invalid(f"{request.error_prefix}{CUT} is {cut!r:.60}, and a number is expected")
         return truncation(cut, self._opened.limits.max_context)
 
     def _answer(self, request: InferRequest, done: "Future[Vectors]") -> None:
-        """In the encoder's thread, or in whichever cancels."""
+        """Answer a request, in the encoder's thread or in a cancelling one."""
         self._running.pop(request, None)
         try:
             request.send(InferResponse({OUT: done.result()}))
         except CancelledError:
-            request.fail(StatusError(Code.CANCELLED, f"{request.named}the request was cancelled"))
+            request.fail(StatusError(Code.CANCELLED, f"{request.error_prefix}the request was cancelled"))
         except (EngineError, BusyError) as error:
-            request.fail(StatusError(Code.INTERNAL, f"{request.named}{error.what}"))
+            request.fail(StatusError(Code.INTERNAL, f"{request.error_prefix}{error.what}"))
 
-    def cancelled(self, request: InferRequest) -> None:
+    def on_cancel(self, request: InferRequest) -> None:
         if (job := self._running.get(request)) is not None:
             job.future.cancel()
 
@@ -112,20 +112,24 @@ class Encoder(EngineInstance):
 
 
 def _check(config: ModelConfig, width: int) -> None:
-    """What the configuration says of its tensors. raises StatusError"""
+    """Check the tensors of the configuration. raises StatusError"""
     names = [t.name for t in config.input], [t.name for t in config.output]
     if names != ([TEXT], [OUT]):
         raise invalid(f"model '{config.name}' must have the input {TEXT} and the output {OUT}: it is an encoder")
-    said = config.output[0].dims[-1]
-    if said not in (-1, width):
-        raise invalid(f"model '{config.name}', tensor '{OUT}': its vectors have {width} numbers, and not {said}")
+    declared_width = config.output[0].dims[-1]
+    if declared_width not in (-1, width):
+        raise invalid(
+            f"model '{config.name}', tensor '{OUT}': its vectors have {width} numbers, and not {declared_width}"
+        )
 
 
 def _texts(request: InferRequest) -> list[str]:
-    """raises StatusError"""
+    """Return the texts of a request. raises StatusError"""
     size = request.inputs[TEXT].size
     if size != (request.batch_size or size):
-        raise invalid(f"{request.named}{TEXT} has {size} texts in {request.batch_size} rows, and one a row is expected")
+        raise invalid(
+            f"{request.error_prefix}{TEXT} has {size} texts in {request.batch_size} rows, and one a row is expected"
+        )
     if not 0 < size <= MAX_INPUTS:
-        raise invalid(f"{request.named}{TEXT} has {size} texts, and 1 to {MAX_INPUTS} are expected")
-    return texts_of(request, TEXT)
+        raise invalid(f"{request.error_prefix}{TEXT} has {size} texts, and 1 to {MAX_INPUTS} are expected")
+    return input_texts(request, TEXT)

@@ -1,9 +1,9 @@
-"""`millrace`: a language model of ours in a model repository, asked with the tensors that TensorRT-LLM's models have.
+"""Backend `millrace`: language models in a model repository, with the tensors of TensorRT-LLM's models.
 
-The version's folder is a checkpoint or an engine, or holds one, or a GGUF file; or the parameter `model` is the name of
-a bundled or built one. Requests of all clients share the engine's steps, so that one instance is all there is.
-Decoupled, a request with `stream` is answered with what each step adds, any other once; answers are those of
-`/v1/completions` with the same numbers.
+The version's folder is or contains a checkpoint, an engine or a GGUF file; or the parameter `model` names a bundled or
+built model. Requests of all clients share the engine's steps, so one instance suffices. If the model is decoupled, a
+request with `stream` gets a response per step, any other request gets one. Results equal those of `/v1/completions`
+with the same parameters.
 """
 
 import json
@@ -23,7 +23,7 @@ from millrace.errors import MillraceError, nearest
 from millrace.model_repository.backends import encoder
 from millrace.model_repository.backends.backend import Instance, InstanceContext, ModelBackend
 from millrace.model_repository.backends.encoder import Encoder
-from millrace.model_repository.backends.text_backend import EngineInstance, begin_each, texts_of
+from millrace.model_repository.backends.text_backend import EngineInstance, begin_each, input_texts
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import ModelConfig, ModelInput, ModelOutput, TransactionPolicy
@@ -39,7 +39,7 @@ from millrace.tune.accuracy_pricing import pricing
 
 TEXT, OUT = "text_input", "text_output"
 _CHECKPOINT = ("config.json", "manifest.json")
-# Of what may be asked, by TensorRT-LLM's names: the data type, whether there may be several, and ours.
+# Sampling inputs by TensorRT-LLM's names: data type, and our parameter name.
 _SAMPLING: Mapping[str, tuple[str, str]] = {
     "max_tokens": ("INT32", "max_tokens"), "min_length": ("INT32", "min_tokens"), "min_tokens": ("INT32", "min_tokens"),
     "temperature": ("FP32", "temperature"), "top_k": ("INT32", "top_k"), "top_p": ("FP32", "top_p"),
@@ -47,7 +47,7 @@ _SAMPLING: Mapping[str, tuple[str, str]] = {
     "presence_penalty": ("FP32", "presence_penalty"), "frequency_penalty": ("FP32", "frequency_penalty"),
     "random_seed": ("UINT64", "seed"), "seed": ("UINT64", "seed"), "ignore_eos": ("BOOL", "ignore_eos"),
 }  # fmt: skip
-# What asks for what happens anyway; another value is refused.
+# Inputs of which only values with the default behaviour are accepted.
 _ONLY: Mapping[str, tuple[str, Sequence[float]]] = {
     "beam_width": ("INT32", (0, 1)), "num_return_sequences": ("INT32", (0, 1)), "length_penalty": ("FP32", (0, 1)),
     "return_context_logits": ("BOOL", (0,)), "return_generation_logits": ("BOOL", (0,)),
@@ -56,43 +56,43 @@ _ONLY: Mapping[str, tuple[str, Sequence[float]]] = {
     "return_num_output_tokens": ("BOOL", (0,)), "return_finish_reason": ("BOOL", (0, 1)),
 }  # fmt: skip
 _WITH_LOGPROBS = ("return_log_probs", "return_cumulative_logprob", "return_logprobs")
-_OTHERS = {
+_OTHER_INPUTS = {
     **dict.fromkeys(_WITH_LOGPROBS, "BOOL"), "stream": "BOOL", "sampling_parameters": "STRING", "stop_words": "STRING",
     "bad_words": "STRING", "end_id": "INT32", "pad_id": "INT32",
 }  # fmt: skip
 _SEVERAL = ("stop_words", "bad_words")
-_LOGPROBS = frozenset({"cum_log_probs", "output_log_probs"})  # where they are asked for
+_LOGPROBS = frozenset({"cum_log_probs", "output_log_probs"})  # only if requested
 _OUTPUTS = {OUT: "STRING", "cum_log_probs": "FP32", "output_log_probs": "FP32", "finish_reason": "STRING"}
 
 
 class EngineBackend(ModelBackend):
-    """Of language models, and of encoders of texts (`encoder.py`): which of them it is, the files say."""
+    """Backend for language models and, depending on the model's files, text encoders (`encoder.py`)."""
 
-    def instance(self, given: InstanceContext) -> Instance:
-        config = given.config
+    def instance(self, context: InstanceContext) -> Instance:
+        config = context.config
         if sum(group.count for group in config.instance_group) != 1:
             raise invalid(
                 f"model '{config.name}' must have one instance: it computes the requests of all clients together"
             )
-        if not _is_encoder(config, given.folder):
+        if not _is_encoder(config, context.folder):
             for name in (o.name for o in config.output):
                 if name not in _OUTPUTS:
                     raise invalid(f"unexpected inference output '{name}', allowed outputs are: {', '.join(_OUTPUTS)}")
         try:
-            opened = _opened(given)
-            return _LanguageModel(given, opened) if isinstance(opened, RunningModel) else Encoder(given, opened)
+            opened = _open_engine(context)
+            return _LanguageModel(context, opened) if isinstance(opened, RunningModel) else Encoder(context, opened)
         except MillraceError as error:
-            raise _as_status(error) from error
+            raise _to_status_error(error) from error
 
-    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
-        """Of an encoder texts and vectors. Of a language model every input that it takes, all optional but the text;
-        it streams, unless the policy says otherwise. raises StatusError"""
+    def complete_config(self, config: ModelConfig, folder: Path) -> ModelConfig:
+        """Complete the configuration. A language model gets all inputs, optional except the text, and is decoupled
+        unless its policy says otherwise; an encoder gets texts and vectors. raises StatusError"""
         if _is_encoder(config, folder):
-            return encoder.completed(config)
+            return encoder.complete_config(config)
         if config.model_transaction_policy is None:
             policy = replace(empty(TransactionPolicy), decoupled=True)
             config = replace(config, model_transaction_policy=policy)
-        kinds = {**{k: kind for k, (kind, _) in (*_SAMPLING.items(), *_ONLY.items())}, **_OTHERS}
+        kinds = {**{k: kind for k, (kind, _) in (*_SAMPLING.items(), *_ONLY.items())}, **_OTHER_INPUTS}
         return replace(
             config,
             input=config.input or (_tensor(empty(ModelInput), TEXT, "STRING"), *(
@@ -110,42 +110,42 @@ def _tensor(nothing: Any, name: str, kind: str, several: bool = False) -> Any:
 
 
 class _LanguageModel(EngineInstance):
-    def __init__(self, given: InstanceContext, opened: RunningModel) -> None:
-        """Closes `opened`, in the end."""
-        config = given.config
+    def __init__(self, context: InstanceContext, opened: RunningModel) -> None:
+        """opened: closed with the instance."""
+        config = context.config
         self._streams = bool(config.model_transaction_policy and config.model_transaction_policy.decoupled)
         self._outputs, self._opened = [o.name for o in config.output], opened
         self._running: dict[InferRequest, Request] = {}
         self._loop = self._opened.loop()
         super().__init__(self._loop.thread)
-        self._loop.start(self._look)
+        self._loop.start(self._report_dead_engine)
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         begin_each(requests, self._begin)
 
     def _begin(self, request: InferRequest) -> None:
-        """raises StatusError, RequestError, BusyError"""
-        text = texts_of(request, TEXT)
+        """Submit a request to the engine. raises StatusError, RequestError, BusyError"""
+        text = input_texts(request, TEXT)
         if len(text) != 1:
-            raise invalid(f"{request.named}{TEXT} has {len(text)} texts, and one a request is expected")
+            raise invalid(f"{request.error_prefix}{TEXT} has {len(text)} texts, and one a request is expected")
         params, streams = sampling(request)
         if streams and not self._streams:
-            raise invalid(f"{request.named}stream is asked of a model without the decoupled transaction policy")
+            raise invalid(f"{request.error_prefix}stream is asked of a model without the decoupled transaction policy")
         _, ids = prompt_tokens(self._opened.tokenizer, text[0])
-        wanted = request.outputs or [n for n in self._outputs if n not in _LOGPROBS or params.logprobs is not None]
-        answer = _Answer(request, wanted, streams, self._running)
-        asked = self._loop.submit(ids, params, answer.deliver, request.id or None)
-        if request.bill is not None:
-            request.bill.add(prompt=len(ids))
-        self._running[request] = asked
-        if answer.has_ended:  # the engine's thread was quicker
+        outputs = request.outputs or [n for n in self._outputs if n not in _LOGPROBS or params.logprobs is not None]
+        answer = _Answer(request, outputs, streams, self._running)
+        engine_request = self._loop.submit(ids, params, answer.deliver, request.id or None)
+        if request.token_usage is not None:
+            request.token_usage.add(prompt=len(ids))
+        self._running[request] = engine_request
+        if answer.has_ended:  # the engine's thread has already finished it
             self._running.pop(request, None)
         if request.cancelled:
-            self._loop.cancel(asked)
+            self._loop.cancel(engine_request)
 
-    def cancelled(self, request: InferRequest) -> None:
-        if (asked := self._running.get(request)) is not None:
-            self._loop.cancel(asked)
+    def on_cancel(self, request: InferRequest) -> None:
+        if (engine_request := self._running.get(request)) is not None:
+            self._loop.cancel(engine_request)
 
     def close(self) -> None:
         self._loop.stop()
@@ -153,9 +153,9 @@ class _LanguageModel(EngineInstance):
 
 
 class _Answer:
-    """What becomes of one request; of the engine's thread.
+    """Collects the output of one request, on the engine's thread.
 
-    outputs: those that it gets; running: where it stands until it has ended
+    outputs: names to respond with. running: holds the request until it ends
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class _Answer:
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         request = self._request
-        if request.bill is not None:
-            request.bill.add(generated=sum(len(delta.token_ids) for delta in deltas))
+        if request.token_usage is not None:
+            request.token_usage.add(generated=sum(len(delta.token_ids) for delta in deltas))
         for delta in deltas:
             self._text.append(delta.text)
             self._logprobs += [one.logprob for one in delta.logprobs or ()]
@@ -178,21 +178,21 @@ class _Answer:
             self.has_ended = True
             self._running.pop(request, None)
         if end is FinishReason.ERROR:
-            request.fail(StatusError(Code.INTERNAL, f"{request.named}{deltas[-1].error}"))
+            request.fail(StatusError(Code.INTERNAL, f"{request.error_prefix}{deltas[-1].error}"))
         elif end is FinishReason.ABORT:
-            request.fail(StatusError(Code.CANCELLED, f"{request.named}the request was cancelled"))
+            request.fail(StatusError(Code.CANCELLED, f"{request.error_prefix}the request was cancelled"))
         elif end is not None:
             request.send(self._response(end))
         elif self._streams and any(self._text):
             request.send(self._response(None), final=False)
 
     def _response(self, end: FinishReason | None) -> InferResponse:
-        """On the engine's thread, which the step under way waits for: nothing is made that nobody wants."""
+        """Create a response with only the requested outputs, because the engine's step waits for it."""
         self._sum += sum(self._logprobs)
         batch = self._request.batch_size > 0
-        found = {name: self._output(name, end) for name in self._outputs}
+        outputs = {name: self._output(name, end) for name in self._outputs}
         self._text, self._logprobs = [], []
-        return InferResponse({name: array[None] for name, array in found.items()} if batch else found)
+        return InferResponse({name: array[None] for name, array in outputs.items()} if batch else outputs)
 
     def _output(self, name: str, end: FinishReason | None) -> Array:
         if name == OUT:
@@ -207,53 +207,53 @@ def _single_value(text: str) -> Array:
 
 
 _NOT_ENDED = _single_value("")
-_NOT_ENDED.flags.writeable = False  # it is told with every token
+_NOT_ENDED.flags.writeable = False  # shared by all streamed responses
 
 
 def sampling(request: InferRequest) -> tuple[SamplingParams, bool]:
-    """By its tensors, or its parameters of the same names; and whether it wants a stream. raises StatusError"""
-    said: dict[str, Any] = dict(request.parameters)
+    """Read sampling parameters from inputs or request parameters, and whether to stream. raises StatusError"""
+    options: dict[str, Any] = dict(request.parameters)
     for name, array in request.inputs.items():
         if name != TEXT and name not in _SEVERAL:
-            said[name] = _scalar(request, name, array)
+            options[name] = _scalar(request, name, array)
     params: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in options.items():
         if name in _SAMPLING:
             params[_SAMPLING[name][1]] = float(value) if _SAMPLING[name][0] == "FP32" else value
         elif name in _ONLY and value not in _ONLY[name][1]:
-            raise StatusError(Code.UNSUPPORTED, f"{request.named}{name} is {value}, which is not supported")
-        elif name not in _ONLY and name not in _OTHERS:
-            known = [*_SAMPLING, *_ONLY, *_OTHERS]
-            raise invalid(f"{request.named}unexpected parameter '{name}': {nearest(name, known)}")
-    params |= _sampling_parameters(request, said.get("sampling_parameters"))
-    if any(texts_of(request, "bad_words")):
-        raise StatusError(Code.UNSUPPORTED, f"{request.named}bad_words is not supported")
-    if stop := [text for text in texts_of(request, "stop_words") if text]:
+            raise StatusError(Code.UNSUPPORTED, f"{request.error_prefix}{name} is {value}, which is not supported")
+        elif name not in _ONLY and name not in _OTHER_INPUTS:
+            names = [*_SAMPLING, *_ONLY, *_OTHER_INPUTS]
+            raise invalid(f"{request.error_prefix}unexpected parameter '{name}': {nearest(name, names)}")
+    params |= _sampling_parameters(request, options.get("sampling_parameters"))
+    if any(input_texts(request, "bad_words")):
+        raise StatusError(Code.UNSUPPORTED, f"{request.error_prefix}bad_words is not supported")
+    if stop := [text for text in input_texts(request, "stop_words") if text]:
         params["stop"] = stop
-    if (end_id := said.get("end_id")) is not None and end_id >= 0:
+    if (end_id := options.get("end_id")) is not None and end_id >= 0:
         params["stop_token_ids"] = [end_id]
-    if any(said.get(name) for name in _WITH_LOGPROBS) or not _LOGPROBS.isdisjoint(request.outputs):
+    if any(options.get(name) for name in _WITH_LOGPROBS) or not _LOGPROBS.isdisjoint(request.outputs):
         params["logprobs"] = 0
     params.setdefault("max_tokens", COMPLETION_TOKENS)
-    return SamplingParams(**params), bool(said.get("stream", False))
+    return SamplingParams(**params), bool(options.get("stream", False))
 
 
-def _sampling_parameters(request: InferRequest, given: str | bytes | None) -> dict[str, Any]:
-    """Those of vLLM's backend: a JSON object by the names of `SamplingParams`. raises StatusError"""
-    if not given:
+def _sampling_parameters(request: InferRequest, text: str | bytes | None) -> dict[str, Any]:
+    """Parse vLLM's `sampling_parameters`, a JSON object of `SamplingParams`. raises StatusError"""
+    if not text:
         return {}
     try:
-        found = json.loads(given)
+        parameters = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise invalid(f"{request.named}sampling_parameters is {given!r:.80}, and a JSON object is expected")
-    return found
+        parameters = None
+    if not isinstance(parameters, dict):
+        raise invalid(f"{request.error_prefix}sampling_parameters is {text!r:.80}, and a JSON object is expected")
+    return parameters
 
 
 def _scalar(request: InferRequest, name: str, array: Array) -> Any:
     if array.size != 1:
-        raise invalid(f"{request.named}{name} has {array.size} elements, and one is expected")
+        raise invalid(f"{request.error_prefix}{name} has {array.size} elements, and one is expected")
     value = array.reshape(-1)[0]
     return value if isinstance(value, bytes) else value.item()
 
@@ -261,28 +261,28 @@ def _scalar(request: InferRequest, name: str, array: Array) -> Any:
 # ---------------------------------------------------------------------- which engine
 
 
-def _opened(given: InstanceContext) -> RunningModel | OpenedEncoder:
-    """raises StatusError, MillraceError"""
-    named = _named(given.config)
-    parameters = {key: p.string_value for key, p in given.config.parameters.items() if key != "model"}
-    build, run = _settings(given.config.name, parameters)
+def _open_engine(context: InstanceContext) -> RunningModel | OpenedEncoder:
+    """Open the instance's engine. raises StatusError, MillraceError"""
+    named = _named(context.config)
+    parameters = {key: p.string_value for key, p in context.config.parameters.items() if key != "model"}
+    build, run = _settings(context.config.name, parameters)
     # a version's folder is named 1
-    model = named or (given.config.name, _place(given.folder / str(given.version)))
+    model = named or (context.config.name, _place(context.folder / str(context.version)))
     name, engine = find_engine(model, build, read_env(), pricing=pricing, place=run.place)
     return open_any(name, engine, run)
 
 
 def _named(config: ModelConfig) -> str:
-    """The bundled or built model that its parameter names; "": none. raises StatusError"""
-    said = config.parameters.get("model")
-    place = said.string_value if said is not None else ""
-    if said is not None and ("/" in place or place in ("", ".", "..")):
+    """Return the bundled or built model that parameter `model` names; "" if none. raises StatusError"""
+    parameter = config.parameters.get("model")
+    place = parameter.string_value if parameter is not None else ""
+    if parameter is not None and ("/" in place or place in ("", ".", "..")):
         raise invalid(f"parameter 'model' is '{place:.60}': the name of a bundled or built model is expected")
     return place
 
 
 def _is_encoder(config: ModelConfig, folder: Path) -> bool:
-    """By the files of its highest version; what is wrong with them is said where they are opened."""
+    """Return whether the highest version is an encoder; invalid files are reported when they are opened."""
     try:
         if named := _named(config):
             return encoder.is_encoder(model_folder(named, read_env())[1])
@@ -292,29 +292,29 @@ def _is_encoder(config: ModelConfig, folder: Path) -> bool:
         return False
 
 
-def _as_status(error: MillraceError) -> StatusError:
+def _to_status_error(error: MillraceError) -> StatusError:
     return StatusError(Code.INTERNAL, f"{error.what}; expected: {error.expected}; to mend: {error.mend}")
 
 
 def _place(folder: Path) -> Path:
-    """Of a version's checkpoint, engine or GGUF file: the folder, or the one thing in it. raises StatusError"""
+    """Return a version's checkpoint, engine or GGUF file: the folder itself, or its only one. raises StatusError"""
     if any((folder / name).is_file() for name in _CHECKPOINT):
         return folder
     there = sorted(folder.iterdir())
-    found = [p for p in there if is_gguf(p) or any((p / name).is_file() for name in _CHECKPOINT)]
-    if len(found) != 1:
-        what = f"{folder.name}/ holds {len(found)} checkpoints, engines or GGUF files, and one is expected"
+    candidates = [p for p in there if is_gguf(p) or any((p / name).is_file() for name in _CHECKPOINT)]
+    if len(candidates) != 1:
+        what = f"{folder.name}/ holds {len(candidates)} checkpoints, engines or GGUF files, and one is expected"
         raise StatusError(Code.INTERNAL, f"{what}; or name a bundled or built model by the parameter 'model'")
-    return found[0]
+    return candidates[0]
 
 
 def _settings(model: str, parameters: Mapping[str, str]) -> tuple[BuildSettings, RunSettings]:
-    """By the names of the command line's. raises StatusError, ConfigError"""
+    """Parse parameters with the names of command-line flags. raises StatusError, ConfigError"""
     kinds = (BuildSettings, RunSettings)
-    known = [f.name for kind in kinds for f in fields(kind)]
+    names = [f.name for kind in kinds for f in fields(kind)]
     for name in parameters:
-        if name not in known:
-            raise invalid(f"model '{model}' has the parameter '{name}': {nearest(name, ['model', *known])}")
+        if name not in names:
+            raise invalid(f"model '{model}' has the parameter '{name}': {nearest(name, ['model', *names])}")
     values = {name: _value(kinds, name, text) for name, text in parameters.items()}
     build, run = ({n: v for n, v in values.items() if n in {f.name for f in fields(k)}} for k in kinds)
     return BuildSettings(**build), RunSettings(**run)

@@ -1,7 +1,7 @@
-"""`onnxruntime`: a network as ONNX, computed by ONNX Runtime on the CPU; the package is an extra, imported when used.
+"""Backend `onnxruntime`: ONNX models on ONNX Runtime's CPU provider; an optional package, imported on use.
 
-Each instance has a session of its own. Threads are shared out: so many for each instance that all together have the
-cores of this machine, where the configuration's `intra_op_thread_count` says nothing else.
+Each instance has its own session. The machine's cores are divided among all instances, unless `intra_op_thread_count`
+is set.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,18 @@ from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
     FrameworkBackend,
     FrameworkModel,
-    ModelSignature,
+    ModelSignatures,
     Setting,
-    Sides,
+    TensorSignature,
     check_size,
-    encoded,
-    failing,
+    decode_texts,
+    encode_texts,
     flag,
+    framework_errors,
+    import_package,
     n_threads,
     number,
-    package,
     set_parameters,
-    texts,
 )
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.model_config import ModelConfig
@@ -45,46 +45,46 @@ _FILE = "model.onnx"  # also in a folder of that name
 class OnnxRuntimeBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, given: InstanceContext) -> "_Network":
-        return _Network(given)
+    def instance(self, context: InstanceContext) -> "_Network":
+        return _Network(context)
 
-    def sides(self, config: ModelConfig, file: Path) -> Sides:
+    def signatures(self, config: ModelConfig, file: Path) -> ModelSignatures:
         return _sides(_session(file, _options(config, usable_cores())))
 
 
 class _Network(FrameworkModel):
-    def __init__(self, given: InstanceContext) -> None:
-        super().__init__(given)
-        self._session = _session(given.file, _options(self.inner, n_threads(self.inner)))
+    def __init__(self, context: InstanceContext) -> None:
+        super().__init__(context)
+        self._session = _session(context.file, _options(self.inner, n_threads(self.inner)))
         self.check(*_sides(self._session))
         self._outputs = [o.name for o in self.inner.output]
         self._strings = {i.name for i in self.inner.input if i.data_type is DataType.TYPE_STRING}
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        fed = {name: texts(name, array) if name in self._strings else array for name, array in inputs.items()}
-        with failing(_WHO):
-            found = self._session.run(self._outputs, fed)
-        return {name: encoded(array) for name, array in zip(self._outputs, found, strict=True)}
+        fed = {name: decode_texts(name, array) if name in self._strings else array for name, array in inputs.items()}
+        with framework_errors(_WHO):
+            results = self._session.run(self._outputs, fed)
+        return {name: encode_texts(array) for name, array in zip(self._outputs, results, strict=True)}
 
     def close(self) -> None:
         del self._session
 
 
 def _session(file: Path, options: Any) -> Any:
-    """file: or a folder of that name, with the network and what it keeps beside itself. raises StatusError"""
+    """Open a session. file: the model, or a folder with it and its external data. raises StatusError"""
     check_size(file)
     file = file / _FILE if file.is_dir() else file
-    runtime = package("onnxruntime")
-    with failing(_WHO):
+    runtime = import_package("onnxruntime")
+    with framework_errors(_WHO):
         return runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
-def _sides(session: Any) -> Sides:
-    return _told(session.get_inputs()), _told(session.get_outputs())
+def _sides(session: Any) -> ModelSignatures:
+    return _tensor_signatures(session.get_inputs()), _tensor_signatures(session.get_outputs())
 
 
-def _told(tensors: Sequence[Any]) -> list[ModelSignature]:
-    return [ModelSignature(t.name, _TYPES.get(t.type, ""), _dims(t.shape), t.type) for t in tensors]
+def _tensor_signatures(tensors: Sequence[Any]) -> list[TensorSignature]:
+    return [TensorSignature(t.name, _TYPES.get(t.type, ""), _dims(t.shape), t.type) for t in tensors]
 
 
 def _dims(shape: Sequence[Any]) -> tuple[int, ...]:
@@ -92,15 +92,15 @@ def _dims(shape: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _options(config: ModelConfig, threads: int) -> Any:
-    """Of a session, by what the configuration says. raises StatusError"""
-    runtime, graph = package("onnxruntime"), config.optimization.graph if config.optimization else None
+    """Return session options from the configuration. raises StatusError"""
+    runtime, graph = import_package("onnxruntime"), config.optimization.graph if config.optimization else None
     level = graph.level if graph else 0
     if level not in _LEVELS:
         raise invalid(f"graph optimization level {level} of model '{config.name}' is none of -1, 0, 1 and 2")
     options = runtime.SessionOptions()
     options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, _LEVELS[level])
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # errors: warnings about the graph are for whoever exported it
+    options.log_severity_level = 3  # errors only: graph warnings concern the exporter
 
     def sets(option: str, read: Callable[[ModelConfig, str, str], Any]) -> Setting:
         return lambda key, text: setattr(options, option, read(config, key, text))

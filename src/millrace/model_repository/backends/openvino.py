@@ -1,8 +1,8 @@
-"""`openvino`: a network as OpenVINO's IR (`model.xml` with `model.bin` beside it) or as ONNX, on the CPU; an extra.
+"""Backend `openvino`: OpenVINO IR (`model.xml` with `model.bin`) or ONNX models on the CPU; an optional package.
 
-Computed in the precision of the file: OpenVINO itself takes bfloat16 where the processor has it, which `HINT_BF16` asks
-for here. Each instance has a compiled network of its own; they share out the cores where `INFERENCE_NUM_THREADS` says
-nothing else, and none is pinned to one.
+Models run in the precision of the file; `HINT_BF16` enables bfloat16, which is OpenVINO's own default on processors
+that support it. Each instance has its own compiled model; they divide the cores unless `INFERENCE_NUM_THREADS` is set,
+without pinning.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
     FrameworkBackend,
     FrameworkModel,
-    ModelSignature,
-    Sides,
+    ModelSignatures,
+    TensorSignature,
     check_size,
     choice,
-    failing,
+    framework_errors,
+    import_package,
     n_threads,
     number,
-    package,
     set_parameters,
 )
 from millrace.model_repository.config.model_config import ModelConfig
@@ -41,62 +41,62 @@ Properties = dict[str, Any]
 class OpenvinoBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, given: InstanceContext) -> "_Network":
-        return _Network(given)
+    def instance(self, context: InstanceContext) -> "_Network":
+        return _Network(context)
 
-    def sides(self, config: ModelConfig, file: Path) -> Sides:
+    def signatures(self, config: ModelConfig, file: Path) -> ModelSignatures:
         network = _read(file)
-        return _told(network.inputs), _told(network.outputs)
+        return _tensor_signatures(network.inputs), _tensor_signatures(network.outputs)
 
 
 class _Network(FrameworkModel):
-    def __init__(self, given: InstanceContext) -> None:
-        super().__init__(given)
+    def __init__(self, context: InstanceContext) -> None:
+        super().__init__(context)
         config = self.inner
-        properties, network = _properties(config), _read(given.file)
+        properties, network = _properties(config), _read(context.file)
         self._inputs, self._outputs = (
             {name: i for i, port in enumerate(ports) for name in _names(port)}
             for ports in (network.inputs, network.outputs)
         )
-        self.check(_told(network.inputs, config.input), _told(network.outputs, config.output))
-        with failing(_WHO):
-            self._compiled = package("openvino").Core().compile_model(network, "CPU", properties)
+        self.check(_tensor_signatures(network.inputs, config.input), _tensor_signatures(network.outputs, config.output))
+        with framework_errors(_WHO):
+            self._compiled = import_package("openvino").Core().compile_model(network, "CPU", properties)
             self._request = self._compiled.create_infer_request()
-        self._wanted = [o.name for o in config.output]
+        self._output_names = [o.name for o in config.output]
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        with failing(_WHO):
-            found = self._request.infer({self._inputs[name]: np.ascontiguousarray(x) for name, x in inputs.items()})
-            return {name: found[self._outputs[name]].copy() for name in self._wanted}
+        with framework_errors(_WHO):
+            results = self._request.infer({self._inputs[name]: np.ascontiguousarray(x) for name, x in inputs.items()})
+            return {name: results[self._outputs[name]].copy() for name in self._output_names}
 
     def close(self) -> None:
         del self._request, self._compiled
 
 
 def _read(file: Path) -> Any:
-    """raises StatusError, also where a part of the network is not beside it"""
-    core = package("openvino").Core()
+    """Read a model. raises StatusError, also if a part of it is missing"""
+    core = import_package("openvino").Core()
     check_size(file.parent)
-    with failing(_WHO):
+    with framework_errors(_WHO):
         return core.read_model(file)
 
 
 def _properties(config: ModelConfig) -> Properties:
-    """Of a compiled network, by the parameters that Triton has for the CPU. raises StatusError"""
-    found: Properties = {
+    """Return compile properties from Triton's parameters for the CPU. raises StatusError"""
+    properties: Properties = {
         "INFERENCE_NUM_THREADS": n_threads(config), "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False,
         "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY",
     }  # fmt: skip
 
     def at_least_one(key: str, text: str) -> None:
-        found[key] = number(config, key, text, least=1)
+        properties[key] = number(config, key, text, min_value=1)
 
     def hint(key: str, text: str) -> None:
         if choice(config, key, text, _YES_NO) == "YES":
-            found["INFERENCE_PRECISION_HINT"] = "bf16"
+            properties["INFERENCE_PRECISION_HINT"] = "bf16"
 
     def streams(key: str, text: str) -> None:
-        found[key] = text if text in ("AUTO", "NUMA") else number(config, key, text, least=1)
+        properties[key] = text if text in ("AUTO", "NUMA") else number(config, key, text, min_value=1)
 
     def refused(key: str, text: str) -> None:
         if key == "CPU_EXTENSION_PATH" or choice(config, key, text, _YES_NO) == "YES":
@@ -111,7 +111,7 @@ def _properties(config: ModelConfig) -> Properties:
         "NUM_STREAMS": streams, "TARGET_DEVICE": device, "SKIP_OV_DYNAMIC_BATCHSIZE": lambda *_: None,
         **dict.fromkeys(_INSTEAD, refused),
     })  # fmt: skip
-    return found
+    return properties
 
 
 _INSTEAD = {
@@ -122,18 +122,18 @@ _INSTEAD = {
 
 
 def _names(port: Any) -> list[str]:
-    """All that a tensor is called; one without a name is called as what makes it."""
+    """Return all names of a tensor, or the name of its producer if it has none."""
     return sorted(port.get_names()) or [port.get_node().get_friendly_name()]
 
 
-def _told(ports: Sequence[Any], said: Sequence[Any] = ()) -> list[ModelSignature]:
-    """By that of a tensor's names which the configuration has."""
-    wanted = {one.name for one in said}
-    found = []
+def _tensor_signatures(ports: Sequence[Any], declared: Sequence[Any] = ()) -> list[TensorSignature]:
+    """Return signatures under those tensor names that the configuration uses."""
+    declared_names = {one.name for one in declared}
+    signatures = []
     for port in ports:
         names = _names(port)
-        name = next((n for n in names if n in wanted), names[0])
+        name = next((n for n in names if n in declared_names), names[0])
         shape, kind = port.get_partial_shape(), port.get_element_type().get_type_name()
         dims = None if shape.rank.is_dynamic else tuple(d.get_length() if d.is_static else -1 for d in shape)
-        found.append(ModelSignature(name, _TYPES.get(kind, ""), dims, kind))
-    return found
+        signatures.append(TensorSignature(name, _TYPES.get(kind, ""), dims, kind))
+    return signatures

@@ -1,7 +1,7 @@
-"""`python`: an unchanged model.py of Triton's Python backend, in this process or one of its own.
+"""Backend `python`: unchanged model.py files of Triton's Python backend, in this process or in a stub process.
 
-In this one each instance has a module of its own, as each has a process of its own in Triton. While a model is imported
-its folders are on the path; what it imports of them is its own, so that two models may each have a `utils.py`.
+In this process, each instance has its own module, as each has its own process in Triton. A model's folders are on the
+path while it is imported, and modules from them are private, so that two models may each have a `utils.py`.
 """
 
 import json
@@ -11,39 +11,43 @@ from pathlib import Path
 from millrace.model_repository.backends.backend import Instance, InstanceContext, ModelBackend
 from millrace.model_repository.config.config_json import config_json
 from millrace.model_repository.config.model_config import ModelConfig as Config
-from millrace.model_repository.python_backend.python_config import completed_by
+from millrace.model_repository.python_backend.python_config import with_completion
 from millrace.model_repository.python_backend.python_host import InProcessRequest, ServerHost
-from millrace.model_repository.python_backend.python_interpreter import python_of
-from millrace.model_repository.python_backend.python_process import ChildModel, completed_in
+from millrace.model_repository.python_backend.python_interpreter import resolve_python
+from millrace.model_repository.python_backend.python_process import StubInstance, auto_complete_in_child
 from millrace.model_repository.python_backend.stub import model_runner
-from millrace.model_repository.python_backend.stub.model_runner import GuestError, PythonModelRunner, RaisedByModelError
+from millrace.model_repository.python_backend.stub.model_runner import (
+    ModelDescription,
+    PythonModelError,
+    PythonModelRunner,
+)
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError
 
 
 class _PythonModel(Instance):
-    answers_later = True  # by senders, from threads of its own
+    answers_later = True  # response senders may answer from other threads
 
-    def __init__(self, given: InstanceContext) -> None:
-        self._host = ServerHost(given)
+    def __init__(self, context: InstanceContext) -> None:
+        self._host = ServerHost(context)
         try:
-            self._model = PythonModelRunner(said_of(given), self._host)
-        except GuestError as error:
+            self._model = PythonModelRunner(model_description(context), self._host)
+        except PythonModelError as error:
             self._host.close()
             raise StatusError(Code.INTERNAL, str(error)) from error
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         try:
             self._model.execute([InProcessRequest(request) for request in requests])
-        except GuestError as error:
+        except PythonModelError as error:
             raise StatusError(Code.INTERNAL, str(error)) from error
 
     @property
     def is_independent(self) -> bool:  # type: ignore[override]
-        return not self._host.has_asked
+        return not self._host.has_called_models
 
-    def says_ready(self) -> Callable[[], bool] | None:
-        return self._model.is_ready if self._model.has_say else None
+    def readiness_check(self) -> Callable[[], bool] | None:
+        return self._model.is_ready if self._model.reports_readiness else None
 
     def close(self) -> None:
         try:
@@ -52,31 +56,31 @@ class _PythonModel(Instance):
             self._host.close()
 
 
-def said_of(given: InstanceContext) -> RaisedByModelError:
-    policy = given.config.model_transaction_policy
+def model_description(context: InstanceContext) -> ModelDescription:
+    policy = context.config.model_transaction_policy
     arguments = {
-        "model_config": json.dumps(config_json(given.config)),
-        "model_instance_kind": given.group.kind.name.removeprefix("KIND_"),
-        "model_instance_name": given.name,
+        "model_config": json.dumps(config_json(context.config)),
+        "model_instance_kind": context.group.kind.name.removeprefix("KIND_"),
+        "model_instance_name": context.name,
         "model_instance_device_id": "0",
-        "model_repository": str(given.folder),
-        "model_version": str(given.version),
-        "model_name": given.config.name,
+        "model_repository": str(context.folder),
+        "model_version": str(context.version),
+        "model_name": context.config.name,
     }
-    return RaisedByModelError(
-        given.file, arguments, [o.name for o in given.config.output], bool(policy and policy.decoupled)
+    return ModelDescription(
+        context.file, arguments, [o.name for o in context.config.output], bool(policy and policy.decoupled)
     )
 
 
 class PythonBackend(ModelBackend):
-    takes_ragged = True  # a model gets requests, not arrays
+    takes_ragged = True  # the model receives requests, not arrays
 
-    def instance(self, given: InstanceContext) -> Instance:
-        python = python_of(given.config, given.folder)
-        return _PythonModel(given) if python is None else ChildModel(python, said_of(given), given)
+    def instance(self, context: InstanceContext) -> Instance:
+        python = resolve_python(context.config, context.folder)
+        return _PythonModel(context) if python is None else StubInstance(python, model_description(context), context)
 
-    def completed(self, config: Config, folder: Path) -> Config:
-        """By the model's own `auto_complete_config`, which is asked of its highest version."""
+    def complete_config(self, config: Config, folder: Path) -> Config:
+        """Complete the configuration with `auto_complete_config` of the highest version."""
         name = config.default_model_filename or "model.py"
         versions = sorted(
             (p for p in folder.iterdir() if p.name.isascii() and p.name.isdigit() and (p / name).is_file()), key=_number
@@ -84,17 +88,17 @@ class PythonBackend(ModelBackend):
         if not versions:
             return config
         try:
-            python, file = python_of(config, folder), versions[-1] / name
+            python, file = resolve_python(config, folder), versions[-1] / name
             if python is None:
-                made = model_runner.completed_by(file, config_json(config))
+                completed_config = model_runner.auto_complete(file, config_json(config))
             else:
-                made = completed_in(python, file, config_json(config), config.name)
-            return config if made is None else completed_by(config, made)
-        except GuestError as error:
+                completed_config = auto_complete_in_child(python, file, config_json(config), config.name)
+            return config if completed_config is None else with_completion(config, completed_config)
+        except PythonModelError as error:
             raise StatusError(Code.INTERNAL, str(error)) from error
-        except (KeyError, TypeError, ValueError) as error:  # what a model may put into a dictionary
+        except (KeyError, TypeError, ValueError) as error:  # invalid values in the model's dictionary
             what = f"auto_complete_config of model '{config.name}' made a configuration that cannot be read"
-            raise StatusError(Code.INTERNAL, f"{what}: {model_runner.said(error)}") from error
+            raise StatusError(Code.INTERNAL, f"{what}: {model_runner.error_text(error)}") from error
 
 
 def _number(folder: Path) -> int:

@@ -1,6 +1,6 @@
-"""`repeat`: a decoupled model that answers once for each element of IN, after the milliseconds that DELAY has for it.
+"""Backend `repeat`: a decoupled model that sends a response for each element of IN after DELAY milliseconds.
 
-As Triton's own: OUT is the element, IDX its index; WAIT is how long the instance takes no other request.
+As in Triton's own, OUT is the element, IDX its index, and WAIT the milliseconds until the next request is accepted.
 """
 
 import threading
@@ -13,14 +13,14 @@ from millrace.model_repository.backends.backend import Instance, InstanceContext
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import invalid
 
-_MOST, _MOST_MS = 10_000, 60_000
+_MAX_ELEMENTS, _MAX_MS = 10_000, 60_000
 
 
 class _Repeat(Instance):
     answers_later = True
 
-    def __init__(self, given: InstanceContext) -> None:
-        config = given.config
+    def __init__(self, context: InstanceContext) -> None:
+        config = context.config
         policy = config.model_transaction_policy
         if not (policy and policy.decoupled):
             raise invalid(f"model '{config.name}' must have the decoupled transaction policy")
@@ -31,9 +31,11 @@ class _Repeat(Instance):
     def execute(self, requests: Sequence[InferRequest]) -> None:
         for request in requests:
             values, delays_ms = request.inputs["IN"].reshape(-1), request.inputs["DELAY"].reshape(-1).tolist()
-            if len(values) != len(delays_ms) or len(values) > _MOST or sum(delays_ms) > _MOST_MS:
-                raise invalid(f"expected IN and DELAY to have the same elements, at most {_MOST}, {_MOST_MS} ms in all")
-            wait_ms = min(_MOST_MS, int(request.inputs["WAIT"].reshape(-1)[0]))
+            if len(values) != len(delays_ms) or len(values) > _MAX_ELEMENTS or sum(delays_ms) > _MAX_MS:
+                raise invalid(
+                    f"expected IN and DELAY to have the same elements, at most {_MAX_ELEMENTS}, {_MAX_MS} ms in all"
+                )
+            wait_ms = min(_MAX_MS, int(request.inputs["WAIT"].reshape(-1)[0]))
             threading.Thread(target=_answer, args=(request, values, delays_ms), daemon=True).start()
             time.sleep(wait_ms / 1e3)
 
@@ -49,5 +51,5 @@ def _answer(request: InferRequest, values: "np.ndarray[tuple[int], np.dtype[np.i
 
 
 class RepeatBackend(ModelBackend):
-    def instance(self, given: InstanceContext) -> Instance:
-        return _Repeat(given)
+    def instance(self, context: InstanceContext) -> Instance:
+        return _Repeat(context)

@@ -1,8 +1,8 @@
-"""`tensorflow`: a network of TensorFlow as a SavedModel (`model.savedmodel/`), on the CPU; the package is an extra.
+"""Backend `tensorflow`: SavedModels (`model.savedmodel/`) of TensorFlow on the CPU; an optional package.
 
-Names are those of the signature, `serving_default` or the parameter `TF_SIGNATURE_DEF`. Each instance has a session and
-threads of its own; they share out the cores where `TF_NUM_INTRA_THREADS` says nothing else. A SavedModel is a program
-in TensorFlow's operators: those that call Python, or read and write files of the server's, are refused before one runs.
+Tensor names are those of the signature: `serving_default`, or the parameter `TF_SIGNATURE_DEF`. Each instance has its
+own session and threads; they divide the cores unless `TF_NUM_INTRA_THREADS` is set. A SavedModel is a program of
+TensorFlow operators; models with operators that call Python or access files are refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
     FrameworkBackend,
     FrameworkModel,
-    ModelSignature,
-    Sides,
+    ModelSignatures,
+    TensorSignature,
     check_size,
-    failing,
     flag,
+    framework_errors,
+    import_package,
     n_threads,
     number,
-    package,
     set_parameters,
 )
 from millrace.model_repository.config.model_config import ModelConfig
@@ -32,32 +32,32 @@ from millrace.model_repository.request.tensors import Array
 _WHO = "tensorflow"
 _PROTO = "saved_model.pb"
 _GRAPHDEF = "tensorflow_graphdef"
-_MOST_GRAPH_BYTES = 2 << 30  # of protobuf
+_MAX_GRAPH_BYTES = 2 << 30  # of protobuf
 _TYPES = {
     "bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8",
     "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "bfloat16": "BF16", "float32": "FP32",
     "float64": "FP64", "string": "STRING",
 }  # fmt: skip
-# A variable's values are restored by other operators (RestoreV2), tables read their files by theirs.
+# Variables and tables are restored by other operators (such as RestoreV2), which stay allowed.
 _REFUSED = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "WriteFile", "ReadFile", "MatchingFiles"})
 
 
 class TensorflowBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, given: InstanceContext) -> "_Network":
-        return _Network(given)
+    def instance(self, context: InstanceContext) -> "_Network":
+        return _Network(context)
 
-    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
+    def complete_config(self, config: ModelConfig, folder: Path) -> ModelConfig:
         _refuse_graphdef(config)
-        return super().completed(config, folder)
+        return super().complete_config(config, folder)
 
-    def sides(self, config: ModelConfig, file: Path) -> Sides:
+    def signatures(self, config: ModelConfig, file: Path) -> ModelSignatures:
         return _sides(_signature(config, file, _SessionOptions(config)))
 
 
 class _SessionOptions:
-    """What Triton's parameters say. raises StatusError"""
+    """Options from Triton's parameters. raises StatusError"""
 
     def __init__(self, config: ModelConfig) -> None:
         self.intra, self.inter, self.tag, self.signature = n_threads(config), 1, "", ""
@@ -81,33 +81,33 @@ class _SessionOptions:
 
 
 class _Network(FrameworkModel):
-    def __init__(self, given: InstanceContext) -> None:
-        super().__init__(given)
+    def __init__(self, context: InstanceContext) -> None:
+        super().__init__(context)
         config = self.inner
         _refuse_graphdef(config)
-        asked, tf = _SessionOptions(config), package("tensorflow").compat.v1
-        signature = _signature(config, given.file, asked)
+        session_options, tf = _SessionOptions(config), import_package("tensorflow").compat.v1
+        signature = _signature(config, context.file, session_options)
         self.check(*_sides(signature))
         options = tf.ConfigProto(
-            intra_op_parallelism_threads=asked.intra, inter_op_parallelism_threads=asked.inter,
+            intra_op_parallelism_threads=session_options.intra, inter_op_parallelism_threads=session_options.inter,
             use_per_session_threads=True, device_count={"GPU": 0},
         )  # fmt: skip
         names = [o.name for o in config.output]
-        with failing(_WHO):
+        with framework_errors(_WHO):
             graph = tf.Graph()
             self._session = tf.Session(graph=graph, config=options)
             with graph.as_default():
-                tf.saved_model.load(self._session, signature.tags, str(given.file))
+                tf.saved_model.load(self._session, signature.tags, str(context.file))
             self._feeds = {i.name: signature.inputs[i.name].name for i in config.input}
             self._outputs = {name: signature.outputs[name].name for name in names}
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        with failing(_WHO):
-            found = self._session.run(self._outputs, {self._feeds[name]: array for name, array in inputs.items()})
-        # What has no dimension is no array yet.
+        with framework_errors(_WHO):
+            results = self._session.run(self._outputs, {self._feeds[name]: array for name, array in inputs.items()})
+        # TensorFlow returns scalars as Python values.
         return {
             name: np.asarray(value, np.object_) if isinstance(value, bytes) else np.asarray(value)
-            for name, value in found.items()
+            for name, value in results.items()
         }
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ def _refuse_graphdef(config: ModelConfig) -> None:
 
 
 class _Signature:
-    """inputs, outputs: TensorFlow's TensorInfo by name. tags: of its graph"""
+    """A signature. inputs, outputs: TensorFlow's TensorInfo by name. tags: of its graph"""
 
     def __init__(self, graph: Any, name: str) -> None:
         self.tags = list(graph.meta_info_def.tags)
@@ -129,30 +129,30 @@ class _Signature:
         self.outputs: Mapping[str, Any] = dict(graph.signature_def[name].outputs)
 
 
-def _signature(config: ModelConfig, file: Path, asked: _SessionOptions) -> _Signature:
-    """raises StatusError, also for operators that are about more than tensors"""
-    package("tensorflow")
+def _signature(config: ModelConfig, file: Path, options: _SessionOptions) -> _Signature:
+    """Read the signature of a SavedModel. raises StatusError, also for refused operators"""
+    import_package("tensorflow")
     from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
 
     proto, named = file / _PROTO, f"failed to load {file.parent.name}/{file.name}"
     if not proto.is_file():
         raise invalid(f"{named}: it is no folder with a {_PROTO}")
     check_size(file)
-    if proto.stat().st_size >= _MOST_GRAPH_BYTES:
-        raise invalid(f"{named}: {_PROTO} has {proto.stat().st_size} bytes, fewer than {_MOST_GRAPH_BYTES} are read")
-    with failing(_WHO):
+    if proto.stat().st_size >= _MAX_GRAPH_BYTES:
+        raise invalid(f"{named}: {_PROTO} has {proto.stat().st_size} bytes, fewer than {_MAX_GRAPH_BYTES} are read")
+    with framework_errors(_WHO):
         graphs = SavedModel.FromString(proto.read_bytes()).meta_graphs
-    graph = next((g for g in graphs if (asked.tag or "serve") in g.meta_info_def.tags), None)
+    graph = next((g for g in graphs if (options.tag or "serve") in g.meta_info_def.tags), None)
     if graph is None:
         tags = ", ".join(sorted({tag for g in graphs for tag in g.meta_info_def.tags})) or "none"
-        raise invalid(f"{named}: no graph has the tag '{asked.tag or 'serve'}', there are {tags}")
+        raise invalid(f"{named}: no graph has the tag '{options.tag or 'serve'}', there are {tags}")
     wrong = next((op for op in _operators(graph) if op in _REFUSED), None)
     if wrong is not None:
         raise invalid(f"{named}: it has the operator {wrong}, which is about more than tensors")
-    name = asked.signature or "serving_default"
+    name = options.signature or "serving_default"
     if name not in graph.signature_def:
-        known = ", ".join(sorted(n for n in graph.signature_def if not n.startswith("__"))) or "none"
-        raise invalid(f"{named}: it has no signature '{name}', there are {known}; TF_SIGNATURE_DEF names one")
+        available = ", ".join(sorted(n for n in graph.signature_def if not n.startswith("__"))) or "none"
+        raise invalid(f"{named}: it has no signature '{name}', there are {available}; TF_SIGNATURE_DEF names one")
     return _Signature(graph, name)
 
 
@@ -162,15 +162,15 @@ def _operators(graph: Any) -> Iterator[str]:
         yield from (node.op for node in function.node_def)
 
 
-def _sides(signature: _Signature) -> Sides:
-    return _told(signature.inputs), _told(signature.outputs)
+def _sides(signature: _Signature) -> ModelSignatures:
+    return _tensor_signatures(signature.inputs), _tensor_signatures(signature.outputs)
 
 
-def _told(tensors: Mapping[str, Any]) -> Sequence[ModelSignature]:
-    dtypes = package("tensorflow").dtypes
-    found = []
+def _tensor_signatures(tensors: Mapping[str, Any]) -> Sequence[TensorSignature]:
+    dtypes = import_package("tensorflow").dtypes
+    signatures = []
     for name, info in sorted(tensors.items()):
         kind, shape = dtypes.as_dtype(info.dtype).name, info.tensor_shape
         dims = None if shape.unknown_rank else tuple(d.size if d.size >= 0 else -1 for d in shape.dim)
-        found.append(ModelSignature(name, _TYPES.get(kind, ""), dims, kind))
-    return found
+        signatures.append(TensorSignature(name, _TYPES.get(kind, ""), dims, kind))
+    return signatures

@@ -1,4 +1,4 @@
-"""What language models and encoders of ours share in a repository: texts as tensors, and errors of the engine."""
+"""Base of the language model and encoder instances: texts as tensors, and errors of the engine."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,43 +10,43 @@ from millrace.runtime.scheduling.step import EngineThread
 
 
 class EngineInstance(Instance):
-    """An engine whose loop has stopped by itself, for it computes nothing any more, is lost."""
+    """An instance backed by an engine; it is reported lost when its engine loop has died."""
 
     answers_later = True
-    _tell_lost: Callable[[str], None] | None = None
+    _report_lost: Callable[[str], None] | None = None
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        self._tell_lost = tell
-        self._look()  # it may have stopped as it was warmed up
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        self._report_lost = tell
+        self._report_dead_engine()  # it may have died during warm-up
 
-    def _look(self) -> None:
-        """Called by the loop's thread after whatever it told."""
-        tell = self._tell_lost
+    def _report_dead_engine(self) -> None:
+        """Report a dead engine; called by the loop's thread after its callbacks."""
+        tell = self._report_lost
         if self._thread.dead_because and tell is not None:
-            self._tell_lost = None
+            self._report_lost = None
             tell(f"the engine has stopped: {self._thread.dead_because}")
 
 
 def begin_each(requests: Sequence[InferRequest], begin: Callable[[InferRequest], None]) -> None:
-    """begin: raises StatusError, RequestError, BusyError, MachineError, which is the answer of its request alone"""
+    """Begin each request. A StatusError, RequestError, BusyError or MachineError of `begin` fails only that request."""
     for request in requests:
         try:
             begin(request)
         except StatusError as error:
             request.fail(error)
         except RequestError as error:
-            request.fail(invalid(f"{request.named}{error.what}; expected: {error.expected}"))
+            request.fail(invalid(f"{request.error_prefix}{error.what}; expected: {error.expected}"))
         except (BusyError, MachineError) as error:
-            request.fail(StatusError(Code.UNAVAILABLE, f"{request.named}{error.what}"))
+            request.fail(StatusError(Code.UNAVAILABLE, f"{request.error_prefix}{error.what}"))
 
 
-def texts_of(request: InferRequest, name: str) -> list[str]:
-    """Of its input; none where it has none of that name. raises StatusError"""
+def input_texts(request: InferRequest, name: str) -> list[str]:
+    """Return the texts of an input; empty if the request lacks it. raises StatusError"""
     array = request.inputs.get(name)
     try:
         return [] if array is None else [value.decode() for value in array.reshape(-1)]
     except UnicodeDecodeError as error:
-        raise invalid(f"{request.named}{name} holds bytes that are no UTF-8: {error}") from None
+        raise invalid(f"{request.error_prefix}{name} holds bytes that are no UTF-8: {error}") from None

@@ -1,7 +1,7 @@
-"""A model of XGBoost, in JSON or UBJSON, before XGBoost reads it: whole, and its trees lead nowhere else.
+"""Check of XGBoost models in JSON or UBJSON before XGBoost reads them: complete, with valid tree indices.
 
-XGBoost's readers take a file at its word: one with brackets in one another, or that ends too early, takes the process
-with it, and a node whose child is not in its tree is followed.
+XGBoost's readers trust the file: deep nesting or a truncated file crashes the process, and a child index outside of the
+tree is followed.
 """
 
 import json
@@ -12,22 +12,22 @@ import numpy as np
 
 from millrace.model_repository.request.status_code import invalid
 
-_DEEPEST = 200  # brackets in one another; a model has some ten
+_MAX_DEPTH = 200  # nesting depth; models have about ten
 _NUMBERS = {b"i": ">i1", b"U": ">u1", b"I": ">i2", b"l": ">i4", b"L": ">i8", b"d": ">f4", b"D": ">f8"}
 _CONSTANTS = {b"T": True, b"F": False, b"Z": None}
-_NONE = -1  # a child that is none: the node is a leaf
+_NONE = -1  # child index of a leaf
 
 
 def check_model(data: bytes, named: str, *, is_json: bool) -> None:
-    """named: in errors. raises StatusError"""
+    """Check a model. named: prefix of errors. raises StatusError"""
     if data[:1] != b"{":
         raise invalid(f"{named}: it begins as neither JSON nor UBJSON; an old binary format, or a pickle, is not read")
     try:
-        model = _json(data) if is_json else _Reader(data).whole()
+        model = _json(data) if is_json else _Reader(data).read()
         learner = model["learner"]
         n_features = int(learner["learner_model_param"]["num_feature"])
         booster = learner["gradient_booster"]
-        booster = booster.get("gbtree", booster)  # dart has its trees in one of these
+        booster = booster.get("gbtree", booster)  # dart nests its trees in a gbtree
         if booster["name"] == "gblinear":
             raise ValueError("it has no trees, booster gblinear")
         for i, tree in enumerate(booster["model"]["trees"]):
@@ -37,16 +37,16 @@ def check_model(data: bytes, named: str, *, is_json: bool) -> None:
 
 
 def _json(data: bytes) -> Any:
-    """raises ValueError; RecursionError before XGBoost's own reader, which has no bound"""
-    read = np.frombuffer(data, np.uint8)  # brackets in texts count, too: names of features may have some
+    """Parse JSON with bounded nesting, unlike XGBoost's own reader. raises ValueError, RecursionError"""
+    read = np.frombuffer(data, np.uint8)  # also counts brackets in strings, such as feature names
     steps = np.isin(read, list(b"[{")).astype(np.int8) - np.isin(read, list(b"]}")).astype(np.int8)
-    if int(np.cumsum(steps, dtype=np.int64).max()) > _DEEPEST:
-        raise ValueError(f"more than {_DEEPEST} brackets in one another")
+    if int(np.cumsum(steps, dtype=np.int64).max()) > _MAX_DEPTH:
+        raise ValueError(f"more than {_MAX_DEPTH} brackets in one another")
     return json.loads(data)
 
 
 def _check_tree(tree: Any, n_features: int, number: int) -> None:
-    """raises ValueError where a node's children, feature or categories are not there, or lead back"""
+    """Check a tree. raises ValueError if children, features or categories are missing, or children form a cycle"""
     n = int(tree["tree_param"]["num_nodes"])
     left, right, feature, kinds = (
         np.asarray(tree[key], np.int64) for key in ("left_children", "right_children", "split_indices", "split_type")
@@ -68,17 +68,17 @@ def _check_tree(tree: Any, n_features: int, number: int) -> None:
 
 
 class _Reader:
-    """UBJSON as XGBoost writes it: keys and texts behind their lengths, arrays of one type as their bytes."""
+    """Reader of UBJSON as written by XGBoost: length-prefixed strings, typed arrays as raw bytes."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
-    def whole(self) -> Any:
-        """raises ValueError, struct.error where it is cut off"""
-        found = self._value(0)
+    def read(self) -> Any:
+        """Read the whole model. raises ValueError, struct.error if it is truncated"""
+        model = self._value(0)
         if self._at != len(self._data):
             raise ValueError(f"{len(self._data) - self._at} bytes behind its end")
-        return found
+        return model
 
     def _take(self, n: int) -> bytes:
         if not 0 <= n <= len(self._data) - self._at:
@@ -100,16 +100,16 @@ class _Reader:
         return n
 
     def _value(self, depth: int) -> Any:
-        if depth > _DEEPEST:
-            raise ValueError(f"more than {_DEEPEST} brackets in one another")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"more than {_MAX_DEPTH} brackets in one another")
         kind = self._take(1)
         if kind == b"{":
-            found = {}
+            fields = {}
             while self._next() != b"}":
                 key = self._take(self._length()).decode()
-                found[key] = self._value(depth + 1)
+                fields[key] = self._value(depth + 1)
             self._take(1)
-            return found
+            return fields
         if kind == b"[":
             return self._array(depth)
         if kind == b"S":
@@ -125,8 +125,8 @@ class _Reader:
         if self._next() == b"#":
             self._take(1)
             return [self._value(depth + 1) for _ in range(self._length())]
-        found = []
+        values = []
         while self._next() != b"]":
-            found.append(self._value(depth + 1))
+            values.append(self._value(depth + 1))
         self._take(1)
-        return found
+        return values

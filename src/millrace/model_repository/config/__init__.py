@@ -1,1 +1,1 @@
-"""A model repository as Triton's users have it: config.pbtxt, versions, labels; read, checked and explained."""
+"""Configuration of Triton models: config.pbtxt is parsed, completed and checked, and problems are explained."""

@@ -1,6 +1,6 @@
-"""What a configuration does not say and its folder does: backend, platform, the file of the model; Triton's defaults.
+"""Completion of a configuration from its folder (backend, platform, model file) and with Triton's defaults.
 
-Shapes and types of a model without inputs and outputs are its backend's to tell, when it loads the model.
+Missing inputs and outputs are completed by the backend when it loads the model.
 """
 
 from collections.abc import Collection
@@ -12,47 +12,47 @@ from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import InstanceGroup, Latest, ModelConfig, VersionPolicy
 from millrace.model_repository.config.pbtxt_binder import Path_
 
-_IDLE_MICROSECONDS = 1_000_000  # of a sequence, where nothing is said
-_TWO_ON_CPU = ("tensorflow", "onnxruntime")  # instances, as Triton has it
+_IDLE_MICROSECONDS = 1_000_000  # default idle time of a sequence
+_TWO_ON_CPU = ("tensorflow", "onnxruntime")  # two CPU instances by default, as in Triton
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A backend and its platform, known by the usual name of its file."""
+class BackendFile:
+    """A backend and platform, recognised by the default name of the model file."""
 
     backend: str
     platform: str
     file: str
 
 
-# In Triton's order: the first whose file is there is taken.
-KINDS = (
-    Kind("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
-    Kind("tensorflow", "tensorflow_graphdef", "model.graphdef"),
-    Kind("tensorrt", "tensorrt_plan", "model.plan"),
-    Kind("onnxruntime", "onnxruntime_onnx", "model.onnx"),
-    Kind("openvino", "", "model.xml"),
-    Kind("openvino", "", "model.onnx"),  # where it is named
-    Kind("pytorch", "pytorch_libtorch", "model.pt"),
-    Kind("pytorch", "torch_aoti", "model.pt2"),
-    Kind("python", "", "model.py"),
-    Kind("xgboost", "", "xgboost.json"),
-    Kind("xgboost", "", "xgboost.ubj"),
-    Kind("fil", "", "xgboost.json"),  # of Triton's, whose models of XGBoost are served
-    Kind("fil", "", "xgboost.ubj"),
-    Kind("sklearn", "", "model.skops"),
+# In Triton's order: the first whose file exists is used.
+BACKEND_FILES = (
+    BackendFile("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+    BackendFile("tensorflow", "tensorflow_graphdef", "model.graphdef"),
+    BackendFile("tensorrt", "tensorrt_plan", "model.plan"),
+    BackendFile("onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    BackendFile("openvino", "", "model.xml"),
+    BackendFile("openvino", "", "model.onnx"),  # only if the backend is named
+    BackendFile("pytorch", "pytorch_libtorch", "model.pt"),
+    BackendFile("pytorch", "torch_aoti", "model.pt2"),
+    BackendFile("python", "", "model.py"),
+    BackendFile("xgboost", "", "xgboost.json"),
+    BackendFile("xgboost", "", "xgboost.ubj"),
+    BackendFile("fil", "", "xgboost.json"),  # Triton's FIL backend, for XGBoost models
+    BackendFile("fil", "", "xgboost.ubj"),
+    BackendFile("sklearn", "", "model.skops"),
 )
 _OTHER_NAMES = {"libtorch": "pytorch_libtorch"}
-# Backends that add nothing to the inputs that a configuration says, nor to the outputs; a model.py may.
-NETWORKS = frozenset({k.backend for k in KINDS} - {"python"})
+# Backends that add nothing to configured inputs and outputs; a model.py may.
+NETWORKS = frozenset({k.backend for k in BACKEND_FILES} - {"python"})
 ADDING_NOTHING = NETWORKS | {"identity", "add_sub", "repeat", "millrace"}
 GRAPHDEF = "tensorflow_graphdef"
-GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # of Triton's backends
+GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # Triton backends without CPU support
 VLLM = "vllm"
 
 
-def completed(config: ModelConfig, name: str, files: Collection[str]) -> tuple[ModelConfig, tuple[str, ...]]:
-    """With what is known without a backend, and in words what was added. files: of the first version's folder"""
+def complete_config(config: ModelConfig, name: str, files: Collection[str]) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Complete a configuration; also return what was added, in words. files: in the first version's folder"""
     added = []
     config = replace(config, name=config.name or name, platform=_OTHER_NAMES.get(config.platform, config.platform))
     if not config.backend and config.platform != ENSEMBLE:
@@ -64,30 +64,30 @@ def completed(config: ModelConfig, name: str, files: Collection[str]) -> tuple[M
         elif dot and ending and not config.platform and not config.default_model_filename:
             config = replace(config, backend=ending, default_model_filename=f"model.{ending}")
             added.append(f"backend {ending}, by the model's name")
-    mine = [k for k in KINDS if k.backend == config.backend and config.platform in ("", k.platform)]
+    mine = [k for k in BACKEND_FILES if k.backend == config.backend and config.platform in ("", k.platform)]
     if mine:
         usual = next((k for k in mine if k.file in (config.default_model_filename, *files)), mine[0])
         file = config.default_model_filename or usual.file
         config = replace(config, platform=config.platform or usual.platform, default_model_filename=file)
-    return _normalised(config), tuple(added)
+    return _normalise(config), tuple(added)
 
 
-def _kind(config: ModelConfig, files: Collection[str]) -> Kind | None:
+def _kind(config: ModelConfig, files: Collection[str]) -> BackendFile | None:
     if config.platform:
-        return next((k for k in KINDS if k.platform == config.platform), None)
+        return next((k for k in BACKEND_FILES if k.platform == config.platform), None)
     if config.default_model_filename:
-        return next((k for k in KINDS if k.file == config.default_model_filename), None)
-    return next((k for k in KINDS if k.file in files), None)
+        return next((k for k in BACKEND_FILES if k.file == config.default_model_filename), None)
+    return next((k for k in BACKEND_FILES if k.file in files), None)
 
 
-def _reason(config: ModelConfig, kind: Kind, files: Collection[str]) -> str:
+def _reason(config: ModelConfig, kind: BackendFile, files: Collection[str]) -> str:
     if config.platform:
         return "its platform"
     return "default_model_filename" if config.default_model_filename else f"{kind.file} in its folder"
 
 
-def _normalised(config: ModelConfig) -> ModelConfig:
-    """Triton's defaults for what is not said."""
+def _normalise(config: ModelConfig) -> ModelConfig:
+    """Apply Triton's defaults."""
     if config.version_policy is None:
         config = replace(config, version_policy=replace(empty(VersionPolicy), latest=Latest(num_versions=1)))
     sizes = (config.max_batch_size,) if config.max_batch_size > 0 else ()
@@ -100,9 +100,9 @@ def _normalised(config: ModelConfig) -> ModelConfig:
             oldest = replace(oldest, preferred_batch_size=sizes)
         sequences = replace(sequences, max_sequence_idle_microseconds=idle, oldest=oldest)
         config = replace(config, sequence_batching=sequences)
-    if steps := config.ensemble_scheduling:  # clients ask for its steps by these versions, and there is no 0
-        said = tuple(replace(one, model_version=one.model_version or -1) for one in steps.step)
-        config = replace(config, ensemble_scheduling=replace(steps, step=said))
+    if steps := config.ensemble_scheduling:  # versions as clients see them, where 0 does not exist
+        versioned_steps = tuple(replace(one, model_version=one.model_version or -1) for one in steps.step)
+        config = replace(config, ensemble_scheduling=replace(steps, step=versioned_steps))
     if config.platform == ENSEMBLE or config.ensemble_scheduling:
         return config
     groups = config.instance_group or (replace(empty(InstanceGroup), name=config.name),)
@@ -111,26 +111,26 @@ def _normalised(config: ModelConfig) -> ModelConfig:
 
 def _instances(config: ModelConfig, group: InstanceGroup, number: int) -> InstanceGroup:
     kind = group.kind
-    if kind is InstanceKind.KIND_AUTO:  # there are no GPUs: those that it names are said to change nothing
+    if kind is InstanceKind.KIND_AUTO:  # there are no GPUs; listed ones are reported as ignored
         kind, group = InstanceKind.KIND_CPU, replace(group, gpus=())
     count = 2 if kind is InstanceKind.KIND_CPU and config.backend in _TWO_ON_CPU else 1
     return replace(group, name=group.name or f"{config.name}_{number}", kind=kind, count=group.count or count)
 
 
-def broken_backend(config: ModelConfig) -> RuleViolation | None:
-    """Why nothing runs the model. config: completed"""
+def backend_violation(config: ModelConfig) -> RuleViolation | None:
+    """Return why no backend can run the model, or None. config: completed"""
     at: Path_ = ("backend",) if config.backend else ("platform",)
     if config.platform == ENSEMBLE:
         return None
     if not config.backend and config.platform:
         what = f"unexpected platform type '{config.platform}' for {config.name}"
-        known = ", ".join([*(k.platform for k in KINDS if k.platform), ENSEMBLE])
-        return RuleViolation(at, what, f"one of: {known}", 'correct it, or name a backend: "..."')
+        known_platforms = ", ".join([*(k.platform for k in BACKEND_FILES if k.platform), ENSEMBLE])
+        return RuleViolation(at, what, f"one of: {known_platforms}", 'correct it, or name a backend: "..."')
     if not config.backend:
         what = f"must specify 'platform' or 'backend' for '{config.name}'"
-        files = dict.fromkeys(k.file for k in KINDS)
+        files = dict.fromkeys(k.file for k in BACKEND_FILES)
         return RuleViolation((), what, f"a backend, or one of {', '.join(files)}", 'add backend: "..."')
-    platforms = {k.platform for k in KINDS if k.backend == config.backend}
+    platforms = {k.platform for k in BACKEND_FILES if k.backend == config.backend}
     if platforms and config.platform not in platforms:
         what = f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}"
         expected = " or ".join(sorted(platforms - {""})) or "no platform"

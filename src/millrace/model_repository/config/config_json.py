@@ -1,7 +1,7 @@
-"""A configuration as JSON, as Triton tells it: /v2/models/M/config, and `model_config` of a Python model's arguments.
+"""Configurations as JSON in Triton's form: for /v2/models/M/config and `model_config` of Python models.
 
-Protobuf's JSON with three differences, which are Triton's: names as in the files, defaults written out (but no message
-that was not set, and of a oneof only what was), 64-bit integers as numbers.
+The form is protobuf's JSON with Triton's three differences: field names as in files, defaults included (except unset
+messages and unset members of a oneof), 64-bit integers as numbers.
 """
 
 import math
@@ -13,18 +13,18 @@ from millrace.model_repository.config.model_config import ModelConfig
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """config: completed"""
+    """Return a completed configuration as JSON."""
     return _message(config)
 
 
 def _message(message: Any) -> dict[str, Any]:
-    found, cls = {}, message.__class__
+    fields, cls = {}, message.__class__
     for spec in specs(cls).values():
         value = getattr(message, spec.attribute)
         unset = value is None or (spec.oneof and value == spec.default)
         if not unset:
-            found[spec.name] = _field(spec, value)
-    return found
+            fields[spec.name] = _field(spec, value)
+    return fields
 
 
 def _field(spec: FieldSpec, value: Any) -> Any:
@@ -36,6 +36,6 @@ def _field(spec: FieldSpec, value: Any) -> Any:
 def _value(value: Any) -> Any:
     if isinstance(value, IntEnum):
         return value.name
-    if isinstance(value, float) and not math.isfinite(value):  # as protobuf writes what JSON has no number for
+    if isinstance(value, float) and not math.isfinite(value):  # as protobuf writes non-finite numbers
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value if isinstance(value, str | bool | int | float) else _message(value)

@@ -1,6 +1,6 @@
-"""What a configuration must hold to, as Triton checks it before it loads a model, in its words: they are searched for.
+"""Rules that Triton checks before it loads a model, with Triton's messages, because users search for these.
 
-Triton stops at the first; here all are said, each with the path of what it is about. Ensembles: `ensemble_rules.py`.
+Triton stops at the first violation; here all are reported with their paths. Ensembles: `ensemble_rules.py`.
 """
 
 import math
@@ -24,10 +24,10 @@ from millrace.model_repository.config.pbtxt_binder import Path_
 ENSEMBLE, TENSORRT = "ensemble", "tensorrt_plan"
 VARIABLE = -1
 _CORRID_TYPES = tuple(DataType[f"TYPE_{t}"] for t in ("UINT64", "INT64", "UINT32", "INT32", "STRING"))
-_MOST_ELEMENTS = 1 << 64
-_MOST_INSTANCES = 1024  # each has a thread
+_MAX_ELEMENTS = 1 << 64
+_MAX_INSTANCES = 1024  # each needs a thread
 _NONE = "a model for the CPU"
-# Families of histograms, by the stage that each is of; `model_metrics` may give them buckets of its own.
+# Histogram families by stage; `model_metrics` may set their buckets.
 HISTOGRAMS = {
     "success": "nv_inference_request_duration_histogram_us", "queue": "nv_inference_queue_duration_histogram_us",
     "compute_input": "nv_inference_compute_input_duration_histogram_us",
@@ -36,7 +36,7 @@ HISTOGRAMS = {
 }  # fmt: skip
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 _FAMILIES = (*HISTOGRAMS.values(), FIRST_RESPONSE)
-# Backends that are here, and take no such.
+# Backends without support for batch_input/batch_output, accelerators and graph levels.
 _NO_BATCH_IO = ("identity", "add_sub", "repeat", "python", "millrace", "sklearn", "xgboost", "fil")
 _NO_NETWORK = (*_NO_BATCH_IO, ENSEMBLE)
 _NO_GRAPH = (*_NO_NETWORK, "pytorch", "tensorflow", "openvino")
@@ -45,7 +45,7 @@ _MAY_STAY = "it may stay or go"
 
 @dataclass(frozen=True, slots=True)
 class RuleViolation:
-    """A rule that does not hold. what: Triton's own words"""
+    """A violated rule. what: Triton's message"""
 
     path: Path_
     what: str
@@ -53,8 +53,8 @@ class RuleViolation:
     mend: str
 
 
-def broken_rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    """config: with its name, platform and backend, as `autocomplete.py` leaves it"""
+def rule_violations(config: ModelConfig) -> Iterator[RuleViolation]:
+    """Yield violations of a configuration completed by `autocomplete.py`."""
     if config.max_batch_size < 0:
         what = f"'max_batch_size' must be non-negative value for {config.name}"
         yield RuleViolation(("max_batch_size",), what, "0 for a model without a batch dimension", "give 0 or more")
@@ -73,40 +73,40 @@ def broken_rules(config: ModelConfig) -> Iterator[RuleViolation]:
             yield RuleViolation(("response_cache",), what, "one of them", "response_cache { enable: false }")
 
 
-def not_yet(config: ModelConfig) -> Iterator[RuleViolation]:
-    """What would change the answers, and is not there."""
-    said: dict[Path_, object] = {}
+def unsupported_settings(config: ModelConfig) -> Iterator[RuleViolation]:
+    """Yield settings that would affect results but are not implemented."""
+    settings: dict[Path_, object] = {}
     if config.sequence_batching is not None and config.sequence_batching.iterative_sequence:
         yield from _iterative(config, config.sequence_batching)
     if config.backend in _NO_BATCH_IO:
-        said |= {("batch_input",): config.batch_input, ("batch_output",): config.batch_output}
-    for path, value in said.items():
+        settings |= {("batch_input",): config.batch_input, ("batch_output",): config.batch_output}
+    for path, value in settings.items():
         if value:
             by = f" by backend '{config.backend}'" if path[-1] in ("batch_input", "batch_output") else ""
             yield RuleViolation(path, f"{path[-1]} is not supported yet{by}", "a model without", "remove it")
 
 
-def unused(config: ModelConfig) -> Iterator[RuleViolation]:
-    """What its backend, one of ours, has no use for. expected: why"""
-    said, backend = config.optimization, "ensemble" if config.platform == ENSEMBLE else config.backend
-    if said is None:
+def unused_settings(config: ModelConfig) -> Iterator[RuleViolation]:
+    """Yield settings that the backend ignores. expected: the reason"""
+    optimization, backend = config.optimization, "ensemble" if config.platform == ENSEMBLE else config.backend
+    if optimization is None:
         return
-    if said.graph is not None and backend in _NO_GRAPH:
-        why = f"only onnxruntime has levels of optimization, and this is {backend}"
-        yield RuleViolation(("optimization", "graph"), "graph changes nothing", why, _MAY_STAY)
-    asked = said.execution_accelerators
-    if asked and asked.cpu_execution_accelerator and backend in _NO_NETWORK:
-        why = f"accelerators are of networks, and this is {backend}"
+    if optimization.graph is not None and backend in _NO_GRAPH:
+        reason = f"only onnxruntime has levels of optimization, and this is {backend}"
+        yield RuleViolation(("optimization", "graph"), "graph changes nothing", reason, _MAY_STAY)
+    accelerators = optimization.execution_accelerators
+    if accelerators and accelerators.cpu_execution_accelerator and backend in _NO_NETWORK:
+        reason = f"accelerators are of networks, and this is {backend}"
         path = ("optimization", "execution_accelerators", "cpu_execution_accelerator")
-        yield RuleViolation(path, "cpu_execution_accelerator changes nothing", why, _MAY_STAY)
+        yield RuleViolation(path, "cpu_execution_accelerator changes nothing", reason, _MAY_STAY)
 
 
-def _iterative(config: ModelConfig, said: SequenceBatching) -> Iterator[RuleViolation]:
-    """Each is one request, computed again and again by the one instance that knows it."""
+def _iterative(config: ModelConfig, batching: SequenceBatching) -> Iterator[RuleViolation]:
+    """Yield settings that conflict with iterative sequences, which one instance computes repeatedly."""
     parts = {
-        ("control_input",): said.control_input, ("state",): said.state,
-        ("direct", "minimum_slot_utilization"): said.direct and said.direct.minimum_slot_utilization,
-        ("oldest", "preserve_ordering"): said.oldest and said.oldest.preserve_ordering,
+        ("control_input",): batching.control_input, ("state",): batching.state,
+        ("direct", "minimum_slot_utilization"): batching.direct and batching.direct.minimum_slot_utilization,
+        ("oldest", "preserve_ordering"): batching.oldest and batching.oldest.preserve_ordering,
     }  # fmt: skip
     for path, value in parts.items():
         if value:
@@ -126,14 +126,14 @@ def _is_decoupled(config: ModelConfig) -> bool:
 def _tensors(config: ModelConfig) -> Iterator[RuleViolation]:
     sides: dict[str, tuple[ModelInput | ModelOutput, ...]] = {"input": config.input, "output": config.output}
     for side, tensors in sides.items():
-        seen: set[str] = set()
+        names: set[str] = set()
         for i, tensor in enumerate(tensors):
             for path, what, expected, mend in _tensor(config, f"model {side} ", tensor):
                 yield RuleViolation((side, i, *path), f"{what} for {config.name}", expected, mend)
-            if tensor.name and tensor.name in seen:
+            if tensor.name and tensor.name in names:
                 what = f"model {side} '{tensor.name}' is given more than once for {config.name}"
                 yield RuleViolation((side, i, "name"), what, "each name once", "rename or remove one")
-            seen.add(tensor.name)
+            names.add(tensor.name)
 
 
 _Part = tuple[Path_, str, str, str]
@@ -189,13 +189,13 @@ def _reshape(config: ModelConfig, named: str, tensor: ModelInput | ModelOutput) 
 
 
 def _runs(dims: tuple[int, ...]) -> list[int]:
-    """Elements between variable dimensions: [2, 4, -1, 6] -> [8, 6]."""
+    """Return the element counts between variable dims: [2, 4, -1, 6] -> [8, 6]."""
     runs = [1]
     for dim in dims:
         if dim == VARIABLE:
             runs.append(1)
         else:
-            runs[-1] = min(runs[-1] * dim, _MOST_ELEMENTS)  # else thousands of large dimensions take minutes
+            runs[-1] = min(runs[-1] * dim, _MAX_ELEMENTS)  # bounded: thousands of large dims would take minutes
     return runs
 
 
@@ -213,17 +213,17 @@ def _batch_io(config: ModelConfig) -> Iterator[RuleViolation]:
                 if name not in inputs:
                     what = f"unknown source input name '{name}' for {config.name}"
                     yield RuleViolation((side, i, "source_input", j), what, _one_of(inputs), "name one input")
-    for i, given in enumerate(config.batch_input):
-        if given.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
+    for i, batch_input in enumerate(config.batch_input):
+        if batch_input.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
             what = f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {config.name}"
             yield RuleViolation(("batch_input", i, "data_type"), what, "one of them", "correct it")
-    for i, made in enumerate(config.batch_output):
-        seen: set[str] = set()
-        for j, name in enumerate(made.target_name):
+    for i, batch_output in enumerate(config.batch_output):
+        target_names: set[str] = set()
+        for j, name in enumerate(batch_output.target_name):
             what = "" if name in outputs else f"unknown target output name '{name}'"
-            if name in seen:
+            if name in target_names:
                 what = f"target output name '{name}' can only be specified once"
-            seen.add(name)
+            target_names.add(name)
             if what:
                 path = ("batch_output", i, "target_name", j)
                 yield RuleViolation(path, f"{what} for {config.name}", _one_of(outputs), "name each output once")
@@ -306,38 +306,40 @@ def _sequence_batching(config: ModelConfig) -> Iterator[RuleViolation]:
                 what = f"sequence batching specifies multiple {control.kind.name} tensors for {config.name}"
                 yield RuleViolation(where, what, "each kind once", "remove one")
             kinds.add(control.kind)
-            given = {
+            switches = {
                 "int32_false_true": control.int32_false_true, "fp32_false_true": control.fp32_false_true,
                 "bool_false_true": control.bool_false_true,
             }  # fmt: skip
-            for what, mend in _control(control.kind, control.data_type, given):
+            for what, mend in _control(control.kind, control.data_type, switches):
                 yield RuleViolation(where, f"{what} for {config.name}{_allowed(what)}", "as the kind has it", mend)
 
 
 _TWO = "'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
 
 
-def _allowed(what: str) -> str:
+def _allowed(message: str) -> str:
     listed = "TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
-    return f". Allowed data types are {listed}" if what.startswith("unexpected data type") else ""
+    return f". Allowed data types are {listed}" if message.startswith("unexpected data type") else ""
 
 
-def _control(kind: ControlKind, data_type: DataType, given: dict[str, tuple[float, ...]]) -> Iterator[tuple[str, str]]:
-    """(what, how to mend it)"""
-    said = [name for name, values in given.items() if values]
+def _control(
+    kind: ControlKind, data_type: DataType, switches: dict[str, tuple[float, ...]]
+) -> Iterator[tuple[str, str]]:
+    """Yield pairs of problem and fix for a control."""
+    specified = [name for name, values in switches.items() if values]
     if kind is ControlKind.CONTROL_SEQUENCE_CORRID:
-        if said:
-            yield f"sequence batching must not specify either {_TWO} for {kind.name}", f"remove {said[0]}"
+        if specified:
+            yield f"sequence batching must not specify either {_TWO} for {kind.name}", f"remove {specified[0]}"
         if data_type not in _CORRID_TYPES:
             yield f"unexpected data type for control {kind.name}", "data_type: TYPE_UINT64"
-    elif not said:
+    elif not specified:
         yield f"sequence batching must specify either {_TWO} for {kind.name}", "int32_false_true: [ 0, 1 ]"
-    elif len(said) > 1:
+    elif len(specified) > 1:
         which = _TWO.replace(" or ", " and ")
-        yield f"sequence batching specifies more than one from {which} for {kind.name}", f"remove {said[1]}"
-    elif len(given[said[0]]) != 2:
-        what = f"sequence batching control '{said[0]}' must have exactly 2 entries for {kind.name}"
-        yield what, f"{said[0]}: [ the value of false, the value of true ]"
+        yield f"sequence batching specifies more than one from {which} for {kind.name}", f"remove {specified[1]}"
+    elif len(switches[specified[0]]) != 2:
+        what = f"sequence batching control '{specified[0]}' must have exactly 2 entries for {kind.name}"
+        yield what, f"{specified[0]}: [ the value of false, the value of true ]"
 
 
 def _instances(config: ModelConfig) -> Iterator[RuleViolation]:
@@ -350,9 +352,9 @@ def _instances(config: ModelConfig) -> Iterator[RuleViolation]:
         elif group.gpus:
             what = f"{who} has kind {group.kind.name} but specifies one or more GPUs"
             yield RuleViolation(("instance_group", i, "gpus"), what, "no gpus", "remove gpus")
-        if group.count > _MOST_INSTANCES:
+        if group.count > _MAX_INSTANCES:
             what = f"{who} has count {group.count}"
-            yield RuleViolation(("instance_group", i, "count"), what, f"at most {_MOST_INSTANCES}", "correct it")
+            yield RuleViolation(("instance_group", i, "count"), what, f"at most {_MAX_INSTANCES}", "correct it")
         if group.count < 0:
             yield RuleViolation(
                 ("instance_group", i, "count"), f"{who} has count {group.count}", "1 or more", "correct it"

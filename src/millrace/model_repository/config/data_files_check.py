@@ -1,7 +1,7 @@
-"""Data that a configuration gives a model itself: initial states of sequences, inputs to warm up with.
+"""Checks of data in a configuration: initial states of sequences, and warm-up inputs.
 
-Triton finds these mistakes when it makes the data; here they are rules, in its words, so that they have
-a place before anything runs.
+Triton finds these mistakes when it creates the data. Here they are rules with Triton's messages, so that they are
+reported with their place before anything runs.
 """
 
 from collections.abc import Iterator
@@ -11,43 +11,43 @@ from millrace.model_repository.config.enums import DataType, item_bytes
 from millrace.model_repository.config.model_config import InitialState, ModelConfig, State, WarmupInput
 from millrace.model_repository.config.pbtxt_binder import Path_
 
-MOST_BYTES = 1 << 30  # of one tensor
+MAX_BYTES = 1 << 30  # of one tensor
 
 
-def broken_data(config: ModelConfig) -> Iterator[RuleViolation]:
+def data_violations(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from _states(config)
     for i, warmup in enumerate(config.model_warmup):
         if warmup.batch_size > max(1, config.max_batch_size):
             what = f"warmup sample '{warmup.name}' has a batch size of {warmup.batch_size}"
             expected = f"at most {max(1, config.max_batch_size)}, by max_batch_size"
             yield RuleViolation(("model_warmup", i, "batch_size"), what, expected, "correct it")
-        for key, given in warmup.inputs.items() if warmup.batch_size else ():
-            yield from _warmup(("model_warmup", i, "inputs", key), key, given)
+        for key, tensor in warmup.inputs.items() if warmup.batch_size else ():
+            yield from _warmup(("model_warmup", i, "inputs", key), key, tensor)
 
 
-def short_file(given: InitialState | WarmupInput, name: str, n_there: int) -> str | None:
-    """What is wrong with a file of so many bytes; None: nothing, or only who reads its strings knows."""
-    expected = _bytes(given.data_type, given.dims)
-    if given.data_type is DataType.TYPE_STRING or expected <= n_there:
+def short_file(tensor: InitialState | WarmupInput, name: str, n_there: int) -> str | None:
+    """Return why a file of `n_there` bytes is too short, or None; files of strings are not checked here."""
+    expected = _bytes(tensor.data_type, tensor.dims)
+    if tensor.data_type is DataType.TYPE_STRING or expected <= n_there:
         return None
     only = f"only has {n_there} bytes"
-    if isinstance(given, InitialState):
+    if isinstance(tensor, InitialState):
         return f"initial_state setting expects {expected} bytes, but the data provided from {name} {only}."
     return f"warmup setting expects {expected} bytes, but the data provided from {name} {only}"
 
 
 def _states(config: ModelConfig) -> Iterator[RuleViolation]:
-    said = config.sequence_batching
-    seen: set[str] = set()
-    for i, state in enumerate(said.state if said else ()):
+    batching = config.sequence_batching
+    input_names: set[str] = set()
+    for i, state in enumerate(batching.state if batching else ()):
         path: Path_ = ("sequence_batching", "state", i)
         if not state.input_name or not state.output_name or state.data_type is DataType.TYPE_INVALID:
             what = f"sequence batching state must specify 'input_name', 'output_name' and 'data_type' for {config.name}"
             yield RuleViolation(path, what, "the names of two tensors of the model, and their type", "add them")
-        elif state.input_name in seen:
+        elif state.input_name in input_names:
             what = f"State input name '{state.input_name}' specified more than once."
             yield RuleViolation((*path, "input_name"), what, "each name once", "rename or remove one")
-        seen.add(state.input_name)
+        input_names.add(state.input_name)
         yield from _dims(path, f"state '{state.input_name}'", state.dims, state.data_type)
         if len(state.initial_state) > 1:
             n = len(state.initial_state)
@@ -57,7 +57,7 @@ def _states(config: ModelConfig) -> Iterator[RuleViolation]:
             )
         for j, initial in enumerate(state.initial_state[:1]):
             yield from _initial((*path, "initial_state", j), state, initial)
-    if said and said.state and config.model_transaction_policy and config.model_transaction_policy.decoupled:
+    if batching and batching.state and config.model_transaction_policy and config.model_transaction_policy.decoupled:
         what = f"states of a decoupled model, {config.name}, are not supported yet"
         mend = "a model that answers each request once, or that holds its state itself"
         yield RuleViolation(("sequence_batching", "state"), what, "no state", mend)
@@ -91,27 +91,27 @@ def _initial(path: Path_, state: State, initial: InitialState) -> Iterator[RuleV
             yield RuleViolation((*path, "dims", k), what, f"{theirs}", "correct one of them")
 
 
-def _warmup(path: Path_, name: str, given: WarmupInput) -> Iterator[RuleViolation]:
-    if VARIABLE in given.dims:
+def _warmup(path: Path_, name: str, tensor: WarmupInput) -> Iterator[RuleViolation]:
+    if VARIABLE in tensor.dims:
         what = f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
         yield RuleViolation(path, what, "dims of 1 or more", "say how large they are")
-    if not (given.zero_data or given.random_data or given.input_data_file):
+    if not (tensor.zero_data or tensor.random_data or tensor.input_data_file):
         what = f"warmup setting expects input '{name}' to have input_data_type set"
         yield RuleViolation(path, what, "zero_data: true, random_data: true or input_data_file", "add one of them")
-    yield from _dims(path, f"the warm-up of input '{name}'", given.dims, given.data_type)
+    yield from _dims(path, f"the warm-up of input '{name}'", tensor.dims, tensor.data_type)
 
 
-def _dims(path: Path_, what: str, dims: tuple[int, ...], data_type: DataType) -> Iterator[RuleViolation]:
+def _dims(path: Path_, subject: str, dims: tuple[int, ...], data_type: DataType) -> Iterator[RuleViolation]:
     for k, dim in enumerate(dims):
         if dim < 1 and dim != VARIABLE:
-            yield RuleViolation((*path, "dims", k), f"{what} has a dim of {dim}", "1 or more", "correct it")
-    if (n_bytes := _bytes(data_type, dims)) > MOST_BYTES:
-        yield RuleViolation(path, f"{what} has {n_bytes} bytes, or more", f"at most {MOST_BYTES}", "correct dims")
+            yield RuleViolation((*path, "dims", k), f"{subject} has a dim of {dim}", "1 or more", "correct it")
+    if (n_bytes := _bytes(data_type, dims)) > MAX_BYTES:
+        yield RuleViolation(path, f"{subject} has {n_bytes} bytes, or more", f"at most {MAX_BYTES}", "correct dims")
 
 
 def _bytes(data_type: DataType, dims: tuple[int, ...]) -> int:
-    """Those that vary count as 1. Not all of them where they are too many."""
+    """Return the bytes of a tensor, with variable dims as 1; stops counting beyond MAX_BYTES."""
     n_bytes = item_bytes(data_type)
     for dim in dims:
-        n_bytes = n_bytes if dim == VARIABLE or n_bytes > MOST_BYTES else n_bytes * max(dim, 0)
+        n_bytes = n_bytes if dim == VARIABLE or n_bytes > MAX_BYTES else n_bytes * max(dim, 0)
     return n_bytes

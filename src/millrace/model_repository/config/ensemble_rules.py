@@ -1,4 +1,4 @@
-"""Rules of an ensemble: every tensor has one step that makes it, and somebody who wants it. Words are Triton's."""
+"""Rules of ensembles: each tensor has exactly one producer and at least one consumer. Messages are Triton's."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from millrace.model_repository.config.model_config import EnsembleScheduling, Mo
 _TOP = "ensemble_scheduling"
 
 
-def broken_ensemble(config: ModelConfig) -> Iterator[RuleViolation]:
-    """Nothing where `config` is no ensemble."""
+def ensemble_violations(config: ModelConfig) -> Iterator[RuleViolation]:
+    """Yield violations of an ensemble's rules; none if `config` is not an ensemble."""
     scheduling, name = config.ensemble_scheduling, config.name
     if scheduling is None:
         if config.platform == ENSEMBLE:
@@ -24,27 +24,27 @@ def broken_ensemble(config: ModelConfig) -> Iterator[RuleViolation]:
     elif config.backend:
         what = f"Ensemble model '{name}' must have platform type '{ENSEMBLE}' and empty backend type"
         yield RuleViolation(("backend",), what, "no backend", "remove it")
-    said = (
+    forbidden = (
         ("instance_group", config.instance_group, f"instance group should not be specified for ensemble '{name}'"),
         ("optimization", config.optimization, f"optimization should not be specified for ensemble '{name}'"),
         ("model_warmup", config.model_warmup, f"model_warmup can not be specified for ensemble '{name}'"),
     )
-    for field, given, what in said:
-        if given:
+    for field, value, what in forbidden:
+        if value:
             yield RuleViolation((field,), what, "it in the models of its steps", "move it there")
     if not scheduling.step:
         yield RuleViolation((_TOP,), f"must specify 'step' for ensemble '{name}'", "a step or more", "add step [ ... ]")
         return
     steps = list(_steps(scheduling, name))
     yield from steps
-    if steps:  # what follows from them is not said, too
+    if steps:  # consequences of these are not reported
         return
     flow = list(_flow(config, scheduling))
     yield from flow or _unused(config, scheduling)
 
 
 def _steps(scheduling: EnsembleScheduling, name: str) -> Iterator[RuleViolation]:
-    made: set[str] = set()
+    produced: set[str] = set()
     for i, step in enumerate(scheduling.step):
         path = (_TOP, "step", i)
         if step.model_namespace:
@@ -55,39 +55,39 @@ def _steps(scheduling: EnsembleScheduling, name: str) -> Iterator[RuleViolation]
                 what = f"must specify '{field}' in step {i} of ensemble '{name}'"
                 yield RuleViolation(path, what, "model_name, input_map and output_map", f"add {field}")
         for key, tensor in step.output_map.items():
-            if tensor in made:
+            if tensor in produced:
                 what = (
                     f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble '{name}' step {i}"
                 )
                 yield RuleViolation((*path, "output_map", key), what, "a name of its own", "rename one of them")
-            made.add(tensor)
+            produced.add(tensor)
 
 
 def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[RuleViolation]:
-    """Which tensors come to be, from the inputs on."""
+    """Yield unused inputs, and outputs that are never produced."""
     steps, name = scheduling.step, config.name
-    wanted = {tensor for step in steps for tensor in step.input_map.values()}
-    made = {tensor: i for i, step in enumerate(steps) for tensor in step.output_map.values()}
-    for i, given in enumerate(config.input):
-        if given.name not in wanted:
-            what = f"ensemble input '{given.name}' for ensemble {name} is not used"
+    consumed = {tensor for step in steps for tensor in step.input_map.values()}
+    producers = {tensor: i for i, step in enumerate(steps) for tensor in step.output_map.values()}
+    for i, input_tensor in enumerate(config.input):
+        if input_tensor.name not in consumed:
+            what = f"ensemble input '{input_tensor.name}' for ensemble {name} is not used"
             yield RuleViolation(("input", i), what, "a step with it in its input_map", "use or remove it")
     ready = _ready(config, scheduling)
-    for i, asked in enumerate(config.output):
-        if asked.name not in wanted | made.keys():
-            what = f"ensemble output '{asked.name}' for ensemble {name} is not used"
+    for i, output_tensor in enumerate(config.output):
+        if output_tensor.name not in consumed | producers.keys():
+            what = f"ensemble output '{output_tensor.name}' for ensemble {name} is not used"
             yield RuleViolation(("output", i), what, "a step with it in its output_map", "make or remove it")
-        elif asked.name not in ready:
+        elif output_tensor.name not in ready:
             what, why = (
-                f"output '{asked.name}' for ensemble '{name}' is not written",
-                _missing(asked.name, made, config),
+                f"output '{output_tensor.name}' for ensemble '{name}' is not written",
+                _missing(output_tensor.name, producers, config),
             )
             missing = f": at least one of its depending tensors, '{why}', is not connected" if why else ""
             yield RuleViolation(("output", i), what + missing, "a step that makes it", "connect it")
 
 
 def _ready(config: ModelConfig, scheduling: EnsembleScheduling) -> set[str]:
-    """The tensors that come to be once the inputs are there."""
+    """Return the tensors that can be produced from the inputs."""
     steps, left = scheduling.step, [t.name for t in config.input]
     waits = [set(step.input_map.values()) for step in steps]
     wanting: dict[str, list[int]] = {}
@@ -108,27 +108,27 @@ def _ready(config: ModelConfig, scheduling: EnsembleScheduling) -> set[str]:
 
 
 def _unused(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[RuleViolation]:
-    """config: of an ensemble whose outputs are all made"""
+    """Yield unused tensors of an ensemble whose outputs are all produced."""
     steps = scheduling.step
-    wanted = {tensor for step in steps for tensor in step.input_map.values()}
-    made = {tensor: i for i, step in enumerate(steps) for tensor in step.output_map.values()}
-    there = made.keys() | {t.name for t in config.input}
-    for tensor in sorted((wanted | made.keys()) - {t.name for t in config.output}):
-        if tensor not in there or tensor not in wanted:
+    consumed = {tensor for step in steps for tensor in step.input_map.values()}
+    producers = {tensor: i for i, step in enumerate(steps) for tensor in step.output_map.values()}
+    there = producers.keys() | {t.name for t in config.input}
+    for tensor in sorted((consumed | producers.keys()) - {t.name for t in config.output}):
+        if tensor not in there or tensor not in consumed:
             what = f"ensemble tensor '{tensor}' is unused in ensemble '{config.name}'"
             expected = "a step that wants it" if tensor in there else "a step, or an input, that makes it"
-            yield RuleViolation((_TOP, "step", made.get(tensor, 0)), what, expected, "connect or remove it")
+            yield RuleViolation((_TOP, "step", producers.get(tensor, 0)), what, expected, "connect or remove it")
 
 
-def _missing(tensor: str, made: dict[str, int], config: ModelConfig) -> str:
-    """The first tensor on the way to `tensor` that nothing makes; "" where it is `tensor` itself."""
+def _missing(tensor: str, producers: dict[str, int], config: ModelConfig) -> str:
+    """Return the first dependency of `tensor` without a producer; "" if that is `tensor` itself."""
     assert config.ensemble_scheduling is not None
-    inputs, seen, at = {t.name for t in config.input}, {tensor}, tensor
-    while at in made:
-        before = config.ensemble_scheduling.step[made[at]].input_map.values()
-        more = [t for t in before if t not in seen and t not in inputs]
+    inputs, visited, at = {t.name for t in config.input}, {tensor}, tensor
+    while at in producers:
+        before = config.ensemble_scheduling.step[producers[at]].input_map.values()
+        more = [t for t in before if t not in visited and t not in inputs]
         if not more:
             break
-        at = min(more, key=lambda t: t in made)  # what nothing makes first
-        seen.add(at)
+        at = min(more, key=lambda t: t in producers)  # tensors without a producer first
+        visited.add(at)
     return at if at != tensor else ""

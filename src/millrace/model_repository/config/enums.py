@@ -1,4 +1,4 @@
-"""The words that fields of config.pbtxt may have as values, with the numbers they are on the wire."""
+"""Enumerations of config.pbtxt, with their numbers in the protocol."""
 
 from enum import IntEnum
 
@@ -22,7 +22,7 @@ class DataType(IntEnum):
 
 
 def item_bytes(data_type: DataType) -> int:
-    """Of one element; of a string the four of its length."""
+    """Return the bytes per element; 4 for a string, which has a length prefix."""
     if data_type in (DataType.TYPE_INVALID, DataType.TYPE_BOOL):
         return 1
     if data_type is DataType.TYPE_STRING:

@@ -1,4 +1,4 @@
-"""How a message of the protocol is declared: a frozen dataclass whose fields carry their protobuf numbers.
+"""Declaration of protocol messages: frozen dataclasses whose fields carry their protobuf numbers.
 
     @message
     class ModelQueuePolicy:
@@ -30,8 +30,8 @@ RANGES = {"int32": (-(1 << 31), (1 << 31) - 1), "uint32": (0, (1 << 32) - 1), "i
 
 
 def field(number: int, *, oneof: str = "", called: str = "", ignored: str = "", refused: str = "") -> Any:
-    """called: its name in files, where that is a word of Python
-    ignored: why it changes nothing here, said where a file has it; refused: why a model with it is not served
+    """Declare a field. called: its name in files, if that is a Python keyword.
+    ignored: why it has no effect, reported if a file sets it; refused: why a model that sets it is not served
     """
     more = {"number": number, "oneof": oneof, "called": called, "ignored": ignored, "refused": refused}
     return dataclasses.field(default=None, metadata=more)
@@ -39,14 +39,14 @@ def field(number: int, *, oneof: str = "", called: str = "", ignored: str = "", 
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """One field. kind: "string", "bool", a name in RANGES, "float", "double", "enum", "message", "map"; key: a map's"""
+    """A field. kind: "string", "bool", a name in RANGES, "float", "double", "enum", "message", "map". key: of a map"""
 
     name: str  # in files
     attribute: str  # of the dataclass
     number: int
     kind: str
     repeated: bool
-    of: Any  # the class of an enum or a message; the FieldSpec of a map's value
+    value_type: Any  # the class of an enum or a message; the FieldSpec of a map's value
     key: "FieldSpec | None"
     oneof: str
     ignored: str
@@ -59,20 +59,20 @@ class FieldSpec:
         plain = {"string": "", "bool": False, "float": 0.0, "double": 0.0, "message": None}
         if self.kind == "map":
             return _nothing()
-        return self.of(0) if self.kind == "enum" else plain.get(self.kind, 0)
+        return self.value_type(0) if self.kind == "enum" else plain.get(self.kind, 0)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def message(cls: type) -> Any:
-    """A frozen dataclass, with protobuf's defaults."""
+    """Turn a class into a frozen dataclass with protobuf's defaults."""
     for name in cls.__annotations__:
         declared = getattr(cls, name)
         spec = _spec(name, get_type_hints(cls, include_extras=True)[name], declared.metadata)
-        if spec.kind == "map" and not spec.repeated:  # dataclasses know no other immutable mapping than none
-            made = dataclasses.field(default_factory=_nothing, metadata=declared.metadata)
+        if spec.kind == "map" and not spec.repeated:  # dataclasses reject it as a default value
+            attribute = dataclasses.field(default_factory=_nothing, metadata=declared.metadata)
         else:
-            made = dataclasses.field(default=spec.default, metadata=declared.metadata)
-        setattr(cls, name, made)
+            attribute = dataclasses.field(default=spec.default, metadata=declared.metadata)
+        setattr(cls, name, attribute)
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -81,19 +81,19 @@ def _nothing() -> Mapping[Any, Any]:
 
 
 def empty(cls: type[M]) -> M:
-    """All its fields at their defaults."""
+    """Return a message with all fields at their defaults."""
     return cls()
 
 
 @cache
 def specs(cls: type) -> Mapping[str, FieldSpec]:
-    """By name, in the order of the declaration."""
+    """Return the field specs of a message by name, in order of declaration."""
     hints = get_type_hints(cls, include_extras=True)
-    found = [_spec(f.name, hints[f.name], f.metadata) for f in dataclasses.fields(cls)]
-    return {spec.name: spec for spec in found}
+    field_specs = [_spec(f.name, hints[f.name], f.metadata) for f in dataclasses.fields(cls)]
+    return {spec.name: spec for spec in field_specs}
 
 
-def _spec(name: str, hint: Any, said: Mapping[str, Any]) -> FieldSpec:
+def _spec(name: str, hint: Any, metadata: Mapping[str, Any]) -> FieldSpec:
     kind, repeated, of, key = "message", False, None, None
     if isinstance(hint, UnionType) or type(None) in get_args(hint):
         (hint,) = (a for a in get_args(hint) if a is not type(None))
@@ -113,14 +113,14 @@ def _spec(name: str, hint: Any, said: Mapping[str, Any]) -> FieldSpec:
     else:
         kind, of = ("enum" if issubclass(hint, IntEnum) else "message"), hint
     return FieldSpec(
-        said["called"] or name,
+        metadata["called"] or name,
         name,
-        said["number"],
+        metadata["number"],
         kind,
         repeated,
         of,
         key,
-        said["oneof"],
-        said["ignored"],
-        said["refused"],
+        metadata["oneof"],
+        metadata["ignored"],
+        metadata["refused"],
     )

@@ -1,7 +1,7 @@
-"""What config.pbtxt may say, as Triton's `ModelConfig` has it: names, numbers and types of its protocol (2.73).
+"""Messages of config.pbtxt: Triton's `ModelConfig`, with the names, numbers and types of its protocol (2.73).
 
-Each field is used, or says here why it changes nothing (`ignored`), or why a model with it is not served (`refused`).
-Times are microseconds, as their names say. Message types that another one owns stand before it.
+Each field is used, or declares why it has no effect (`ignored`) or why a model with it is not served (`refused`).
+Messages are declared before those that contain them.
 """
 
 from collections.abc import Mapping
@@ -350,7 +350,7 @@ class Metrics:
 
 @message
 class ModelConfig:
-    """A model, as its folder says it; what `autocomplete.py` adds is in the same fields."""
+    """Configuration of a model, as in its folder or completed by `autocomplete.py`."""
 
     name: str = field(1)
     platform: str = field(2)

@@ -1,6 +1,6 @@
-"""Text to configuration: every field is known and of its type, or it is named with its line and column.
+"""Binds parsed config.pbtxt text to messages; unknown fields and wrong types are reported with line and column.
 
-All problems of a file are found at once; a file that is not of the format has one, for what follows it means nothing.
+All problems of a file are reported at once; a syntax error is reported alone, because what follows it is meaningless.
 """
 
 import math
@@ -17,54 +17,61 @@ from typing import Any
 from millrace.errors import nearest
 from millrace.model_repository.config.message_fields import RANGES, FieldSpec, empty, specs
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.config.pbtxt_parser import Block, Field, List, PbtxtSyntaxError, Scalar, read_text
-from millrace.model_repository.config.problems import Level, Place, Problem
+from millrace.model_repository.config.pbtxt_parser import (
+    PbtxtBlock,
+    PbtxtField,
+    PbtxtList,
+    PbtxtScalar,
+    PbtxtSyntaxError,
+    read_text,
+)
+from millrace.model_repository.config.problems import ConfigProblem, Level, SourcePosition
 
-Path_ = tuple[str | int, ...]  # ("input", 0, "dims", 1), a map's key after its name
-MOST_PROBLEMS = 50  # of one level in one file: the rest is not listed, and that is said
-MORE = f"more than {MOST_PROBLEMS} such", "fewer", "mend those above, and look again"
+Path_ = tuple[str | int, ...]  # for example ("input", 0, "dims", 1); map keys follow the field name
+MAX_PROBLEMS = 50  # per level and file; beyond that, one note says so
+MORE = f"more than {MAX_PROBLEMS} such", "fewer", "mend those above, and look again"
 _TRUE, _FALSE = ("true", "True", "t", "1"), ("false", "False", "f", "0")
-_WANTED = {"string": "a string in quotes", "bool": "true or false", "float": "a number", "double": "a number"}
+_EXPECTED = {"string": "a string in quotes", "bool": "true or false", "float": "a number", "double": "a number"}
 
 
-class TooManyProblems(Exception):  # noqa: N818 - it never leaves this room
-    """A file has more errors than are listed."""
+class TooManyProblems(Exception):  # noqa: N818 - internal
+    """Raised when a file has more errors than are listed."""
 
 
 @dataclass(slots=True)
 class ParsedConfig:
-    """A file that was read. config: what of it could be; places: of what stands in it, by its path."""
+    """A parsed file. config: the valid part of it. places: positions by path"""
 
     file: Path
     config: ModelConfig = member(default_factory=lambda: empty(ModelConfig))
-    places: dict[Path_, Place] = member(default_factory=dict)
-    problems: list[Problem] = member(default_factory=list)
+    places: dict[Path_, SourcePosition] = member(default_factory=dict)
+    problems: list[ConfigProblem] = member(default_factory=list)
     _counts: Counter[Level] = member(default_factory=Counter)
 
-    def place(self, path: Path_) -> Place | None:
+    def place(self, path: Path_) -> SourcePosition | None:
         return place_of(self.places, path)
 
-    def add(self, level: Level, place: Place | None, what: str, expected: str, mend: str) -> None:
-        """raises Enough where there are so many errors that the rest of the file tells nothing"""
+    def add(self, level: Level, place: SourcePosition | None, what: str, expected: str, mend: str) -> None:
+        """Add a problem. raises TooManyProblems"""
         before = self._counts[level]
         self._counts[level] += 1
-        if before == MOST_PROBLEMS:
+        if before == MAX_PROBLEMS:
             what, expected, mend = MORE
-        if before <= MOST_PROBLEMS:
-            self.problems.append(Problem(level, self.file, place, what, expected, mend))
-        if before >= MOST_PROBLEMS and level is Level.ERROR:
+        if before <= MAX_PROBLEMS:
+            self.problems.append(ConfigProblem(level, self.file, place, what, expected, mend))
+        if before >= MAX_PROBLEMS and level is Level.ERROR:
             raise TooManyProblems
 
 
-def place_of(places: Mapping[Path_, Place], path: Path_) -> Place | None:
-    """Where `path` stands, or else what it is part of."""
+def place_of(places: Mapping[Path_, SourcePosition], path: Path_) -> SourcePosition | None:
+    """Return the position of `path`, or of the closest enclosing field."""
     while path and path not in places:
         path = path[:-1]
     return places.get(path)
 
 
 def read_config(data: bytes, file: Path) -> ParsedConfig:
-    """What config.pbtxt says. file: only its name, for problems"""
+    """Parse config.pbtxt. file: only its name, for problems"""
     read = ParsedConfig(file)
     try:
         block = read_text(data)
@@ -76,19 +83,23 @@ def read_config(data: bytes, file: Path) -> ParsedConfig:
     return read
 
 
-def _message(read: ParsedConfig, cls: type, block: Block, path: Path_) -> Any:
-    known, seen, groups = specs(cls), dict[str, Field](), dict[str, Field]()
-    found: dict[str, Any] = {}
+def _message(read: ParsedConfig, cls: type, block: PbtxtBlock, path: Path_) -> Any:
+    field_specs, first_fields, groups = specs(cls), dict[str, PbtxtField](), dict[str, PbtxtField]()
+    values: dict[str, Any] = {}
     for field in block.fields:
-        spec = known.get(field.name)
+        spec = field_specs.get(field.name)
         if spec is None:
             where = ".".join(str(p) for p in path if isinstance(p, str)) or "a configuration"
             mend = "remove it, or correct its name"
             read.add(
-                Level.ERROR, field.place, f'"{field.name}" is no field of {where}', nearest(field.name, known), mend
+                Level.ERROR,
+                field.place,
+                f'"{field.name}" is no field of {where}',
+                nearest(field.name, field_specs),
+                mend,
             )
             continue
-        first = seen.setdefault(field.name, field)
+        first = first_fields.setdefault(field.name, field)
         many = spec.repeated or spec.kind == "map"
         if first is not field and not many:
             what = f"{field.name} a second time; it stands in line {first.place.line}"
@@ -100,18 +111,18 @@ def _message(read: ParsedConfig, cls: type, block: Block, path: Path_) -> Any:
             read.add(Level.ERROR, field.place, what, "one of them", "remove the other")
             continue
         if first is field:
-            _say_unused(read, spec, field)
+            _report_unused(read, spec, field)
             read.places[(*path, field.name)] = field.place
-        _field(read, spec, field, path, found)
-    for name, value in found.items():
-        if known[name].kind == "map":
-            found[name] = MappingProxyType(value)
-        elif known[name].repeated:
-            found[name] = tuple(value)
-    return cls(**{known[name].attribute: value for name, value in found.items()})
+        _field(read, spec, field, path, values)
+    for name, value in values.items():
+        if field_specs[name].kind == "map":
+            values[name] = MappingProxyType(value)
+        elif field_specs[name].repeated:
+            values[name] = tuple(value)
+    return cls(**{field_specs[name].attribute: value for name, value in values.items()})
 
 
-def _say_unused(read: ParsedConfig, spec: FieldSpec, field: Field) -> None:
+def _report_unused(read: ParsedConfig, spec: FieldSpec, field: PbtxtField) -> None:
     if spec.ignored:
         read.add(Level.IGNORED, field.place, f"{spec.name} changes nothing", spec.ignored, "it may stay or go")
     if spec.refused:
@@ -120,57 +131,61 @@ def _say_unused(read: ParsedConfig, spec: FieldSpec, field: Field) -> None:
         )
 
 
-def _field(read: ParsedConfig, spec: FieldSpec, field: Field, path: Path_, found: dict[str, Any]) -> None:
+def _field(read: ParsedConfig, spec: FieldSpec, field: PbtxtField, path: Path_, target: dict[str, Any]) -> None:
     path, value = (*path, spec.name), field.value
-    if isinstance(value, List) and not (spec.repeated or spec.kind == "map"):
+    if isinstance(value, PbtxtList) and not (spec.repeated or spec.kind == "map"):
         read.add(Level.ERROR, value.place, f"a list for {spec.name}", "one value", "leave out the [ ]")
         return
     if not field.colon and spec.kind not in ("message", "map"):
-        read.add(Level.ERROR, value.place, f"a block for {spec.name}", _wanted(spec), f"write `{spec.name}: ...`")
+        read.add(Level.ERROR, value.place, f"a block for {spec.name}", _expected(spec), f"write `{spec.name}: ...`")
         return
-    items = value.items if isinstance(value, List) else (value,)
+    items = value.items if isinstance(value, PbtxtList) else (value,)
     if spec.kind == "map":
-        into = found.setdefault(spec.name, {})
+        into = target.setdefault(spec.name, {})
         for item in items:
             _entry(read, spec, item, path, into)
     elif spec.repeated:
-        values = found.setdefault(spec.name, [])
+        values = target.setdefault(spec.name, [])
         for item in items:
             read.places[(*path, len(values))] = item.place
             _keep(read, spec, item, (*path, len(values)), values.append)
     else:
-        _keep(read, spec, items[0], path, lambda one: found.__setitem__(spec.name, one))
+        _keep(read, spec, items[0], path, lambda one: target.__setitem__(spec.name, one))
 
 
-def _keep(read: ParsedConfig, spec: FieldSpec, item: Scalar | Block, path: Path_, keep: Callable[[Any], None]) -> None:
-    """What was wrong with it is said, and it is left out."""
+def _keep(
+    read: ParsedConfig, spec: FieldSpec, item: PbtxtScalar | PbtxtBlock, path: Path_, keep: Callable[[Any], None]
+) -> None:
+    """Store a valid value; report an invalid one and leave it out."""
     if spec.kind == "message":
-        if isinstance(item, Block):
-            keep(_message(read, spec.of, item, path))
+        if isinstance(item, PbtxtBlock):
+            keep(_message(read, spec.value_type, item, path))
         else:
             read.add(
                 Level.ERROR, item.place, f"{item.text:.60} for {spec.name}", "a block in {}", f"{spec.name} {{ ... }}"
             )
         return
-    value = _scalar(spec, item) if isinstance(item, Scalar) else None
+    value = _scalar(spec, item) if isinstance(item, PbtxtScalar) else None
     if value is None:
-        what = f"{item.text:.60} for {spec.name}" if isinstance(item, Scalar) else f"a block for {spec.name}"
-        read.add(Level.ERROR, item.place, what, _wanted(spec, item), "correct it")
+        what = f"{item.text:.60} for {spec.name}" if isinstance(item, PbtxtScalar) else f"a block for {spec.name}"
+        read.add(Level.ERROR, item.place, what, _expected(spec, item), "correct it")
         return
     keep(value)
 
 
-def _entry(read: ParsedConfig, spec: FieldSpec, item: Scalar | Block, path: Path_, into: dict[Any, Any]) -> None:
-    """One `{ key: ... value: ... }` of a map; either may be left out, as protobuf has it."""
-    if not isinstance(item, Block):
+def _entry(
+    read: ParsedConfig, spec: FieldSpec, item: PbtxtScalar | PbtxtBlock, path: Path_, into: dict[Any, Any]
+) -> None:
+    """Bind one `{ key: ... value: ... }` of a map; either may be omitted, as in protobuf."""
+    if not isinstance(item, PbtxtBlock):
         mend = f'{spec.name} {{ key: "..." value: ... }}'
         read.add(Level.ERROR, item.place, f"{item.text:.60} for {spec.name}", "a block with key and value", mend)
         return
     assert spec.key is not None
     entry: dict[str, Any] = {}
-    parts: Mapping[str, FieldSpec] = {"key": spec.key, "value": spec.of}
+    parts: Mapping[str, FieldSpec] = {"key": spec.key, "value": spec.value_type}
     keys = [f.value for f in item.fields if f.name == "key"]
-    key = _scalar(spec.key, keys[0]) if keys and isinstance(keys[0], Scalar) else None
+    key = _scalar(spec.key, keys[0]) if keys and isinstance(keys[0], PbtxtScalar) else None
     here = (*path, str(key if key is not None else ""))
     before = len(read.problems)
     for field in item.fields:
@@ -189,12 +204,12 @@ def _entry(read: ParsedConfig, spec: FieldSpec, item: Scalar | Block, path: Path
         what = f"the key {key!r} of {spec.name} a second time: the value of line {read.places[here].line} is not used"
         read.add(Level.WARNING, item.place, what, "each key once", "remove the one that is not meant")
     read.places[here] = item.place
-    value = entry.get("value", spec.of.default)
-    into[key] = spec.of.of() if value is None and spec.of.kind == "message" else value
+    value = entry.get("value", spec.value_type.default)
+    into[key] = spec.value_type.value_type() if value is None and spec.value_type.kind == "message" else value
 
 
-def _scalar(spec: FieldSpec, item: Scalar) -> Any:
-    """The value; None where it is none of this type."""
+def _scalar(spec: FieldSpec, item: PbtxtScalar) -> Any:
+    """Return the value, or None if it is not of the field's type."""
     kind, text = spec.kind, item.text
     if kind == "string":
         return _utf8(item.data) if item.kind == "string" else None
@@ -203,28 +218,28 @@ def _scalar(spec: FieldSpec, item: Scalar) -> Any:
     if kind == "bool":
         return True if text in _TRUE else False if text in _FALSE else None
     if kind == "enum":
-        return spec.of.__members__.get(text) if item.kind == "name" else _numbered(spec, text)
+        return spec.value_type.__members__.get(text) if item.kind == "name" else _numbered(spec, text)
     if kind in RANGES:
         low, high = RANGES[kind]
-        number = _whole(text) if item.kind == "number" else None
+        number = _parse_int(text) if item.kind == "number" else None
         return number if number is not None and low <= number <= high else None
-    return _real(text, item.kind, single=kind == "float")
+    return _parse_float(text, item.kind, single=kind == "float")
 
 
 def _utf8(data: bytes) -> str | None:
     try:
         return data.decode("utf-8")
-    except UnicodeDecodeError:  # only escapes can say such bytes: the file itself is UTF-8
+    except UnicodeDecodeError:  # only possible through escapes, because the file itself is UTF-8
         return None
 
 
 def _numbered(spec: FieldSpec, text: str) -> Any:
-    number = _whole(text)
-    return spec.of(number) if number in list(spec.of) else None
+    number = _parse_int(text)
+    return spec.value_type(number) if number in list(spec.value_type) else None
 
 
-def _whole(text: str) -> int | None:
-    """Decimal, 0x... or, as in C, 0... octal."""
+def _parse_int(text: str) -> int | None:
+    """Parse a decimal, hexadecimal (0x) or C-style octal (0) integer."""
     digits = text.removeprefix("-")
     base = 16 if digits[:2] in ("0x", "0X") else 8 if digits[:1] == "0" and len(digits) > 1 else 10
     try:
@@ -233,7 +248,7 @@ def _whole(text: str) -> int | None:
         return None
 
 
-def _real(text: str, kind: str, *, single: bool) -> float | None:
+def _parse_float(text: str, kind: str, *, single: bool) -> float | None:
     if kind == "name":
         word = text.removeprefix("-").lower()
         number = math.inf if word in ("inf", "infinity") else math.nan if word == "nan" else None
@@ -250,14 +265,14 @@ def _real(text: str, kind: str, *, single: bool) -> float | None:
         return None
 
 
-def _wanted(spec: FieldSpec, item: Scalar | Block | None = None) -> str:
+def _expected(spec: FieldSpec, item: PbtxtScalar | PbtxtBlock | None = None) -> str:
     if spec.kind in RANGES:
         low, high = RANGES[spec.kind]
         return f"a whole number from {low} to {high}"
     if spec.kind == "enum":
-        word = item.text if isinstance(item, Scalar) and item.kind == "name" else ""
-        meant = next((name for name in spec.of.__members__ if name.partition("_")[2] == word), word)  # FP32
-        return nearest(meant, spec.of.__members__)
-    if spec.kind == "string" and isinstance(item, Scalar) and item.kind == "string":
+        word = item.text if isinstance(item, PbtxtScalar) and item.kind == "name" else ""
+        meant = next((name for name in spec.value_type.__members__ if name.partition("_")[2] == word), word)  # FP32
+        return nearest(meant, spec.value_type.__members__)
+    if spec.kind == "string" and isinstance(item, PbtxtScalar) and item.kind == "string":
         return "text: its escapes are not UTF-8"
-    return _WANTED.get(spec.kind, "a block in {}")
+    return _EXPECTED.get(spec.kind, "a block in {}")

@@ -1,8 +1,8 @@
-"""The protobuf text format, as far as it is syntax: fields, blocks, lists, scalars, each with its place.
+"""Parser of the protobuf text format: fields, blocks, lists and scalars, each with its position.
 
-`pbtxt_binder.py` gives fields their meaning. The syntax is that of protobuf's C++ parser, which Triton uses: comments,
-`{}` and `<>`, `[a, b]`, `,` and `;` after a field, adjacent strings as one, octal and hexadecimal numbers. Extensions
-and `Any` (`[name.of.it]`) are refused: no field of a configuration has them.
+`pbtxt_binder.py` interprets the fields. The syntax is that of protobuf's C++ parser, which Triton uses: comments, `{}`
+and `<>`, `[a, b]`, `,` and `;` after a field, concatenation of adjacent strings, octal and hexadecimal numbers.
+Extensions and `Any` (`[name.of.it]`) are rejected, because no field of a configuration uses them.
 """
 
 import re
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NoReturn
 
-from millrace.model_repository.config.problems import Place
+from millrace.model_repository.config.problems import SourcePosition
 
-MOST_BYTES, _DEEPEST, _LONGEST_NUMBER = 1 << 18, 32, 64  # bytes: a second or two of a core at worst
+MAX_BYTES, _MAX_DEPTH, _MAX_NUMBER_LENGTH = 1 << 18, 32, 64  # bytes: at worst a second or two of CPU time
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r\n\v\f]+|\#[^\n]*)
     |(?P<name>[A-Za-z_][A-Za-z0-9_]*)
@@ -28,49 +28,49 @@ _CLOSE = {"{": "}", "<": ">"}
 
 
 @dataclass(frozen=True, slots=True)
-class Scalar:
-    """kind: "name", "number" or "string"; text: as written, with its sign; a string's content is `data`"""
+class PbtxtScalar:
+    """A scalar. kind: "name", "number" or "string". text: as written, with sign. data: content of a string"""
 
     kind: str
     text: str
-    place: Place
+    place: SourcePosition
     data: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    fields: "tuple[Field, ...]"
-    place: Place
+class PbtxtBlock:
+    fields: "tuple[PbtxtField, ...]"
+    place: SourcePosition
 
 
 @dataclass(frozen=True, slots=True)
-class List:
-    items: tuple[Scalar | Block, ...]
-    place: Place
+class PbtxtList:
+    items: tuple[PbtxtScalar | PbtxtBlock, ...]
+    place: SourcePosition
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """colon: whether `:` stands before the value, without which only a block may follow"""
+class PbtxtField:
+    """A field. colon: whether `:` precedes the value; without it only a block may follow"""
 
     name: str
-    value: Scalar | Block | List
+    value: PbtxtScalar | PbtxtBlock | PbtxtList
     colon: bool
-    place: Place
+    place: SourcePosition
 
 
 class PbtxtSyntaxError(Exception):
-    """Text that is not of the format."""
+    """A syntax error, with its position."""
 
-    def __init__(self, place: Place | None, what: str, expected: str, mend: str) -> None:
+    def __init__(self, place: SourcePosition | None, what: str, expected: str, mend: str) -> None:
         super().__init__(what)
         self.place, self.what, self.expected, self.mend = place, what, expected, mend
 
 
-def read_text(data: bytes) -> Block:
-    """The fields of a whole file. raises Misread"""
-    if len(data) > MOST_BYTES:
-        raise PbtxtSyntaxError(None, f"more than {MOST_BYTES:,} bytes", "a configuration", "is it the model itself?")
+def read_text(data: bytes) -> PbtxtBlock:
+    """Parse a whole file. raises PbtxtSyntaxError"""
+    if len(data) > MAX_BYTES:
+        raise PbtxtSyntaxError(None, f"more than {MAX_BYTES:,} bytes", "a configuration", "is it the model itself?")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -81,7 +81,7 @@ def read_text(data: bytes) -> Block:
         ) from None
     tokens = _Tokens(text.removeprefix("\ufeff"))
     tokens.split()
-    return Block(_fields(tokens, "", 0), Place(1, 1))
+    return PbtxtBlock(_fields(tokens, "", 0), SourcePosition(1, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,10 @@ class _Token:
 
 
 class _Tokens:
-    """The words of a text, and which is next."""
+    """The tokens of a text, and the index of the next one."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.found, self.next = text, list[_Token](), 0
+        self.text, self.tokens, self.next = text, list[_Token](), 0
         self.starts = [0, *accumulate(len(line) + 1 for line in text.split("\n"))]
 
     def split(self) -> None:
@@ -109,18 +109,18 @@ class _Tokens:
             if kind == "number":
                 self._check_number(at, end)
             if kind != "space":
-                self.found.append(_Token(kind, match.group(), at))
+                self.tokens.append(_Token(kind, match.group(), at))
             at = end
 
-    def place(self, at: int) -> Place:
+    def place(self, at: int) -> SourcePosition:
         line = bisect_right(self.starts, at)
-        return Place(line, at - self.starts[line - 1] + 1)
+        return SourcePosition(line, at - self.starts[line - 1] + 1)
 
     def peek(self) -> _Token | None:
-        return self.found[self.next] if self.next < len(self.found) else None
+        return self.tokens[self.next] if self.next < len(self.tokens) else None
 
     def take(self, *marks: str) -> _Token | None:
-        """The next token where it is one of these marks."""
+        """Consume and return the next token if it is one of these marks."""
         token = self.peek()
         if token is None or token.kind != "mark" or token.text not in marks:
             return None
@@ -133,9 +133,9 @@ class _Tokens:
         raise PbtxtSyntaxError(self.place(at), f"found {token.text:.60}" if token else "the file ends", expected, mend)
 
     def _check_number(self, at: int, end: int) -> None:
-        if end - at > _LONGEST_NUMBER:
+        if end - at > _MAX_NUMBER_LENGTH:
             what = f"a number of {end - at:,} characters"
-            raise PbtxtSyntaxError(self.place(at), what, f"at most {_LONGEST_NUMBER}", "write it shorter")
+            raise PbtxtSyntaxError(self.place(at), what, f"at most {_MAX_NUMBER_LENGTH}", "write it shorter")
         after = self.text[end : end + 1]
         if after.isalnum() or after in ("_", "."):
             what = f"{self.text[at : end + 8].split()[0]} is no number"
@@ -144,57 +144,61 @@ class _Tokens:
             )
 
     def _no_token(self, at: int) -> NoReturn:
-        found = self.text[at]
-        if found in "\"'":
-            raise PbtxtSyntaxError(self.place(at), "a string without an end", f"{found} on the same line", "close it")
-        raise PbtxtSyntaxError(self.place(at), f"the character {found!r}", "a field, a value or a comment", "remove it")
+        character = self.text[at]
+        if character in "\"'":
+            raise PbtxtSyntaxError(
+                self.place(at), "a string without an end", f"{character} on the same line", "close it"
+            )
+        raise PbtxtSyntaxError(
+            self.place(at), f"the character {character!r}", "a field, a value or a comment", "remove it"
+        )
 
 
-def _fields(tokens: _Tokens, close: str, depth: int) -> tuple[Field, ...]:
-    """Until `close`, which is taken, too; "" is the end of the file."""
-    found: list[Field] = []
+def _fields(tokens: _Tokens, close: str, depth: int) -> tuple[PbtxtField, ...]:
+    """Parse fields up to and including `close`; "" is the end of the file."""
+    fields: list[PbtxtField] = []
     while True:
         token = tokens.peek()
         if close and tokens.take(close):
-            return tuple(found)
+            return tuple(fields)
         if token is None and not close:
-            return tuple(found)
+            return tuple(fields)
         if token is None or token.kind != "name":
             tokens.stop(f"the name of a field{f' or {close}' if close else ''}")
         tokens.next += 1
         colon = tokens.take(":") is not None
         value = _value(tokens, depth, bool(colon))
-        found.append(Field(token.text, value, colon, tokens.place(token.at)))
+        fields.append(PbtxtField(token.text, value, colon, tokens.place(token.at)))
         tokens.take(",", ";")
 
 
-def _value(tokens: _Tokens, depth: int, colon: bool) -> Scalar | Block | List:
+def _value(tokens: _Tokens, depth: int, colon: bool) -> PbtxtScalar | PbtxtBlock | PbtxtList:
     bracket = tokens.take("[")
     if bracket is None:
         return _item(tokens, depth, colon)
-    items: list[Scalar | Block] = []
+    items: list[PbtxtScalar | PbtxtBlock] = []
     while not tokens.take("]"):
         if items and not tokens.take(","):
             tokens.stop("`,` or `]`")
         items.append(_item(tokens, depth, colon))
-    return List(tuple(items), tokens.place(bracket.at))
+    return PbtxtList(tuple(items), tokens.place(bracket.at))
 
 
-def _item(tokens: _Tokens, depth: int, colon: bool) -> Scalar | Block:
+def _item(tokens: _Tokens, depth: int, colon: bool) -> PbtxtScalar | PbtxtBlock:
     opened = tokens.take("{", "<")
     if opened is None:
         if not colon:
             tokens.stop("`:` and a value, or a block in {}")
         return _scalar(tokens)
     place = tokens.place(opened.at)
-    if depth == _DEEPEST:
+    if depth == _MAX_DEPTH:
         raise PbtxtSyntaxError(
-            place, f"more than {_DEEPEST} blocks in one another", "a configuration", "close those before it"
+            place, f"more than {_MAX_DEPTH} blocks in one another", "a configuration", "close those before it"
         )
-    return Block(_fields(tokens, _CLOSE[opened.text], depth + 1), place)
+    return PbtxtBlock(_fields(tokens, _CLOSE[opened.text], depth + 1), place)
 
 
-def _scalar(tokens: _Tokens) -> Scalar:
+def _scalar(tokens: _Tokens) -> PbtxtScalar:
     sign = tokens.take("-")
     token = tokens.peek()
     if token is None or token.kind == "mark" or (sign and token.kind == "string"):
@@ -202,16 +206,16 @@ def _scalar(tokens: _Tokens) -> Scalar:
     tokens.next += 1
     place = tokens.place(sign.at if sign else token.at)
     if token.kind != "string":
-        return Scalar(token.kind, ("-" if sign else "") + token.text, place)
+        return PbtxtScalar(token.kind, ("-" if sign else "") + token.text, place)
     parts = [token]
     while (more := tokens.peek()) and more.kind == "string":
         parts.append(more)
         tokens.next += 1
-    return Scalar("string", token.text, place, b"".join(_content(tokens, part) for part in parts))
+    return PbtxtScalar("string", token.text, place, b"".join(_content(tokens, part) for part in parts))
 
 
 def _content(tokens: _Tokens, token: _Token) -> bytes:
-    """A string's bytes, without quotes and escapes."""
+    """Return the bytes of a string token, unescaped."""
     text, at = token.text[1:-1], 0
     if "\\" not in text:
         return text.encode()

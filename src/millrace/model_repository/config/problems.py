@@ -1,4 +1,4 @@
-"""What is found in a repository: where, what, what was expected, how to mend it."""
+"""Problems found in a repository: location, description, expectation and fix."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,26 +8,26 @@ from millrace.errors import sanitize
 
 
 class Level(Enum):
-    ERROR = "error"  # the model is not served
-    WARNING = "warning"  # it is served, though not as it was probably meant
-    IGNORED = "ignored"  # what is written changes nothing here
+    ERROR = "error"  # prevents the model from being served
+    WARNING = "warning"  # the model is served, but probably not as intended
+    IGNORED = "ignored"  # the setting has no effect here
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Both from 1; a column counts characters, a tab is one."""
+class SourcePosition:
+    """A position in a file. Both count from 1; a tab is one column."""
 
     line: int
     column: int
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """place: None where it is a file's or a folder's as a whole"""
+class ConfigProblem:
+    """A problem. place: None if it concerns the whole file or folder"""
 
     level: Level
     file: Path
-    place: Place | None
+    place: SourcePosition | None
     what: str
     expected: str
     mend: str
@@ -37,7 +37,7 @@ class Problem:
             object.__setattr__(self, name, sanitize(getattr(self, name)))
 
     @property
-    def where(self) -> str:
-        """`folder/config.pbtxt:3:5`, as editors and CI open it."""
+    def location(self) -> str:
+        """Location such as `folder/config.pbtxt:3:5`, as editors and CI recognise it."""
         at = f":{self.place.line}:{self.place.column}" if self.place else ""
         return sanitize(str(self.file)) + at

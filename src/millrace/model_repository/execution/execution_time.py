@@ -1,29 +1,29 @@
-"""Estimates whether an instance computes faster than another thread would wake up."""
+"""Estimate of whether an instance computes faster than another thread would wake up."""
 
-QUICK_NS = 100_000  # about what handing a request to another thread, and its answer back, costs
-MOST_BYTES = 64 << 10
-_N_QUICK = 50  # more than slow ones, before it is relied upon
-_SLOW = 20  # quick ones that make up for a slow one: on a busy machine any computation may be interrupted
-_VERY_SLOW_NS = 50 * QUICK_NS  # what would hold up other requests: it counts as no interruption
-_MOST_WAITING_NS = 10 * QUICK_NS  # of a thread, for the interpreter's lock; longer ones wait for their own threads
-_PAUSE = 1000  # further ones, after it was too often slow
+QUICK_NS = 100_000  # roughly the cost of handing a request to another thread and back
+MAX_BYTES = 64 << 10
+_N_QUICK = 50  # surplus of quick computations before the estimate is used
+_SLOW = 20  # quick computations that offset a slow one: on a busy machine any may be interrupted
+_VERY_SLOW_NS = 50 * QUICK_NS  # long enough to delay other requests, so never taken as an interruption
+_MAX_WAITING_NS = 10 * QUICK_NS  # up to here a thread may have waited for the GIL; beyond, for its own threads
+_PAUSE = 1000  # further quick computations required after too many slow ones
 
 
 class Pace:
-    """The pace of an instance whose time depends on the sizes of its inputs alone.
+    """Pace of an instance whose time depends only on the size of its inputs.
 
-    quick_bytes: inputs of at most so many bytes are computed quickly; 0: none
+    quick_bytes: inputs of at most this many bytes are computed quickly; 0: none
     """
 
     def __init__(self) -> None:
         self.quick_bytes = 0
         self._score = self._largest = 0
 
-    def took(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
+    def record(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
         """Record a computation. n_bytes: of its inputs; cpu_ns: CPU time of its thread, which may have waited"""
-        if n_bytes > MOST_BYTES:
+        if n_bytes > MAX_BYTES:
             return
-        if cpu_ns is not None and took_ns <= _MOST_WAITING_NS:
+        if cpu_ns is not None and took_ns <= _MAX_WAITING_NS:
             took_ns = cpu_ns
         if took_ns > QUICK_NS:
             self._slow(took_ns)

@@ -1,4 +1,4 @@
-"""Instances of a model in threads, and how threads speak to the event loop."""
+"""Worker threads that each run one model instance, and the mailbox by which they reach the event loop."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,10 @@ from functools import partial
 from operator import index
 from typing import Any, Protocol, TypeVar
 
-from millrace.model_repository.backends.backend import Computing, Instance, InstanceContext, InstanceLostError
+from millrace.model_repository.backends.backend import ComputeFunction, Instance, InstanceContext, InstanceLostError
 from millrace.model_repository.execution.readiness_probe import ReadinessProbe
 from millrace.model_repository.execution.tracebacks import portable, without_frames
-from millrace.model_repository.python_backend.stub.model_runner import said
+from millrace.model_repository.python_backend.stub.model_runner import error_text
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
@@ -25,16 +25,16 @@ from millrace.model_repository.scheduling.dynamic_batcher import Batch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_SOON_NS, _N_SOON = 1_000_000, 16  # an instance that was so quick, so often in a row, is given batches ahead
-_MOST_AHEAD = 15  # batches
-MOST_MEMORY_BYTES = 1 << 57  # an address has no more bits, and so many instances' still fit a message's uint64
+_SOON_NS, _N_SOON = 1_000_000, 16  # after this many consecutive quick batches an instance gets batches ahead
+_MAX_AHEAD = 15  # batches
+MAX_MEMORY_BYTES = 1 << 57  # address space limit; sums over instances still fit a uint64
 RESTARTS_S = (
     0.05,
     0.5,
     2.0,
     8.0,
     30.0,
-)  # before an instance is made anew, the first time in a row, ...
+)  # pause before each consecutive restart of an instance
 
 
 class _Job(Enum):
@@ -43,7 +43,7 @@ class _Job(Enum):
 
 
 class EventLoopMailbox:
-    """What threads have to say to the event loop, in order; what comes together wakes it once."""
+    """Ordered calls from threads to the event loop; calls that arrive together wake it once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -51,26 +51,26 @@ class EventLoopMailbox:
         self._is_woken = False
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """From any thread."""
+        """Queue a call for the event loop; callable from any thread."""
         self._calls.append((call, arguments))
-        if not self._is_woken:  # otherwise the loop is on its way, and takes this, too
+        if not self._is_woken:  # otherwise a pending wake-up takes this call, too
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # it is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         self._is_woken = False
         try:
-            for _ in range(len(self._calls)):  # a thread that never stops must not keep the loop
+            for _ in range(len(self._calls)):  # bounded, so that a busy thread cannot block the loop
                 call, arguments = self._calls.popleft()
                 call(*arguments)
         finally:
-            if self._calls:  # more came meanwhile, or one failed, which the loop logs; none is lost
+            if self._calls:  # more arrived, or a call failed, which the loop logs
                 self._loop.call_soon(self._deliver)
 
 
 async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
-    """A model's code, which may never return: a daemon, for asyncio's threads are few, and are waited for at the end.
+    """Run model code, which may never return, in a daemon thread: asyncio's threads are few and joined at exit.
 
     raises whatever `work` raises
     """
@@ -78,7 +78,7 @@ async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
     done.set_running_or_notify_cancel()
     threading.Thread(target=_settle, args=(done, work), name=f"millrace-{name}", daemon=True).start()
     waiter = asyncio.wrap_future(done)
-    del done, work  # an exception that this raises must not hold what holds the exception
+    del done, work  # the raised exception must not form a reference cycle
     try:
         return await waiter
     finally:
@@ -88,65 +88,75 @@ async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
 def _settle(done: Future[T], work: Callable[[], T]) -> None:
     try:
         done.set_result(work())
-    except BaseException as error:  # noqa: BLE001  nothing is lost: it is raised where the result is waited for
+    except BaseException as error:  # noqa: BLE001  re-raised where the result is awaited
         done.set_exception(portable(error))
 
 
 class WorkerListener(Protocol):
-    """Who has workers; called in the event loop, after whatever they answered before."""
+    """Owner of workers. Called in the event loop, after the responses that a worker sent before."""
 
-    def on_worker_idle(self, worker: "Worker", batch: Batch) -> None:
-        """It is done with a batch."""
+    def on_worker_idle(self, worker: "InstanceWorker", batch: Batch) -> None:
+        """Handle a finished batch."""
 
-    def on_batch_returned(self, worker: "Worker", batch: Batch) -> None:
-        """In place of `on_worker_idle`: its instance was gone before it was given this."""
+    def on_batch_returned(self, worker: "InstanceWorker", batch: Batch) -> None:
+        """Handle a batch that the instance never received, because it was lost before."""
 
-    def on_worker_lost(self, worker: "Worker", why: str) -> None:
-        """Its instance is gone, and whatever it computes ends with an error."""
+    def on_worker_lost(self, worker: "InstanceWorker", reason: str) -> None:
+        """Handle the loss of the instance; its running batch ends with an error."""
 
-    def on_readiness(self, worker: "Worker", why: str) -> None:
-        """Its instance says that it is not ready, and why; "": that it is."""
+    def on_readiness(self, worker: "InstanceWorker", reason: str) -> None:
+        """Handle a readiness report of the instance; "" means ready."""
 
-    def on_worker_restarted(self, worker: "Worker") -> None:
-        """It has an instance again."""
+    def on_worker_restarted(self, worker: "InstanceWorker") -> None:
+        """Handle a successful restart of the instance."""
 
-    def on_worker_abandoned(self, worker: "Worker", why: str) -> None:
-        """It will never have one again."""
+    def on_worker_abandoned(self, worker: "InstanceWorker", reason: str) -> None:
+        """Handle the final failure to restart the instance."""
 
 
-class Worker:
-    """One instance in its thread, a daemon: a process ends whatever a model does.
+class InstanceWorker:
+    """One instance in a daemon thread, so that the process can exit whatever a model does.
 
-    An instance that is lost is made anew, each time in a row after a longer pause; after the last of RESTARTS_S never.
+    A lost instance is restarted after pauses that grow with each consecutive loss; after RESTARTS_S it is abandoned.
     """
 
     def __init__(
-        self, given: InstanceContext, make: Callable[[], Instance], outbox: EventLoopMailbox, owner: WorkerListener
+        self,
+        context: InstanceContext,
+        make: Callable[[], Instance],
+        mailbox: EventLoopMailbox,
+        listener: WorkerListener,
     ) -> None:
-        self.given, self.name, self._make, self._outbox, self._owner = given, given.name, make, outbox, owner
-        self.batch: Batch | None = None  # that it computes
-        self._ahead: deque[Batch] = deque()  # given to it behind that, in order
-        self._n_soon = 0  # batches in a row that took less than _SOON_NS
-        self.is_lost = self.is_dead = False  # as its owner knows; dead: for good
-        self.unready = ""  # as its owner knows: why its instance says that it is not ready
+        self.context, self.name, self._make, self._mailbox, self._listener = (
+            context,
+            context.name,
+            make,
+            mailbox,
+            listener,
+        )
+        self.batch: Batch | None = None  # in execution
+        self._ahead: deque[Batch] = deque()  # queued behind `batch`, in order
+        self._n_soon = 0  # consecutive batches that took less than _SOON_NS
+        self.is_lost = self.is_dead = False  # set by the listener; dead: abandoned
+        self.unready = ""  # set by the listener: the reported reason for not being ready
         self.answers_later = False
-        self.alone: Computing | None = None  # its instance's
-        self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
+        self.compute_function: ComputeFunction | None = None  # its instance's
+        self.busy_since_s: float | None = None  # start of `batch` by the event loop's clock
         self._instance: Instance | None = None
         self._watch: ReadinessProbe | None = None
-        self._lost_because = ""  # of the instance that it has
-        self._n_lost = 0  # in a row, without a batch between them
-        self.ready: Future[None] = Future()  # loaded; or what loading raised
+        self._lost_reason = ""  # of the current instance
+        self._n_lost = 0  # consecutive losses without a finished batch
+        self.ready: Future[None] = Future()  # resolves once loaded, or raises what loading raised
         self.closed: Future[None] = Future()
-        for future in (self.ready, self.closed):  # whoever waits for one may give up; it comes all the same
+        for future in (self.ready, self.closed):  # a waiter that is cancelled must not cancel these
             future.set_running_or_notify_cancel()
         self._jobs: queue.SimpleQueue[Batch | _Job] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"millrace-{given.name}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"millrace-{context.name}", daemon=True).start()
 
     # ------------------------------------------------------------------ of the event loop
 
     def take(self, batch: Batch, now_s: float) -> None:
-        """Compute it: at once, or after those that it was given before."""
+        """Queue a batch for execution after those taken before."""
         if self.batch is None:
             self.batch, self.busy_since_s = batch, now_s
         else:
@@ -154,82 +164,82 @@ class Worker:
         self._jobs.put(batch)
 
     def done(self, now_s: float) -> None:
-        """`batch` is computed; the next one, if there is any, is being computed."""
+        """Advance to the next queued batch after `batch` has finished."""
         self.batch = self._ahead.popleft() if self._ahead else None
         self.busy_since_s = now_s if self.batch is not None else None
 
     def has(self, request: InferRequest) -> bool:
-        """Whether it was given this one, and is not done with it."""
+        """Return whether the request is in execution or queued here."""
         return (self.batch is not None and request in self.batch.requests) or request in self.not_begun()
 
     def not_begun(self) -> Iterator[InferRequest]:
-        """What it was given and, as far as is known here, has not begun; without those that were answered meanwhile."""
+        """Return the queued requests that have not started, as far as known, and are not finished."""
         return (request for batch in self._ahead for request in batch.requests if not request.finished)
 
     @property
     def takes_ahead(self) -> bool:
-        """Whether it may be given one more batch while it computes: it is done soon, and waits for no other request.
+        """Whether it accepts another batch while computing: it is quick, and waits for no other request.
 
-        A thread that finds its next batch at hand need not be woken by the event loop for each.
+        A thread that finds its next batch queued need not be woken by the event loop for each batch.
         """
-        if self._n_soon < _N_SOON or len(self._ahead) >= _MOST_AHEAD or self._instance is None:
+        if self._n_soon < _N_SOON or len(self._ahead) >= _MAX_AHEAD or self._instance is None:
             return False
         return self._instance.is_independent
 
     def run_inline(self, batch: Batch) -> bool:
-        """Compute it in this thread, the event loop's, where that is quicker than waking another; False: it is not."""
-        held = (array.nbytes for r in batch.requests for array in r.inputs.values())
-        if self._instance is None or not self.is_quick(sum(held) if self.quick_bytes else 0):
+        """Compute a batch in the event loop's thread if that is quicker than waking another; False if it is not."""
+        sizes = (array.nbytes for r in batch.requests for array in r.inputs.values())
+        if self._instance is None or not self.is_quick(sum(sizes) if self.quick_bytes else 0):
             return False
         self.compute(batch)
         return True
 
     @property
     def quick_bytes(self) -> int:
-        """Its instance's, which may find out while it computes."""
+        """The instance's `quick_bytes`, which may change as it computes."""
         return self._instance.quick_bytes if self._instance is not None else 0
 
-    def took(self, inputs: Mapping[str, Array], took_ns: int) -> None:
-        """Its instance computed them as `alone`."""
+    def record_time(self, inputs: Mapping[str, Array], took_ns: int) -> None:
+        """Record how long the instance's compute function took for `inputs`."""
         if self._instance is not None:
-            self._instance.took(sum(array.nbytes for array in inputs.values()), took_ns)
+            self._instance.record_time(sum(array.nbytes for array in inputs.values()), took_ns)
 
     def compute(self, batch: Batch) -> None:
-        """In this thread, of what `is_quick`."""
+        """Compute a batch in the calling thread, if `is_quick`."""
         assert self._instance is not None, f"{self.name} is not loaded"
         self._answer(self._instance, batch)
 
     def is_quick(self, n_bytes: int) -> bool:
-        """Whether it would compute inputs of so many bytes in whatever thread asks."""
+        """Return whether inputs of `n_bytes` may be computed in the calling thread."""
         return bool(self.quick_bytes) and n_bytes <= self.quick_bytes
 
-    def cancelled(self, request: InferRequest) -> None:
+    def on_cancel(self, request: InferRequest) -> None:
         if self._instance is not None:
-            self._instance.cancelled(request)
+            self._instance.on_cancel(request)
 
     def memory_bytes(self) -> int | None:
-        """Of its instance; None: it has none, or that cannot tell. raises what the instance raises, and ValueError"""
-        found = self._instance.memory_bytes() if self._instance is not None and not self.is_lost else None
-        if found is None:
+        """Return the instance's memory; None if unknown. raises what the instance raises, and ValueError"""
+        n_bytes = self._instance.memory_bytes() if self._instance is not None and not self.is_lost else None
+        if n_bytes is None:
             return None
-        if not 0 <= index(found) < MOST_MEMORY_BYTES:
-            raise ValueError(f"{found} is no number of bytes that a process can hold")
-        return index(found)
+        if not 0 <= index(n_bytes) < MAX_MEMORY_BYTES:
+            raise ValueError(f"{n_bytes} is no number of bytes that a process can hold")
+        return index(n_bytes)
 
     def revive(self) -> None:
-        """Its instance is lost, and computes nothing more."""
+        """Restart the instance after it was lost."""
         self._jobs.put(_Job.REVIVE)
 
     def close(self) -> None:
-        """After its last batch; does not wait."""
+        """Close after the last queued batch, without waiting."""
         self._jobs.put(_Job.CLOSE)
 
     # ------------------------------------------------------------------ of its thread
 
     def _run(self) -> None:
         try:
-            instance: Instance | None = self._made()
-        except BaseException as error:  # noqa: BLE001  a model may raise anything; whoever loads it is told
+            instance: Instance | None = self._create_instance()
+        except BaseException as error:  # noqa: BLE001  a model may raise anything; it becomes the load error
             self.ready.set_exception(without_frames(to_status_error(error)))
             self.closed.set_result(None)
             return
@@ -243,28 +253,30 @@ class Worker:
                 instance.close()
             except BaseException:
                 log.exception("%s: finalize failed", self.name)
-            instance = self._made_again() if is_lost else None
+            instance = self._recreate_instance() if is_lost else None
         self.closed.set_result(None)
 
-    def _made(self) -> Instance:
-        """raises whatever the model raises"""
+    def _create_instance(self) -> Instance:
+        """Create and register the instance. raises whatever the model raises"""
         instance = self._make()
-        self._lost_because = ""
+        self._lost_reason = ""
         self.answers_later = instance.answers_later
-        self.alone = instance.alone()
+        self.compute_function = instance.compute_function()
         self._instance = instance
-        instance.when_lost(self._is_lost)
-        asks = instance.says_ready()
+        instance.on_lost(self._report_lost)
+        asks = instance.readiness_check()
         if asks is not None:
-            self._watch = ReadinessProbe(self.name, asks, partial(self._outbox.post, self._owner.on_readiness, self))
+            self._watch = ReadinessProbe(
+                self.name, asks, partial(self._mailbox.post, self._listener.on_readiness, self)
+            )
             self._watch.wait()
         return instance
 
     def _serve(self, instance: Instance) -> bool:
-        """Until it is closed, or (True) lost."""
+        """Compute batches until closed, or until the instance is lost (True)."""
         while isinstance(job := self._jobs.get(), Batch):
             self._begin(instance, job)
-            del job  # the next may be long in coming
+            del job  # do not keep it alive while waiting for the next
         return job is _Job.REVIVE
 
     def _begin(self, instance: Instance, batch: Batch) -> None:
@@ -272,34 +284,34 @@ class Worker:
         for request in batch.requests:
             request.started_ns = began_ns
         try:
-            if all(request.finished for request in batch.requests):  # while others were in front of it
-                self._is_done(batch, None)
+            if all(request.finished for request in batch.requests):  # while it was queued
+                self._report_done(batch, None)
                 return
-            instance.begin(batch.given, partial(self._is_done, batch))
+            instance.begin(batch.executed_requests, partial(self._report_done, batch))
             self._n_soon = self._n_soon + 1 if time.monotonic_ns() - began_ns < _SOON_NS else 0
         except InstanceLostError:
-            self._outbox.post(self._owner.on_batch_returned, self, batch)
+            self._mailbox.post(self._listener.on_batch_returned, self, batch)
         except BaseException as error:
             failed = to_status_error(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
-            self._is_done(batch, failed)
+            self._report_done(batch, failed)
 
-    def _is_done(self, batch: Batch, failed: StatusError | None) -> None:
-        """From any thread. failed: the answer of those that have none"""
+    def _report_done(self, batch: Batch, failed: StatusError | None) -> None:
+        """Report a finished batch, from any thread. failed: the error for unanswered requests"""
         if failed is not None:
             _fail(batch, failed)
-        if not self._lost_because:
+        if not self._lost_reason:
             self._n_lost = 0
-        self._outbox.post(self._owner.on_worker_idle, self, batch)
+        self._mailbox.post(self._listener.on_worker_idle, self, batch)
 
-    def _is_lost(self, why: str) -> None:
-        """From any thread."""
-        self._lost_because = why
-        self._outbox.post(self._owner.on_worker_lost, self, why)
+    def _report_lost(self, reason: str) -> None:
+        """Report the loss of the instance, from any thread."""
+        self._lost_reason = reason
+        self._mailbox.post(self._listener.on_worker_lost, self, reason)
 
-    def _made_again(self) -> Instance | None:
-        """None: it was closed meanwhile, perhaps long after it was given up."""
-        why = self._lost_because
+    def _recreate_instance(self) -> Instance | None:
+        """Restart the instance with growing pauses; None if the worker is closed or abandoned."""
+        reason = self._lost_reason
         while self._n_lost < len(RESTARTS_S):
             pause_s = RESTARTS_S[self._n_lost]
             self._n_lost += 1
@@ -310,20 +322,20 @@ class Worker:
             except queue.Empty:
                 pass
             try:
-                instance = self._made()
-            except BaseException as error:  # noqa: BLE001  as where it was first made
-                why = str(to_status_error(error))
-                log.warning("%s: could not be started again: %s", self.name, why)
+                instance = self._create_instance()
+            except BaseException as error:  # noqa: BLE001  as at the first load
+                reason = str(to_status_error(error))
+                log.warning("%s: could not be started again: %s", self.name, reason)
             else:
-                self._outbox.post(self._owner.on_worker_restarted, self)
+                self._mailbox.post(self._listener.on_worker_restarted, self)
                 return instance
-        self._outbox.post(self._owner.on_worker_abandoned, self, why)
+        self._mailbox.post(self._listener.on_worker_abandoned, self, reason)
         self._jobs.get()
         return None
 
     def _answer(self, instance: Instance, batch: Batch) -> None:
         try:
-            instance.execute(batch.given)
+            instance.execute(batch.executed_requests)
         except BaseException as error:
             failed = to_status_error(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
@@ -331,12 +343,12 @@ class Worker:
 
 
 def _fail(batch: Batch, failed: StatusError) -> None:
-    """Answer every request of the batch with an exception of its own: each is raised where its client waits."""
+    """Fail every request of a batch, each with its own exception, because each is raised separately."""
     without_frames(failed)
-    for request in batch.given:
+    for request in batch.executed_requests:
         request.fail(StatusError(failed.code, failed.message))
 
 
 def to_status_error(error: BaseException) -> StatusError:
-    """What a model raised, as an answer."""
-    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, said(error))
+    """Convert what a model raised to a StatusError."""
+    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, error_text(error))

@@ -1,10 +1,10 @@
-"""Memory that the instances of a model hold, for its statistics."""
+"""Memory usage of a model's instances, for its statistics."""
 
 import logging
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.model_repository.execution.instance_worker import Worker
+from millrace.model_repository.execution.instance_worker import InstanceWorker
 
 log = logging.getLogger(__name__)
 
@@ -12,17 +12,17 @@ log = logging.getLogger(__name__)
 class MemoryUsage:
     """The memory usage of one model. The first failure of an instance to report is logged, later ones are not."""
 
-    def __init__(self, name: str, version: int, workers: Sequence[Worker]) -> None:
+    def __init__(self, name: str, version: int, workers: Sequence[InstanceWorker]) -> None:
         self._name, self._version, self._workers = name, version, workers
         self._has_failed = False
 
     def report(self) -> list[dict[str, Any]]:
-        """Return Triton's `memory_usage`; empty if an instance fails to report: a part would pass for the whole."""
+        """Return Triton's `memory_usage`; empty if an instance fails to report, because a partial sum would mislead."""
         try:
-            held = [n_bytes for worker in self._workers if (n_bytes := worker.memory_bytes()) is not None]
-        except BaseException as error:  # a backend may raise anything; whoever asks asks of other models, too
+            sizes = [n_bytes for worker in self._workers if (n_bytes := worker.memory_bytes()) is not None]
+        except BaseException as error:  # a backend may raise anything; other models are still reported
             if not self._has_failed:
                 log.warning("%s version %d: its memory usage is unknown", self._name, self._version, exc_info=error)
             self._has_failed = True
             return []
-        return [{"type": "CPU", "id": 0, "byte_size": sum(held)}] if held else []
+        return [{"type": "CPU", "id": 0, "byte_size": sum(sizes)}] if sizes else []

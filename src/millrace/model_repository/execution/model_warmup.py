@@ -1,4 +1,4 @@
-"""Warming an instance up before its model is ready: the samples of `model_warmup`, computed and answered to nobody."""
+"""Warm-up of an instance before its model is ready: computes the samples of `model_warmup` and drops the responses."""
 
 import logging
 import queue
@@ -15,23 +15,23 @@ from millrace.model_repository.request.infer_request import END, START, InferReq
 from millrace.model_repository.request.request_validation import RawInput, RequestValidator, wire_name
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import BYTES, DTYPES, Array, objects
-from millrace.model_repository.scheduling.sequence_batcher import Sequence as RequestSequence
-from millrace.model_repository.scheduling.sequence_controls import Controls
-from millrace.model_repository.scheduling.sequence_states import States
+from millrace.model_repository.scheduling.sequence_batcher import InferSequence as RequestSequence
+from millrace.model_repository.scheduling.sequence_controls import SequenceControls
+from millrace.model_repository.scheduling.sequence_states import SequenceStates
 
 log = logging.getLogger(__name__)
 
 
-def warm_up_instance(instance: Instance, given: InstanceContext) -> Instance:
-    """In the instance's thread. raises StatusError, and it is closed, where a sample fails"""
+def warm_up_instance(instance: Instance, context: InstanceContext) -> Instance:
+    """Compute all samples in the instance's thread. raises StatusError, after closing the instance, if one fails"""
     try:
-        for sample in given.config.model_warmup:
+        for sample in context.config.model_warmup:
             if not sample.batch_size:
-                log.warning("%s: warmup sample '%s' has a batch size of 0, and is left out", given.name, sample.name)
+                log.warning("%s: warmup sample '%s' has a batch size of 0, and is left out", context.name, sample.name)
                 continue
-            log.info("%s is running warmup sample '%s'", given.name, sample.name)
+            log.info("%s is running warmup sample '%s'", context.name, sample.name)
             for _ in range(max(1, sample.count)):
-                _run(instance, sample, [_request(sample, given) for _ in range(sample.batch_size)])
+                _run(instance, sample, [_request(sample, context) for _ in range(sample.batch_size)])
     except BaseException:
         instance.close()
         raise
@@ -39,7 +39,7 @@ def warm_up_instance(instance: Instance, given: InstanceContext) -> Instance:
 
 
 def _run(instance: Instance, sample: Warmup, requests: Sequence[InferRequest]) -> None:
-    """raises StatusError"""
+    """Compute one sample. raises StatusError"""
     answers: queue.SimpleQueue[tuple[StatusError | None, bool]] = queue.SimpleQueue()
 
     def receive(_: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool) -> None:
@@ -65,14 +65,17 @@ def _failed(sample: Warmup, error: StatusError) -> StatusError:
     return invalid(f"failed to run warmup sample '{sample.name}': {error}")
 
 
-def _request(sample: Warmup, given: InstanceContext) -> InferRequest:
-    """A request of a batch size of 1. raises StatusError"""
-    config, request = given.config, InferRequest({})
+def _request(sample: Warmup, context: InstanceContext) -> InferRequest:
+    """Return a sample's request with a batch size of 1. raises StatusError"""
+    config, request = context.config, InferRequest({})
     declared = {tensor.name for tensor in config.input}
     batch = (1,) if config.max_batch_size else ()
     try:
-        batched = {name: _array(said, given).reshape(batch + said.dims) for name, said in sample.inputs.items()}
-        RequestValidator(config).take(
+        batched = {
+            name: _array(warmup_input, context).reshape(batch + warmup_input.dims)
+            for name, warmup_input in sample.inputs.items()
+        }
+        RequestValidator(config).attach_inputs(
             request,
             [
                 RawInput(name, wire_name(sample.inputs[name].data_type), array.shape, array)
@@ -82,10 +85,10 @@ def _request(sample: Warmup, given: InstanceContext) -> InferRequest:
         )
     except StatusError as error:
         raise _failed(sample, error) from None
-    if config.sequence_batching is not None:  # a sequence of one request; what the sample says of its controls counts
+    if config.sequence_batching is not None:  # a sequence of one request; controls in the sample take precedence
         request.correlation_id, request.flags, request.sequence = 1, START | END, RequestSequence(("", 1))
-        Controls(config).give(request)
-        States(config, given.folder).give(request)
+        SequenceControls(config).add_inputs(request)
+        SequenceStates(config, context.folder).add_inputs(request)
         own = {name: array for name, array in batched.items() if name not in declared}
         if unknown := next((name for name in own if name not in request.inputs), None):
             raise _failed(sample, invalid(f"unexpected inference input '{unknown}' for model '{config.name}'"))
@@ -93,20 +96,20 @@ def _request(sample: Warmup, given: InstanceContext) -> InferRequest:
     return request
 
 
-def _array(said: WarmupInput, given: InstanceContext) -> Array:
-    """Flat. raises StatusError"""
-    datatype, n = wire_name(said.data_type), prod(said.dims)
-    if said.input_data_file:
-        return read_tensor(given.folder / "warmup" / said.input_data_file, datatype, n)
+def _array(warmup_input: WarmupInput, context: InstanceContext) -> Array:
+    """Return a sample input's values as a flat array. raises StatusError"""
+    datatype, n = wire_name(warmup_input.data_type), prod(warmup_input.dims)
+    if warmup_input.input_data_file:
+        return read_tensor(context.folder / "warmup" / warmup_input.input_data_file, datatype, n)
     if datatype == BYTES:
         return objects([b""] * n)
     dtype = np.dtype(DTYPES[datatype])
-    if said.zero_data:
+    if warmup_input.zero_data:
         return np.zeros(n, dtype)
-    rng = np.random.default_rng(0)  # the same at each start
-    found: Array = rng.random(n)
-    if said.data_type is DataType.TYPE_BOOL:
-        found = found < 0.5
+    rng = np.random.default_rng(0)  # reproducible across starts
+    array: Array = rng.random(n)
+    if warmup_input.data_type is DataType.TYPE_BOOL:
+        array = array < 0.5
     elif dtype.kind in "iu":
-        found = np.frombuffer(rng.bytes(n * dtype.itemsize), dtype)
-    return found.astype(dtype)
+        array = np.frombuffer(rng.bytes(n * dtype.itemsize), dtype)
+    return array.astype(dtype)

@@ -1,8 +1,7 @@
-"""Exceptions without the frames that they came through, which hold whatever those frames worked on.
+"""Removal of tracebacks from exceptions, because their frames keep large objects alive.
 
-A body of 60 MB is decoded into ten times as much. An exception that carries the frames of the decoder holds all of it;
-where one of these frames also holds the exception (through a future, say), it is a cycle, which only the garbage
-collector frees, if it ever looks at objects that old.
+A 60 MB body is decoded into ten times as much memory, and an exception with the decoder's frames holds all of it. If
+such a frame also holds the exception (through a future, for example), only the garbage collector can free the cycle.
 """
 
 import traceback
@@ -12,19 +11,19 @@ from millrace.errors import MillraceError
 from millrace.model_repository.request.status_code import StatusError
 
 E = TypeVar("E", bound=BaseException)
-_MOST_LINES = 40  # of the traceback of a bug, the innermost
-_EXPECTED = (MillraceError, StatusError)  # refusals: their message says everything
+_MAX_LINES = 40  # innermost lines of a bug's traceback that are kept
+_EXPECTED = (MillraceError, StatusError)  # expected errors: their message suffices
 
 
 def without_frames(error: E) -> E:
-    """Drop the tracebacks of an exception and of all exceptions that led to it. Returns the exception."""
+    """Drop the tracebacks of an exception and of all exceptions that led to it; return the exception."""
     left: list[BaseException] = [error]
-    seen = set[int]()
+    seen_ids = set[int]()
     while left:
         one = left.pop()
-        if id(one) in seen:
+        if id(one) in seen_ids:
             continue
-        seen.add(id(one))
+        seen_ids.add(id(one))
         one.__traceback__ = None
         left += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
         if isinstance(one, BaseExceptionGroup):
@@ -33,8 +32,8 @@ def without_frames(error: E) -> E:
 
 
 def portable(error: E) -> E:
-    """The same for an exception that leaves its thread: the traceback of a bug becomes a note, for the log."""
+    """Drop tracebacks of an exception that leaves its thread; a bug's traceback is kept as a note for the log."""
     if not isinstance(error, _EXPECTED):
         lines = "".join(traceback.format_exception(error)).splitlines()
-        error.add_note("\n".join(lines[-_MOST_LINES:]))
+        error.add_note("\n".join(lines[-_MAX_LINES:]))
     return without_frames(error)

@@ -1,71 +1,73 @@
-"""What a load of a model would change, while nothing is changed: its versions, its configuration, its files."""
+"""Dry run of a load: reports which versions, settings and files would change, without changing anything."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from millrace.model_repository.config.config_json import config_json
-from millrace.model_repository.config.problems import Level, Problem
-from millrace.model_repository.lifecycle.model_index import Entries, Entry
+from millrace.model_repository.config.problems import ConfigProblem, Level
+from millrace.model_repository.lifecycle.model_index import ModelEntry, ModelIndex
 from millrace.model_repository.repository.ensemble_tensor_check import tensor_mismatches
 from millrace.model_repository.repository.file_mtimes import changed_files
 from millrace.model_repository.repository.model_names import ModelId
-from millrace.model_repository.repository.multi_repository import whole
-from millrace.model_repository.repository.repository_reader import Model
+from millrace.model_repository.repository.multi_repository import known_config
+from millrace.model_repository.repository.repository_reader import ModelFolder
 from millrace.model_repository.request.status_code import StatusError
 
-_MOST = 200  # differences that are told
-_MISSING = None  # what a configuration does not have
+_MAX_DIFFERENCES = 200  # reported differences
+_MISSING = None  # stands for a missing setting
 
 
-def diff_load(name: str, entry: Entry | None, of_files: object, read: Model | None) -> dict[str, Any]:
-    """As JSON. read: the model as a load would find it now"""
+def diff_load(name: str, entry: ModelEntry | None, file_stamp: object, read: ModelFolder | None) -> dict[str, Any]:
+    """Return the changes as JSON. read: the model as a load would find it now"""
     served = sorted(entry.models) if entry is not None else []
     if read is None:
         return {"name": name, "would": "fail", "problems": [_NOWHERE], "serves": _numbers(served)}
     errors = [p for p in read.problems if p.level is Level.ERROR]
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "name": name,
         "would": "fail" if errors else "reload" if served else "load",
         "problems": [
-            {"where": p.where, "level": p.level.value, "what": p.what, "expected": p.expected, "mend": p.mend}
+            {"where": p.location, "level": p.level.value, "what": p.what, "expected": p.expected, "mend": p.mend}
             for p in read.problems if p.level is not Level.IGNORED
-        ][:_MOST],
+        ][:_MAX_DIFFERENCES],
     }  # fmt: skip
     if errors:
-        return told | {"serves": _numbers(served)}
+        return report | {"serves": _numbers(served)}
     would = sorted(read.served)
-    told["versions"] = {
+    report["versions"] = {
         "added": _numbers(v for v in would if v not in served),
         "removed": _numbers(v for v in served if v not in would),
         "loaded anew": _numbers(v for v in would if v in served),
     }
     if entry is None or entry.read is None or not served:
-        return told
-    told["config"] = list(_differences("", config_json(entry.read.config), config_json(read.config)))[:_MOST]
+        return report
+    report["config"] = list(_differences("", config_json(entry.read.config), config_json(read.config)))[
+        :_MAX_DIFFERENCES
+    ]
     folders = read.folder, entry.read.folder
-    told["files"] = [_below(path, folders) for path in changed_files(entry.stamp, of_files)][:_MOST]
-    if not told["config"] and not told["files"] and entry.read.served == read.served:
-        told["would"] = "change nothing"
-    return told
+    report["files"] = [_below(path, folders) for path in changed_files(entry.stamp, file_stamp)][:_MAX_DIFFERENCES]
+    if not report["config"] and not report["files"] and entry.read.served == read.served:
+        report["would"] = "change nothing"
+    return report
 
 
-def orphaned_ensembles(entries: Entries, one: ModelId, read: Model) -> Iterator[Problem]:
-    """Ensembles that would be unloaded with a load of that model, as its tensors would fit them no more."""
-    new = whole(one, {one: read})  # once: it may look into files
-    for other in entries.made_of(one):
+def orphaned_ensembles(entries: ModelIndex, model_id: ModelId, read: ModelFolder) -> Iterator[ConfigProblem]:
+    """Yield a warning for each ensemble that a load of the model would unload, because tensors no longer fit."""
+    new = known_config(model_id, {model_id: read})  # computed once, because it may read files
+    for other in entries.ensembles_of(model_id):
         for ensemble in entries[other].ensembles:
             try:
-                found = [ensemble.find(step.model, step.version) for step in ensemble.steps]
-            except StatusError:  # it is not served as it is
+                members = [ensemble.find(step.model, step.version) for step in ensemble.steps]
+            except StatusError:  # a member is not served
                 continue
-            ids = [ModelId(model.namespace, model.name) for model in found]
-            known = [(of, model.config) for of, model in zip(ids, found, strict=True)]
-            steps = [new if step[0] == one else step for step in known]
+            ids = [ModelId(model.namespace, model.name) for model in members]
+            member_configs = [(of, model.config) for of, model in zip(ids, members, strict=True)]
+            steps = [new if step[0] == model_id else step for step in member_configs]
             broken = next(tensor_mismatches(other, ensemble.config, steps), None)
             if broken is not None:
                 what = f"ensemble '{other}' would be unloaded: {broken.what}"
-                yield Problem(Level.WARNING, read.file or read.folder, None, what, broken.expected, broken.mend)
+                yield ConfigProblem(Level.WARNING, read.file or read.folder, None, what, broken.expected, broken.mend)
                 break
 
 
@@ -77,7 +79,7 @@ def _numbers(versions: Any) -> list[str]:
 
 
 def _below(path: str, folders: tuple[Path, ...]) -> str:
-    """A file's path, from its model's folder on where it is in one."""
+    """Return a path relative to the model folder that contains it."""
     for folder in folders:
         if Path(path).is_relative_to(folder):
             return str(Path(path).relative_to(folder))
@@ -85,7 +87,7 @@ def _below(path: str, folders: tuple[Path, ...]) -> str:
 
 
 def _differences(path: str, before: Any, after: Any) -> Iterator[dict[str, Any]]:
-    """Of two values in JSON, by the path of each that is another one."""
+    """Yield the differences between two JSON values, each with its path."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             inner = f"{path}.{key}" if path else key

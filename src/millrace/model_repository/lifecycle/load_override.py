@@ -1,4 +1,4 @@
-"""What a client brings with a load: a configuration, and files in place of those of the model's folder."""
+"""Config and file overrides of a load request."""
 
 import base64
 import binascii
@@ -12,26 +12,26 @@ from pathlib import Path
 
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 
-PREFIX = "file:"  # of a parameter that is a file: file:1/model.onnx
-Files = Mapping[str, bytes | str]  # by their path below the model's folder; texts are in base64
-MOST_FILES, _LONGEST = 1000, 255  # and characters of a name
+PREFIX = "file:"  # prefix of a file parameter: file:1/model.onnx
+Files = Mapping[str, bytes | str]  # by path below the model's folder; str values are base64
+MAX_FILES, _MAX_NAME_BYTES = 1000, 255
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOverride:
-    """config: as the text of config.pbtxt. folder: None where the model's own is meant"""
+    """Overrides of a load. config: as the text of config.pbtxt. folder: None for the model's own folder"""
 
     config: bytes | None = None
     folder: "OverrideFolder | None" = None
 
 
 class OverrideFolder:
-    """A folder in which a model's is, as long as anybody holds it; its maker does until it lets go."""
+    """A temporary folder with a model's override files, deleted after its last holder releases it."""
 
     def __init__(self, model: str, files: Files) -> None:
-        """Writes them. raises StatusError"""
-        if len(files) > MOST_FILES:
-            raise invalid(f"{len(files)} files to load model '{model}' with, at most {MOST_FILES} are taken")
+        """Write the files. raises StatusError"""
+        if len(files) > MAX_FILES:
+            raise invalid(f"{len(files)} files to load model '{model}' with, at most {MAX_FILES} are taken")
         for path in files:
             check_path(path)
         decoded = {path: _bytes(path, data) for path, data in files.items()}
@@ -39,8 +39,8 @@ class OverrideFolder:
         try:
             self.root = Path(tempfile.mkdtemp(prefix="millrace-load-"))
         except OSError as error:
-            raise _unwritten(model, error) from None
-        self._remove = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)  # at the end in any case
+            raise _write_error(model, error) from None
+        self._remove = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)  # at exit in any case
         try:
             for path, data in decoded.items():
                 file = self.root / model / path
@@ -48,14 +48,14 @@ class OverrideFolder:
                 file.write_bytes(data)
         except OSError as error:
             self.release()
-            raise _unwritten(model, error) from None
+            raise _write_error(model, error) from None
 
     def hold(self) -> None:
         with self._lock:
             self._n_holders += 1
 
     def release(self) -> None:
-        """From any thread; after the last the files are gone."""
+        """Release the folder, from any thread; the last release deletes it."""
         with self._lock:
             self._n_holders -= 1
             is_over = not self._n_holders
@@ -64,9 +64,13 @@ class OverrideFolder:
 
 
 def check_path(path: str) -> None:
-    """raises StatusError where it is none of a file below a model's folder"""
+    """Check that a path stays below the model's folder. raises StatusError"""
     parts = path.split("/")
-    if any(part in ("", ".", "..") or len(part.encode()) > _LONGEST for part in parts) or "\0" in path or "\\" in path:
+    if (
+        any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME_BYTES for part in parts)
+        or "\0" in path
+        or "\\" in path
+    ):
         raise invalid(f"'{PREFIX}{path:.200}' is no path below a model's folder, as 1/model.onnx is")
     if path == "config.pbtxt":
         raise invalid(f"'{PREFIX}{path}' is not taken: the configuration comes as the parameter 'config'")
@@ -82,5 +86,5 @@ def _bytes(path: str, data: bytes | str) -> bytes:
         raise invalid(f"'{PREFIX}{path:.200}' is not base64: {error}") from None
 
 
-def _unwritten(model: str, error: OSError) -> StatusError:
+def _write_error(model: str, error: OSError) -> StatusError:
     return StatusError(Code.INTERNAL, f"failed to write the files to load model '{model}' with: {error.strerror}")

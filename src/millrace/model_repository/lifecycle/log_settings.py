@@ -1,40 +1,40 @@
-"""What of the log is written, as Triton's clients look it up and change it while the server runs."""
+"""Log settings that Triton's clients can read and change while the server runs."""
 
 import logging
 from collections.abc import Mapping
 
 from millrace.settings import LOGGER
 
-FORMATS = ("default", "ISO8601")  # lines have times of the second anyway; the first is what --log-format says
+FORMATS = ("default", "ISO8601")  # accepted; "default" is the format of --log-format, always with timestamps
 Switch = bool | int | str
 
 
-class LogSwitches:
-    """Of the process's log of this package, which somebody else writes; until they change it, as its level has it."""
+class LogSettings:
+    """Settings of this package's log; before the first change they follow the logger's level."""
 
     def __init__(self) -> None:
-        self._said: dict[str, Switch] = {}
+        self._settings: dict[str, Switch] = {}
 
-    def told(self) -> dict[str, Switch]:
+    def to_dict(self) -> dict[str, Switch]:
         level = logging.getLogger(LOGGER).getEffectiveLevel()
         return {
             "log_file": "", "log_info": level <= logging.INFO, "log_warning": level <= logging.WARNING,
             "log_error": level <= logging.ERROR, "log_verbose_level": int(level <= logging.DEBUG),
-            "log_format": FORMATS[0], **self._said,
+            "log_format": FORMATS[0], **self._settings,
         }  # fmt: skip
 
-    def change(self, said: Mapping[str, Switch]) -> None:
-        """said: some of what is told, of its types"""
-        self._said = {**self.told(), **said}
+    def change(self, changes: Mapping[str, Switch]) -> None:
+        """Change settings. changes: keys and value types as in `to_dict`"""
+        self._settings = {**self.to_dict(), **changes}
         logger = logging.getLogger(LOGGER)
-        logger.setLevel(logging.DEBUG if self._said["log_verbose_level"] else logging.INFO)
-        for handler in logger.handlers:  # a filter of the logger would not see what comes from those below it
+        logger.setLevel(logging.DEBUG if self._settings["log_verbose_level"] else logging.INFO)
+        for handler in logger.handlers:  # a filter of the logger would not see records of child loggers
             handler.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """What handlers ask of each line."""
+        """Return whether a record is written (logging.Filter protocol)."""
         name = next((name for level, name in _NAMES if record.levelno >= level), "log_verbose_level")
-        return bool(self._said[name])
+        return bool(self._settings[name])
 
     def close(self) -> None:
         for handler in logging.getLogger(LOGGER).handlers:

@@ -1,4 +1,4 @@
-"""What is known of the models of repositories: the versions that are served, and what became of those that are not."""
+"""Index of all models of the repositories: served versions, and the state of every version that was tried."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,66 +7,66 @@ from enum import Enum
 from millrace.model_repository.lifecycle.load_override import LoadOverride
 from millrace.model_repository.models.ensemble import Ensemble
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.repository.model_names import ModelId, chosen
-from millrace.model_repository.repository.repository_reader import Model as FoundModel
+from millrace.model_repository.repository.model_names import ModelId, resolve_step
+from millrace.model_repository.repository.repository_reader import ModelFolder as FoundModel
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 
 
-class State(Enum):
+class ReadyState(Enum):
     LOADING = "LOADING"
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
 
 
-UNLOADED = "unloaded"  # the reason of what is gone because somebody wanted it so
-_BY_WISH = ((State.UNLOADING, ""), (State.UNAVAILABLE, UNLOADED))
+UNLOADED = "unloaded"  # Triton's reason for a requested unload
+_REQUESTED_STATES = ((ReadyState.UNLOADING, ""), (ReadyState.UNAVAILABLE, UNLOADED))
 
 
 @dataclass(slots=True)
-class Entry:
-    """models: those that are served, by version. states: of every version that was ever tried, with its reason"""
+class ModelEntry:
+    """One model. models: served versions. states: state and reason of every version that was ever tried"""
 
     models: dict[int, Model] = field(default_factory=dict)
-    states: dict[int, tuple[State, str]] = field(default_factory=dict)
-    stamp: object = None  # of its files, when they were read
-    read: FoundModel | None = None  # as it was found then, of those that are served
-    # Of an ensemble that is not loaded yet, or could not be: its members, and what a client brought.
-    wanted: frozenset[str] = frozenset()
-    given: LoadOverride = field(default_factory=LoadOverride)
-    owner: str = ""  # whose API key it was loaded with, where there are several
-    is_by_wish: bool = False  # it went because somebody unloaded it, or a model that it is made of
-    # Of one that is on its way: what its members' names mean, by the folders, too, of which some are not tried yet.
+    states: dict[int, tuple[ReadyState, str]] = field(default_factory=dict)
+    stamp: object = None  # of its files when they were read
+    read: FoundModel | None = None  # the model as read then, if served
+    # For an ensemble that is not loaded: its members, and the overrides of its load request.
+    pending_members: frozenset[str] = frozenset()
+    override: LoadOverride = field(default_factory=LoadOverride)
+    owner: str = ""  # API key that loaded it, if there are several keys
+    unload_requested: bool = False  # the model, or a member of it, was unloaded on request
+    # While loading: the models that its members' names resolve to, some of which are not tried yet.
     loading: dict[str, ModelId] = field(default_factory=dict)
 
     @property
-    def troubles(self) -> list[str]:
-        """Of each version that is not ready, or not whole, and not on its way out by wish."""
-        found = []
+    def unready_reasons(self) -> list[str]:
+        """Why versions are not, or only partly, ready, except those unloaded on request."""
+        reasons = []
         for version, (state, reason) in sorted(self.states.items()):
             model = self.models.get(version)
-            if state is not State.READY and not self.is_by_wish and (state, reason) not in _BY_WISH:
-                found.append(f"version {version} is at {state.value} state" + (f": {reason}" if reason else ""))
+            if state is not ReadyState.READY and not self.unload_requested and (state, reason) not in _REQUESTED_STATES:
+                reasons.append(f"version {version} is at {state.value} state" + (f": {reason}" if reason else ""))
             elif model is not None and model.unready_reason:
-                found.append(f"version {version}: {model.unready_reason}")
-        return found
+                reasons.append(f"version {version}: {model.unready_reason}")
+        return reasons
 
     @property
     def failed(self) -> list[int]:
-        """Versions that nobody unloaded, and that are not served."""
+        """Versions that failed: not served, and not unloaded on request."""
         return [
             version for version, (state, reason) in sorted(self.states.items())
-            if state is State.UNAVAILABLE and reason != UNLOADED and not self.is_by_wish
+            if state is ReadyState.UNAVAILABLE and reason != UNLOADED and not self.unload_requested
         ]  # fmt: skip
 
     @property
     def is_gone(self) -> bool:
-        """Nothing of it is there, or was to be."""
-        return not self.models and all(state in _BY_WISH for state in self.states.values())
+        """Whether nothing of it is served or should be."""
+        return not self.models and all(state in _REQUESTED_STATES for state in self.states.values())
 
     @property
     def highest(self) -> Model:
-        """Of those that are served."""
+        """The highest served version."""
         return self.models[max(self.models)]
 
     @property
@@ -75,37 +75,37 @@ class Entry:
 
     @property
     def members(self) -> frozenset[str]:
-        """Of the ensemble that it is, or will be."""
-        return self.wanted.union(*(ensemble.members for ensemble in self.ensembles))
+        """Member names of the ensemble that it is or will be."""
+        return self.pending_members.union(*(ensemble.members for ensemble in self.ensembles))
 
 
-class Entries:
-    """Of every model that was ever tried. A name is looked up with each request, so that it has few steps to go."""
+class ModelIndex:
+    """Entries of every model that was ever tried. Lookups by name are fast, because each request needs one."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, dict[str, Entry]] = {}  # by name, then by namespace
-        # By a member's name those that `need` told of, so that a start looks at each once; they may need it no more.
-        self._needing: dict[str, set[ModelId]] = {}
+        self._by_name: dict[str, dict[str, ModelEntry]] = {}  # by name, then by namespace
+        # By member name: ensembles ever loaded with that member, possibly outdated. Avoids scanning all at start.
+        self._ensembles_by_member: dict[str, set[ModelId]] = {}
 
-    def get(self, one: ModelId) -> Entry | None:
-        return self._by_name.get(one.name, {}).get(one.namespace)
+    def get(self, model_id: ModelId) -> ModelEntry | None:
+        return self._by_name.get(model_id.name, {}).get(model_id.namespace)
 
-    def __getitem__(self, one: ModelId) -> Entry:
-        return self._by_name[one.name][one.namespace]
+    def __getitem__(self, model_id: ModelId) -> ModelEntry:
+        return self._by_name[model_id.name][model_id.namespace]
 
-    def made(self, one: ModelId) -> Entry:
-        """A new one where there is none."""
-        return self._by_name.setdefault(one.name, {}).setdefault(one.namespace, Entry())
+    def get_or_create(self, model_id: ModelId) -> ModelEntry:
+        """Return the entry of a model, created if missing."""
+        return self._by_name.setdefault(model_id.name, {}).setdefault(model_id.namespace, ModelEntry())
 
     def named(self, name: str) -> list[ModelId]:
         return [ModelId(namespace, name) for namespace in sorted(self._by_name.get(name, ()))]
 
     def present(self, name: str) -> list[ModelId]:
-        """Those that are served, or were to be; not those that somebody has unloaded."""
-        return [one for one in self.named(name) if not self[one].is_gone]
+        """Return models of that name that are served or should be, without those unloaded on request."""
+        return [model_id for model_id in self.named(name) if not self[model_id].is_gone]
 
-    def find(self, name: str) -> Entry | None:
-        """The one of that name. raises StatusError where there are several"""
+    def find(self, name: str) -> ModelEntry | None:
+        """Return the entry of a name. raises StatusError if the name is ambiguous"""
         entries = self._by_name.get(name)
         if entries is None:
             return None
@@ -118,72 +118,76 @@ class Entries:
                 return self[there[0]]
         return next(iter(entries.values()))
 
-    def step(self, wanted: ModelId) -> Entry | None:
-        """Of an ensemble, with the ensemble's namespace. raises StatusError as `find` does"""
-        beside = self.get(wanted)
-        return beside if beside is not None and not beside.is_gone else self.find(wanted.name)
+    def find_step(self, model_id: ModelId) -> ModelEntry | None:
+        """Return the entry that a step refers to. model_id: with the ensemble's namespace. raises as `find` does"""
+        own = self.get(model_id)
+        return own if own is not None and not own.is_gone else self.find(model_id.name)
 
-    def meant(self, wanted: ModelId) -> ModelId | None:
-        """The same, None where there is none, or more than one."""
-        return chosen(wanted, self.present(wanted.name))
+    def resolve(self, model_id: ModelId) -> ModelId | None:
+        """Return the model that a step refers to; None if there is none or several."""
+        return resolve_step(model_id, self.present(model_id.name))
 
     # ------------------------------------------------------------------ ensembles, and what they are made of
 
-    def member(self, of: ModelId, name: str) -> ModelId:
-        """Of an ensemble; where there is none, or more than one, that beside it."""
-        entry, beside = self.get(of), ModelId(of.namespace, name)
+    def member(self, ensemble: ModelId, name: str) -> ModelId:
+        """Return an ensemble's member of that name; if unresolved, the one in its own namespace."""
+        entry, neighbour = self.get(ensemble), ModelId(ensemble.namespace, name)
         loading = entry.loading.get(name) if entry is not None else None
-        return loading or self.meant(beside) or beside
+        return loading or self.resolve(neighbour) or neighbour
 
-    def need(self, one: ModelId, members: Mapping[str, ModelId], given: LoadOverride) -> None:
-        """An ensemble is about to be loaded. members: by the names that its steps have"""
-        entry = self[one]
-        entry.wanted, entry.given, entry.loading = frozenset(members), given, dict(members)
+    def begin_ensemble_load(self, model_id: ModelId, members: Mapping[str, ModelId], override: LoadOverride) -> None:
+        """Record the members of an ensemble that starts loading. members: by step name"""
+        entry = self[model_id]
+        entry.pending_members, entry.override, entry.loading = frozenset(members), override, dict(members)
         for name in members:
-            self._needing.setdefault(name, set()).add(one)
+            self._ensembles_by_member.setdefault(name, set()).add(model_id)
 
-    def _naming(self, name: str) -> list[ModelId]:
-        """The ensembles that have a step of that name, in order."""
-        found = (one for one in self._needing.get(name, ()) if name in self[one].members)
-        return sorted(found, key=lambda one: (one.name, one.namespace))
+    def _ensembles_naming(self, name: str) -> list[ModelId]:
+        """Return the ensembles with a step of that name, in order."""
+        ensembles = (model_id for model_id in self._ensembles_by_member.get(name, ()) if name in self[model_id].members)
+        return sorted(ensembles, key=lambda model_id: (model_id.name, model_id.namespace))
 
-    def made_of(self, one: ModelId) -> list[ModelId]:
-        """The ensembles that need it."""
-        return [other for other in self._naming(one.name) if self.member(other, one.name) == one]
-
-    def affected(self, one: ModelId) -> list[ModelId]:
-        """The same of one that is new, and those that meant another of its name, and now neither."""
+    def ensembles_of(self, model_id: ModelId) -> list[ModelId]:
+        """Return the ensembles that contain the model."""
         return [
-            other for other in self._naming(one.name) if self.meant(ModelId(other.namespace, one.name)) in (one, None)
+            other for other in self._ensembles_naming(model_id.name) if self.member(other, model_id.name) == model_id
         ]
 
-    def check_ring(self, one: ModelId, members: Iterable[ModelId]) -> None:
-        """raises StatusError where a member of an ensemble needs it, perhaps by way of others"""
-        seen, left = set[ModelId](), [(member, one) for member in members]
+    def affected(self, model_id: ModelId) -> list[ModelId]:
+        """Return the ensembles for which a new model resolves a step, or makes it ambiguous."""
+        return [
+            other
+            for other in self._ensembles_naming(model_id.name)
+            if self.resolve(ModelId(other.namespace, model_id.name)) in (model_id, None)
+        ]
+
+    def check_ring(self, model_id: ModelId, members: Iterable[ModelId]) -> None:
+        """Check that no member depends on the ensemble itself. raises StatusError"""
+        visited, left = set[ModelId](), [(member, model_id) for member in members]
         while left:
-            member, by = left.pop()
-            if member == one:
-                raise invalid(f"circular dependency between ensembles: {one} -> ... -> {by} -> {one}")
+            member, needed_by = left.pop()
+            if member == model_id:
+                raise invalid(f"circular dependency between ensembles: {model_id} -> ... -> {needed_by} -> {model_id}")
             entry = self.get(member)
-            if entry is not None and member not in seen:
-                seen.add(member)
+            if entry is not None and member not in visited:
+                visited.add(member)
                 left.extend((self.member(member, name), member) for name in entry.members)
 
     # ------------------------------------------------------------------ all of them
 
-    def items(self) -> list[tuple[ModelId, Entry]]:
-        """In order."""
-        return [(one, self[one]) for name in sorted(self._by_name) for one in self.named(name)]
+    def items(self) -> list[tuple[ModelId, ModelEntry]]:
+        """Return all entries in order."""
+        return [(model_id, self[model_id]) for name in sorted(self._by_name) for model_id in self.named(name)]
 
     def failed(self) -> Iterator[tuple[ModelId, int]]:
-        """Versions that were to be served, and could not be loaded."""
-        for one, entry in self.items():
-            yield from ((one, version) for version in entry.failed)
+        """Yield versions that should be served but failed to load."""
+        for model_id, entry in self.items():
+            yield from ((model_id, version) for version in entry.failed)
 
     def check_owner(self, name: str, owner: str) -> None:
-        """Of several API keys, only that which loaded a model may change it; "": an admin's. raises StatusError"""
-        for one in self.named(name) if owner else ():
-            entry = self[one]
+        """Check that the API key may change models of a name: only its own; "" is an admin. raises StatusError"""
+        for model_id in self.named(name) if owner else ():
+            entry = self[model_id]
             if entry.models and entry.owner != owner:
                 whose = "with another API key" if entry.owner else "by the server's operator"
                 what = f"model '{name}' was loaded {whose}, so that this API key cannot change it"
@@ -191,11 +195,11 @@ class Entries:
 
     def clear(self) -> None:
         self._by_name.clear()
-        self._needing.clear()
+        self._ensembles_by_member.clear()
 
 
-def version_of(entry: Entry | None, name: str, version: int | None) -> Model:
-    """None: the highest version. raises StatusError"""
+def version_of(entry: ModelEntry | None, name: str, version: int | None) -> Model:
+    """Return a served version; None: the highest. raises StatusError"""
     if entry is None:
         raise _unknown(f"'{name}' is not found")
     if version is None:
@@ -209,5 +213,5 @@ def version_of(entry: Entry | None, name: str, version: int | None) -> Model:
     raise _unknown(f"'{name}' version {version} is not found")
 
 
-def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
-    return StatusError(code, f"Request for unknown model: {what}")
+def _unknown(detail: str, code: Code = Code.NOT_FOUND) -> StatusError:
+    return StatusError(code, f"Request for unknown model: {detail}")

@@ -1,4 +1,4 @@
-"""Changes of models: of each one at a time, of different ones any number; none looks at what another is served from."""
+"""Serialises load and unload per model; different models change concurrently."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.status_code import Code, StatusError
 
-_MOST_CHANGES = 16  # of one model that wait for their turn
+_MAX_CHANGES = 16  # pending changes of one model
 
 
 @dataclass(slots=True)
 class _ModelLock:
-    """n: changes of one model that are made or wait"""
+    """Lock of one model. n: changes in progress or waiting"""
 
     n: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -21,38 +21,40 @@ class _ModelLock:
 
 
 class ModelLocks:
-    """Of one event loop."""
+    """Locks of all models of one event loop."""
 
     def __init__(self) -> None:
-        self._of: dict[ModelId, _ModelLock] = {}  # of the models that are being changed
+        self._locks: dict[ModelId, _ModelLock] = {}  # of models that are changing
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._locks)
 
-    def __contains__(self, one: ModelId) -> bool:
-        return one in self._of
+    def __contains__(self, model_id: ModelId) -> bool:
+        return model_id in self._locks
 
     def named(self, name: str) -> list[ModelId]:
-        return [one for one in self._of if one.name == name]
+        return [model_id for model_id in self._locks if model_id.name == name]
 
-    async def over(self, one: ModelId) -> None:
-        """Until nobody changes it."""
-        turn = self._of.get(one)
-        if turn is not None:
-            await turn.is_over.wait()
+    async def wait_released(self, model_id: ModelId) -> None:
+        """Wait until no change of the model is in progress or waiting."""
+        model_lock = self._locks.get(model_id)
+        if model_lock is not None:
+            await model_lock.is_over.wait()
 
     @asynccontextmanager
-    async def of(self, one: ModelId) -> AsyncIterator[None]:
-        """raises StatusError where too many wait"""
-        turn = self._of.setdefault(one, _ModelLock())
-        if turn.n >= _MOST_CHANGES:
-            raise StatusError(Code.UNAVAILABLE, f"{turn.n} changes of model '{one}' wait for one that is under way")
-        turn.n += 1
+    async def hold(self, model_id: ModelId) -> AsyncIterator[None]:
+        """Hold the lock of a model. raises StatusError if too many changes wait"""
+        model_lock = self._locks.setdefault(model_id, _ModelLock())
+        if model_lock.n >= _MAX_CHANGES:
+            raise StatusError(
+                Code.UNAVAILABLE, f"{model_lock.n} changes of model '{model_id}' wait for one that is under way"
+            )
+        model_lock.n += 1
         try:
-            async with turn.lock:
+            async with model_lock.lock:
                 yield
         finally:
-            turn.n -= 1
-            if not turn.n:
-                del self._of[one]
-                turn.is_over.set()
+            model_lock.n -= 1
+            if not model_lock.n:
+                del self._locks[model_id]
+                model_lock.is_over.set()

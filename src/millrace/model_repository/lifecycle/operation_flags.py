@@ -1,4 +1,4 @@
-"""The command line's flags of how tensor models are operated: Triton's names and forms."""
+"""Command-line flags for operating tensor models, with Triton's names and syntax."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from millrace.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class OperationFlags(Settings):
-    """What is measured of tensor models, and what they share."""
+    """Flags for metrics, rate limiting and the response cache of tensor models."""
 
     title: ClassVar = "Model repository (Triton)"
 

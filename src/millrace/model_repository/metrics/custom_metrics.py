@@ -1,7 +1,7 @@
-"""Metrics that models count themselves, in Prometheus' text format; Triton's rules and words.
+"""Custom metrics of models, in Prometheus' text format, with Triton's rules and messages.
 
-Families of one name are one, and so are metrics of one family with equal labels: they are there as long as anybody has
-them. Called from any thread, and from destructors, which come in the middle of anything: these only leave a note.
+Families of the same name are shared, and so are metrics of a family with equal labels; both exist while any model holds
+them. Called from any thread and from destructors; a destructor only queues the removal, because it may run at any time.
 """
 
 import bisect
@@ -17,14 +17,14 @@ from millrace.model_repository.request.status_code import Code, StatusError, inv
 
 KINDS = ("COUNTER", "GAUGE", "HISTOGRAM")
 _NAME, _LABEL = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_OURS = ("nv_", "millrace", "vllm:", "http_", "process_", "python_")  # the server's own names begin so
-_MOST = 10_000  # metrics of one server: whoever labels them with what clients write would fill its memory
-_LONGEST = 1000  # characters of a name, a label or a description
+_OURS = ("nv_", "millrace", "vllm:", "http_", "process_", "python_")  # prefixes of the server's own metrics
+_MAX_METRICS = 10_000  # per server: bounds memory if models use client input as labels
+_MAX_LENGTH = 1000  # characters of a name, label or description
 
 
 @dataclass(slots=True)
 class _Metric:
-    """A value, or of a histogram observations by their bucket, the last beyond all bounds, and their sum."""
+    """A metric: a value, or for a histogram counts per bucket (the last is unbounded) and the sum."""
 
     bounds: tuple[float, ...] = ()
     n_in: list[int] = field(default_factory=list)
@@ -51,15 +51,15 @@ class CustomMetrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._families: dict[str, _Family] = {}
-        self._held: dict[int, _MetricRef] = {}  # by the numbers that models know them by
+        self._refs: dict[int, _MetricRef] = {}  # by the numbers that models use
         self._numbers = itertools.count(1)
         self._dropped: deque[int] = deque()
 
     def family(self, name: str, description: str, kind: int) -> int:
-        """Its number. raises StatusError, as all of these do"""
+        """Create or share a family and return its number. raises StatusError, as all of these do"""
         if kind not in range(len(KINDS)):
             raise invalid("Unsupported kind passed to MetricFamily constructor.")
-        if not _NAME.fullmatch(name) or len(name) > _LONGEST:
+        if not _NAME.fullmatch(name) or len(name) > _MAX_LENGTH:
             raise invalid(f"Invalid metric name '{name:.80}': letters, digits, _ and : are expected")
         if name.startswith(_OURS):
             raise invalid(
@@ -70,17 +70,17 @@ class CustomMetrics:
             family = self._families.get(name)
             if family is None:
                 self._check_room()
-                family = self._families[name] = _Family(name, KINDS[kind], description[:_LONGEST])
+                family = self._families[name] = _Family(name, KINDS[kind], description[:_MAX_LENGTH])
             elif family.kind != KINDS[kind]:
                 raise invalid(f"Metric name '{name}' already exists with different type: {family.kind}")
             family.n_holders += 1
-            return self._new(_MetricRef(family))
+            return self._add_ref(_MetricRef(family))
 
     def metric(self, number: int, labels: Mapping[str, str], buckets: Sequence[float] | None) -> int:
-        """number: of the family. Its own. buckets: of a histogram, upper bounds"""
+        """Create or share a metric of family `number`; return its number. buckets: upper bounds of a histogram"""
         with self._lock:
             self._sweep()
-            family = self._known(number, "create").family
+            family = self._ref(number, "create").family
             bounds = _bounds(family, buckets)
             key = _labels(labels)
             metric = family.metrics.get(key)
@@ -88,38 +88,38 @@ class CustomMetrics:
                 self._check_room()
                 metric = family.metrics[key] = _Metric(bounds, [0] * (len(bounds) + 1))
             metric.n_holders += 1
-            return self._new(_MetricRef(family, key))
+            return self._add_ref(_MetricRef(family, key))
 
-    def change(self, what: str, number: int, value: float) -> float:
-        """what: increment, set, observe or value. What it is then"""
+    def change(self, operation: str, number: int, value: float) -> float:
+        """Apply increment, set, observe or value, and return the metric's value."""
         with self._lock:
-            held = self._known(number, what)
-            assert held.labels is not None, "a family has no value"
-            family, metric = held.family, held.family.metrics[held.labels]
+            ref = self._ref(number, operation)
+            assert ref.labels is not None, "a family has no value"
+            family, metric = ref.family, ref.family.metrics[ref.labels]
             allowed = {"COUNTER": ("increment", "value"), "GAUGE": ("increment", "set", "value"),
                        "HISTOGRAM": ("observe",)}  # fmt: skip
-            if what not in allowed[family.kind]:
-                which = f"TRITONSERVER_METRIC_KIND_{family.kind} does not support {what.capitalize()}"
+            if operation not in allowed[family.kind]:
+                which = f"TRITONSERVER_METRIC_KIND_{family.kind} does not support {operation.capitalize()}"
                 raise StatusError(Code.UNSUPPORTED, which)
             if family.kind == "COUNTER" and not value >= 0:
                 raise invalid(
                     "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
                 )
-            if what == "set":
+            if operation == "set":
                 metric.value = value
-            elif what == "increment":
+            elif operation == "increment":
                 metric.value += value
-            elif what == "observe":
+            elif operation == "observe":
                 metric.n_in[bisect.bisect_left(metric.bounds, value)] += 1
                 metric.value += value
             return metric.value
 
     def drop(self, number: int) -> None:
-        """Whoever had it has it no more."""
+        """Release a family or metric; callable from destructors."""
         self._dropped.append(number)
 
     def text(self) -> str:
-        """Families without a metric are left out."""
+        """Return all families that have metrics, in Prometheus' text format."""
         with self._lock:
             self._sweep()
             lines: list[str] = []
@@ -131,35 +131,37 @@ class CustomMetrics:
                     lines += _samples(family, labels, metric)
             return "".join(f"{line}\n" for line in lines)
 
-    def _known(self, number: int, what: str) -> _MetricRef:
-        found = self._held.get(number)
-        if found is None:
-            raise StatusError(Code.INTERNAL, f"Could not {what} metric value. Metric has been invalidated.")
-        return found
+    def _ref(self, number: int, operation: str) -> _MetricRef:
+        ref = self._refs.get(number)
+        if ref is None:
+            raise StatusError(Code.INTERNAL, f"Could not {operation} metric value. Metric has been invalidated.")
+        return ref
 
-    def _new(self, held: _MetricRef) -> int:
+    def _add_ref(self, ref: _MetricRef) -> int:
         number = next(self._numbers)
-        self._held[number] = held
+        self._refs[number] = ref
         return number
 
     def _check_room(self) -> None:
-        if len(self._families) + sum(len(family.metrics) for family in self._families.values()) >= _MOST:
-            raise StatusError(Code.UNAVAILABLE, f"models of this server have {_MOST} metrics, more are not supported")
+        if len(self._families) + sum(len(family.metrics) for family in self._families.values()) >= _MAX_METRICS:
+            raise StatusError(
+                Code.UNAVAILABLE, f"models of this server have {_MAX_METRICS} metrics, more are not supported"
+            )
 
     def _sweep(self) -> None:
         while self._dropped:
-            held = self._held.pop(self._dropped.popleft(), None)
-            if held is None:
+            ref = self._refs.pop(self._dropped.popleft(), None)
+            if ref is None:
                 continue
-            family = held.family
-            if held.labels is None:
+            family = ref.family
+            if ref.labels is None:
                 family.n_holders -= 1
                 if not family.n_holders:
                     del self._families[family.name]
                 continue
-            family.metrics[held.labels].n_holders -= 1
-            if not family.metrics[held.labels].n_holders:
-                del family.metrics[held.labels]
+            family.metrics[ref.labels].n_holders -= 1
+            if not family.metrics[ref.labels].n_holders:
+                del family.metrics[ref.labels]
 
 
 def _bounds(family: _Family, buckets: Sequence[float] | None) -> tuple[float, ...]:
@@ -179,29 +181,29 @@ def _labels(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
         if not isinstance(value, str):
             what = f"Parameter [{name}] must have a type of TRITONSERVER_PARAMETER_STRING to be added as a label."
             raise invalid(what)
-        if not _LABEL.fullmatch(name) or name == "le" or max(len(name), len(value)) > _LONGEST:
-            raise invalid(f"Invalid label name '{name:.80}', or a value of more than {_LONGEST} characters")
+        if not _LABEL.fullmatch(name) or name == "le" or max(len(name), len(value)) > _MAX_LENGTH:
+            raise invalid(f"Invalid label name '{name:.80}', or a value of more than {_MAX_LENGTH} characters")
     return tuple(sorted(labels.items()))
 
 
 def _samples(family: _Family, labels: Sequence[tuple[str, str]], metric: _Metric) -> list[str]:
     if family.kind != "HISTOGRAM":
-        return [f"{family.name}{_written(labels)} {_number(metric.value)}"]
+        return [f"{family.name}{_format_labels(labels)} {_number(metric.value)}"]
     lines, n = [], 0
     for bound, n_in in zip((*metric.bounds, math.inf), metric.n_in, strict=True):
         n += n_in
-        lines.append(f"{family.name}_bucket{_written((*labels, ('le', _number(bound))))} {n}")
-    told = _written(labels)
-    return [f"{family.name}_count{told} {n}", f"{family.name}_sum{told} {_number(metric.value)}", *lines]
+        lines.append(f"{family.name}_bucket{_format_labels((*labels, ('le', _number(bound))))} {n}")
+    label_text = _format_labels(labels)
+    return [f"{family.name}_count{label_text} {n}", f"{family.name}_sum{label_text} {_number(metric.value)}", *lines]
 
 
-def _written(labels: Sequence[tuple[str, str]]) -> str:
+def _format_labels(labels: Sequence[tuple[str, str]]) -> str:
     return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}" if labels else ""
 
 
 def _escaped(text: str, quote: bool = True) -> str:
-    found = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return found.replace('"', '\\"') if quote else found
+    escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return escaped.replace('"', '\\"') if quote else escaped
 
 
 def _number(value: float) -> str:

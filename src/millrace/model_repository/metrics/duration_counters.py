@@ -1,6 +1,6 @@
-"""How long things took: so many, their nanoseconds together, and how many were how long.
+"""Duration counters and histograms: count, total nanoseconds and distribution.
 
-A duration costs a request one addition and one index, whatever is told of it.
+Recording a duration costs one addition and one index operation, whatever is exported.
 """
 
 import time
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 N_BOUNDS = 27  # 1, 2, 4, ... microseconds, up to 67 s
-RECENT_S, MOST_RECENT = 60.0, 4096  # what a summary looks back on
+RECENT_S, MAX_RECENT = 60.0, 4096  # time and number of durations that a summary covers
 
 
 @dataclass(slots=True)
 class Duration:
-    """So many, and their nanoseconds together."""
+    """Number and total of durations."""
 
     count: int = 0
     ns: int = 0
@@ -26,23 +26,23 @@ class Duration:
         if ns > 0:
             self.ns += ns
 
-    def add_all(self, each_ns: Sequence[int]) -> None:
-        """None of them negative."""
-        self.count += len(each_ns)
-        self.ns += sum(each_ns)
+    def add_all(self, all_ns: Sequence[int]) -> None:
+        """Add durations, none of them negative."""
+        self.count += len(all_ns)
+        self.ns += sum(all_ns)
 
-    def told(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
 
 
-class Histogram:
-    """Of microseconds: each bound is twice the one before, so that the place of a duration is its length in bits."""
+class DurationHistogram:
+    """Histogram with power-of-two bounds in microseconds, so that a duration's bucket is its bit length."""
 
     __slots__ = ("_n_in", "ns")
 
     def __init__(self) -> None:
         self.ns = 0
-        self._n_in = [0] * 64  # up to 1 us, 2 us, 4 us, ...; the last are longer than any clock tells
+        self._n_in = [0] * 64  # up to 1 us, 2 us, 4 us, ...; the last exceed any clock
 
     @property
     def count(self) -> int:
@@ -55,21 +55,21 @@ class Histogram:
         else:
             self._n_in[0] += 1
 
-    def add_all(self, each_ns: Sequence[int]) -> None:
-        for ns in each_ns:
+    def add_all(self, all_ns: Sequence[int]) -> None:
+        for ns in all_ns:
             self.add(ns)
 
-    def told(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
 
-    def up_to(self) -> Iterator[tuple[str, int]]:
-        """Bounds, and how many were not longer; without the last, which is all of them."""
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """Yield bounds and cumulative counts, without the final unbounded bucket."""
         for i, n in zip(range(N_BOUNDS), accumulate(self._n_in), strict=False):
             yield str(1 << i), n
 
 
-class BoundedHistogram(Histogram):
-    """With bounds of its own. bounds: ascending, in units of so many nanoseconds"""
+class BoundedHistogram(DurationHistogram):
+    """Histogram with custom bounds. bounds: ascending, in units of `unit_ns` nanoseconds"""
 
     __slots__ = ("_bounds", "_limits_ns")
 
@@ -82,13 +82,13 @@ class BoundedHistogram(Histogram):
         self.ns += max(ns, 0)
         self._n_in[bisect_left(self._limits_ns, ns)] += 1
 
-    def up_to(self) -> Iterator[tuple[str, int]]:
+    def cumulative(self) -> Iterator[tuple[str, int]]:
         for bound, n in zip(self._bounds, accumulate(self._n_in), strict=False):
             yield f"{bound:g}", n
 
 
-class WholeUnits(BoundedHistogram):
-    """Of durations that are cut to whole units, so that their sum is one of whole numbers, as Triton tells it."""
+class WholeUnitHistogram(BoundedHistogram):
+    """Histogram of durations truncated to whole units, so that the sum is a whole number, as in Triton."""
 
     __slots__ = ("_unit_ns",)
 
@@ -101,40 +101,40 @@ class WholeUnits(BoundedHistogram):
 
 
 class RecentWindow:
-    """Beside a histogram: the last durations themselves, for quantiles that no bucket rounds."""
+    """A histogram together with its most recent durations, for quantiles without bucket rounding."""
 
-    __slots__ = ("_beside", "_last")
+    __slots__ = ("_histogram", "_last")
 
-    def __init__(self, beside: Histogram) -> None:
-        self._beside = beside
-        self._last: deque[tuple[float, int]] = deque(maxlen=MOST_RECENT)  # when it came, how long it was
+    def __init__(self, histogram: DurationHistogram) -> None:
+        self._histogram = histogram
+        self._last: deque[tuple[float, int]] = deque(maxlen=MAX_RECENT)  # time of arrival, duration
 
     def add(self, ns: int) -> None:
-        self._beside.add(ns)
+        self._histogram.add(ns)
         self._last.append((time.monotonic(), max(ns, 0)))
 
-    def add_all(self, each_ns: Sequence[int]) -> None:
-        for ns in each_ns:
+    def add_all(self, all_ns: Sequence[int]) -> None:
+        for ns in all_ns:
             self.add(ns)
 
     @property
     def count(self) -> int:
-        return self._beside.count
+        return self._histogram.count
 
     @property
     def ns(self) -> int:
-        return self._beside.ns
+        return self._histogram.ns
 
-    def told(self) -> dict[str, int]:
-        return self._beside.told()
+    def to_dict(self) -> dict[str, int]:
+        return self._histogram.to_dict()
 
-    def up_to(self) -> Iterator[tuple[str, int]]:
-        return self._beside.up_to()
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        return self._histogram.cumulative()
 
-    def quantiles(self, wanted: Sequence[float]) -> list[tuple[float, float]]:
-        """Microseconds of those of the last RECENT_S; NaN where there are none."""
+    def quantiles(self, fractions: Sequence[float]) -> list[tuple[float, float]]:
+        """Return quantiles in microseconds over the last RECENT_S; NaN without durations."""
         since_s = time.monotonic() - RECENT_S
-        found = sorted(ns for at_s, ns in self._last if at_s >= since_s)
-        if not found:
-            return [(q, float("nan")) for q in wanted]
-        return [(q, found[min(len(found) - 1, int(q * len(found)))] / 1000) for q in wanted]
+        durations_ns = sorted(ns for at_s, ns in self._last if at_s >= since_s)
+        if not durations_ns:
+            return [(q, float("nan")) for q in fractions]
+        return [(q, durations_ns[min(len(durations_ns) - 1, int(q * len(durations_ns)))] / 1000) for q in fractions]

@@ -1,4 +1,4 @@
-"""What one version of a model did, as /v2/models/M/stats and the metrics tell it. Only the event loop writes here."""
+"""Statistics of a model version, for /v2/models/M/stats and metrics. Written only by the event loop."""
 
 import time
 from collections import Counter
@@ -8,16 +8,16 @@ from typing import Any
 
 from millrace.model_repository.config.config_rules import HISTOGRAMS
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.metrics.duration_counters import Duration, Histogram
-from millrace.model_repository.metrics.metrics_config import Measured, MetricsConfig
+from millrace.model_repository.metrics.duration_counters import Duration, DurationHistogram
+from millrace.model_repository.metrics.metrics_config import MetricsConfig, StageHistogram
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.scheduling.dynamic_batcher import Batch, Closed
+from millrace.model_repository.scheduling.dynamic_batcher import Batch, CloseReason
 
 STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 COMPUTE = ("compute_input", "compute_infer", "compute_output")
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")  # of failures
-_Stages = dict[str, Duration | Measured]
-_Alone = tuple[int, int, int, int]  # when it came, when computing began and ended; its batch_size
+_Stages = dict[str, Duration | StageHistogram]
+_Alone = tuple[int, int, int, int]  # arrival, start and end of computing; batch_size
 
 
 def _durations() -> dict[str, Duration]:
@@ -25,70 +25,70 @@ def _durations() -> dict[str, Duration]:
 
 
 @dataclass(slots=True)
-class Statistics:
-    """n_inferences counts the items of batches, n_executions the batches; closed: why batches had no more requests.
+class ModelStatistics:
+    """Statistics. n_inferences counts items, n_executions batches. close_reasons: why batches were closed
 
-    first_response: of a decoupled model, from a request's arrival to its first answer
-    alone: what is not counted yet, as `settle` does it in a third of the time for many; whoever reads settles before
-    closed_alone: why a batch of one request of that size has no more
+    first_response: for a decoupled model, time from a request's arrival to its first response
+    inline_times: not yet counted inline requests; `settle` counts many at once, and must precede reading
+    single_close_reason: returns the close reason of a batch of one request of that size
     """
 
     stages: _Stages
-    first_response: Histogram | None = None
+    first_response: DurationHistogram | None = None
     n_inferences: int = 0
     n_executions: int = 0
     last_inference_ms: int = 0  # since 1970
     by_size: dict[int, dict[str, Duration]] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
-    closed: Counter[Closed] = field(default_factory=Counter)
-    alone: list[_Alone] = field(default_factory=list)
-    closed_alone: Callable[[int], Closed] = lambda size: Closed.SINGLE
+    close_reasons: Counter[CloseReason] = field(default_factory=Counter)
+    inline_times: list[_Alone] = field(default_factory=list)
+    single_close_reason: Callable[[int], CloseReason] = lambda size: CloseReason.SINGLE
 
     @classmethod
-    def of(cls, config: ModelConfig, measures: MetricsConfig, *, is_decoupled: bool) -> "Statistics":
+    def from_config(cls, config: ModelConfig, measures: MetricsConfig, *, is_decoupled: bool) -> "ModelStatistics":
         measured = {stage: measures.stage(family, config) for stage, family in HISTOGRAMS.items()}
         if measures.summary_latencies:
             measured |= {stage: measures.stage("", config) for stage in ("cache_hit", "cache_miss")}
         stages: _Stages = {stage: measured.get(stage) or Duration() for stage in STAGES}
         return cls(stages, measures.first_response(config) if is_decoupled else None)
 
-    def answered(self, request: InferRequest, done_ns: int) -> None:
-        """One request came to its regular end."""
+    def record_success(self, request: InferRequest, done_ns: int) -> None:
+        """Record a successful request."""
         self.n_inferences += request.batch_size or 1
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.stages["success"].add(done_ns - request.received_ns)
         self.stages["queue"].add(request.started_ns - request.queued_ns)
         _add_computing(self.stages, request, done_ns)
 
-    def answered_again(self, request: InferRequest, began_ns: int, done_ns: int) -> None:
-        """Out of the cache, for which it was looked since `began_ns`: nothing was inferred."""
+    def record_cache_hit(self, request: InferRequest, began_ns: int, done_ns: int) -> None:
+        """Record a response from the cache; the lookup started at `began_ns`."""
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.stages["success"].add(done_ns - request.received_ns)
         self.stages["queue"].add(0)
         self.stages["cache_hit"].add(done_ns - began_ns)
 
     def settle(self) -> None:
-        """Count what was answered alone: `executed` and `answered` of batches of one that were begun as they came."""
-        alone = self.alone[:]
+        """Count inline requests: `record_batch` and `record_success` of batches of one without queueing."""
+        alone = self.inline_times[:]
         if not alone:
             return
-        self.alone.clear()
+        self.inline_times.clear()
         by_size: dict[int, list[_Alone]] = {}
         for one in alone:
             by_size.setdefault(one[3] or 1, []).append(one)
         for n_items, ones in by_size.items():
-            self._computed(
+            self._record_inline(
                 n_items, [began - came for came, began, _, _ in ones], [done - began for _, began, done, _ in ones]
             )
         ago_ns = time.monotonic_ns() - alone[-1][2]
         self.last_inference_ms = max(self.last_inference_ms, (time.time_ns() - ago_ns) // 1_000_000)
 
-    def _computed(self, n_items: int, input_ns: Sequence[int], infer_ns: Sequence[int]) -> None:
-        """Requests of so many items, each alone: the durations of each."""
+    def _record_inline(self, n_items: int, input_ns: Sequence[int], infer_ns: Sequence[int]) -> None:
+        """Record inline requests of `n_items` each, with their durations."""
         n = len(input_ns)
         self.n_inferences += n * n_items
         self.n_executions += n
-        self.closed[self.closed_alone(n_items)] += n
+        self.close_reasons[self.single_close_reason(n_items)] += n
         sized, nothing = self.by_size.setdefault(n_items, _durations()), [0] * n
         for stage, spent_ns in zip(COMPUTE, (input_ns, infer_ns, nothing), strict=True):
             self.stages[stage].add_all(spent_ns)
@@ -96,21 +96,21 @@ class Statistics:
         self.stages["queue"].add_all(nothing)
         self.stages["success"].add_all([a + b for a, b in zip(input_ns, infer_ns, strict=True)])
 
-    def failed(self, request: InferRequest, done_ns: int, reason: str) -> None:
+    def record_failure(self, request: InferRequest, done_ns: int, reason: str) -> None:
         self.failures[reason] += 1
         self.stages["fail"].add(done_ns - request.received_ns)
 
-    def executed(self, batch: Batch, done_ns: int) -> None:
-        """One batch was computed."""
+    def record_batch(self, batch: Batch, done_ns: int) -> None:
+        """Record a computed batch."""
         self.n_executions += 1
-        self.closed[batch.closed] += 1
+        self.close_reasons[batch.close_reason] += 1
         sized = self.by_size.get(batch.size)
         if sized is None:
             sized = self.by_size[batch.size] = _durations()
         _add_computing(sized, batch.requests[0], done_ns)
 
-    def told(self, name: str, version: int) -> dict[str, Any]:
-        """In the words of Triton's `model_stats`, and why batches closed."""
+    def to_dict(self, name: str, version: int) -> dict[str, Any]:
+        """Return Triton's `model_stats`, plus the close reasons of batches."""
         self.settle()
         return {
             "name": name,
@@ -118,21 +118,21 @@ class Statistics:
             "last_inference": self.last_inference_ms,
             "inference_count": self.n_inferences,
             "execution_count": self.n_executions,
-            "inference_stats": {stage: duration.told() for stage, duration in self.stages.items()},
+            "inference_stats": {stage: duration.to_dict() for stage, duration in self.stages.items()},
             "response_stats": {},
             "batch_stats": [
-                {"batch_size": size, **{stage: duration.told() for stage, duration in stages.items()}}
+                {"batch_size": size, **{stage: duration.to_dict() for stage, duration in stages.items()}}
                 for size, stages in sorted(self.by_size.items())
             ],
             "memory_usage": [],
-            "batch_closed": {closed.value: n for closed, n in self.closed.items()},
+            "batch_closed": {closed.value: n for closed, n in self.close_reasons.items()},
         }
 
 
-def _add_computing(to: Mapping[str, Duration | Measured], request: InferRequest, done_ns: int) -> None:
-    """Input, inference and output; a backend that does not tell them apart has only the second."""
+def _add_computing(stages: Mapping[str, Duration | StageHistogram], request: InferRequest, done_ns: int) -> None:
+    """Add the input, inference and output times; a backend that does not separate them has only inference."""
     begin = request.computing_ns or request.started_ns
     end = request.computed_ns or done_ns
-    to["compute_input"].add(begin - request.started_ns)
-    to["compute_infer"].add(end - begin)
-    to["compute_output"].add(done_ns - end)
+    stages["compute_input"].add(begin - request.started_ns)
+    stages["compute_infer"].add(end - begin)
+    stages["compute_output"].add(done_ns - end)

@@ -1,20 +1,20 @@
-"""Triton's metrics of tensor models, under its names and with its labels, in Prometheus' text format."""
+"""Triton's metrics of tensor models, with Triton's names and labels, in Prometheus' text format."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from millrace.model_repository.config.config_rules import FIRST_RESPONSE, HISTOGRAMS
-from millrace.model_repository.metrics.duration_counters import Histogram, RecentWindow
+from millrace.model_repository.metrics.duration_counters import DurationHistogram, RecentWindow
 from millrace.model_repository.metrics.metrics_config import MetricsConfig
 from millrace.model_repository.metrics.statistics import REASONS
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.repository.model_names import ModelId
-from millrace.model_repository.request.response_cache import ResponseCache
+from millrace.model_repository.request.response_cache import LocalResponseCache
 from millrace.model_repository.request.status_code import StatusError
 
 
 class _Sample(NamedTuple):
-    """suffix: of the family's name. more: further labels as they are written"""
+    """A sample. suffix: appended to the family's name. more: further formatted labels"""
 
     value: float
     more: str = ""
@@ -24,10 +24,10 @@ class _Sample(NamedTuple):
 _Samples = Callable[[Model], Iterable[_Sample]]
 
 
-def _stage(name: str, *, of: str = "us") -> _Samples:
+def _stage(name: str, *, quantity: str = "us") -> _Samples:
     def samples(model: Model) -> Iterator[_Sample]:
         duration = model.statistics.stages[name]
-        yield _Sample(duration.count if of == "count" else duration.ns // 1000)
+        yield _Sample(duration.count if quantity == "count" else duration.ns // 1000)
 
     return samples
 
@@ -40,19 +40,19 @@ def _failures(model: Model) -> Iterator[_Sample]:
 def _ready(model: Model) -> Iterator[_Sample]:
     try:
         is_ready = model.is_ready and not model.unready_reason
-    except StatusError:  # a member of an ensemble is gone
+    except StatusError:  # a member of an ensemble is no longer served
         is_ready = False
     yield _Sample(int(is_ready))
 
 
-def _cached(name: str, *, of: str = "us") -> _Samples:
-    """Of models whose answers are kept."""
-    told = _stage(name, of=of)
-    return lambda model: told(model) if model.cache is not None else ()
+def _cached(name: str, *, quantity: str = "us") -> _Samples:
+    """Return samples of a cache stage, only for models with a cache."""
+    stage_samples = _stage(name, quantity=quantity)
+    return lambda model: stage_samples(model) if model.cache is not None else ()
 
 
 def _closed(model: Model) -> Iterator[_Sample]:
-    for closed, n in model.statistics.closed.items():
+    for closed, n in model.statistics.close_reasons.items():
         yield _Sample(n, f',closed="{closed.value}"')
 
 
@@ -61,19 +61,19 @@ def _histogram(name: str) -> _Samples:
 
 
 def _first_responses(model: Model) -> Iterable[_Sample]:
-    found = model.statistics.first_response
-    return _distribution(found, 1_000_000) if found is not None else ()
+    histogram = model.statistics.first_response
+    return _distribution(histogram, 1_000_000) if histogram is not None else ()
 
 
 def _distribution(histogram: object, unit_ns: int) -> Iterator[_Sample]:
-    """unit_ns: nanoseconds of what its bounds and sum are in"""
-    assert isinstance(histogram, Histogram | RecentWindow), "a stage that is told as a histogram is one"
+    """Yield a histogram's samples. unit_ns: nanoseconds per unit of bounds and sum"""
+    assert isinstance(histogram, DurationHistogram | RecentWindow), "a stage that is told as a histogram is one"
     n = histogram.count
-    for bound, n_up_to in histogram.up_to():
+    for bound, n_up_to in histogram.cumulative():
         yield _Sample(n_up_to, f',le="{bound}"', "_bucket")
     yield _Sample(n, ',le="+Inf"', "_bucket")
-    whole, rest = divmod(histogram.ns, unit_ns)
-    yield _Sample(histogram.ns / unit_ns if rest else whole, suffix="_sum")
+    quotient, rest = divmod(histogram.ns, unit_ns)
+    yield _Sample(histogram.ns / unit_ns if rest else quotient, suffix="_sum")
     yield _Sample(n, suffix="_count")
 
 
@@ -81,33 +81,34 @@ def _summary(name: str, measures: MetricsConfig) -> _Samples:
     def samples(model: Model) -> Iterator[_Sample]:
         if name in _CACHED and model.cache is None:
             return
-        found = model.statistics.stages[name]
-        assert isinstance(found, RecentWindow), "summaries were asked for"
-        for quantile, us in found.quantiles(measures.summary_quantiles):
+        window = model.statistics.stages[name]
+        assert isinstance(window, RecentWindow), "summaries were asked for"
+        for quantile, us in window.quantiles(measures.summary_quantiles):
             yield _Sample(us, f',quantile="{quantile:g}"')
-        yield _Sample(found.ns / 1000, suffix="_sum")
-        yield _Sample(found.count, suffix="_count")
+        yield _Sample(window.ns / 1000, suffix="_sum")
+        yield _Sample(window.count, suffix="_count")
 
     return samples
 
 
 _CACHED = ("cache_hit", "cache_miss")
-_Family = tuple[str, str, str, _Samples]  # name, type, what it says, samples of a model
+_Family = tuple[str, str, str, _Samples]  # name, type, help text, samples of a model
 _WORDS = {"success": "request", "queue": "queue", "compute_input": "compute_input", "compute_infer": "compute_infer",
           "compute_output": "compute_output"}  # fmt: skip
 
 
 _COUNTS: tuple[_Family, ...] = (
     ("nv_inference_request_success", "counter", "Number of successful inference requests, all batch sizes",
-     _stage("success", of="count")),
+     _stage("success", quantity="count")),
     ("nv_inference_request_failure", "counter", "Number of failed inference requests, all batch sizes", _failures),
     ("nv_inference_count", "counter", "Number of inferences performed (does not include cached requests)",
      lambda m: [_Sample(m.statistics.n_inferences)]),
     ("nv_inference_exec_count", "counter", "Number of model executions performed (does not include cached requests)",
      lambda m: [_Sample(m.statistics.n_executions)]),
-    ("nv_cache_num_hits_per_model", "counter", "Number of cache hits per model", _cached("cache_hit", of="count")),
+    ("nv_cache_num_hits_per_model", "counter", "Number of cache hits per model",
+     _cached("cache_hit", quantity="count")),
     ("nv_cache_num_misses_per_model", "counter", "Number of cache misses per model",
-     _cached("cache_miss", of="count")),
+     _cached("cache_miss", quantity="count")),
     ("nv_inference_pending_request_count", "gauge",
      "Instantaneous number of pending requests awaiting execution per-model.", lambda m: [_Sample(m.n_pending)]),
     ("nv_model_load_duration_secs", "gauge", "Model load time in seconds", lambda m: [_Sample(round(m.load_s, 6))]),
@@ -142,34 +143,34 @@ _HISTOGRAMS: tuple[_Family, ...] = (
 
 
 def metrics_text(models: Iterable[Model], measures: MetricsConfig) -> str:
-    """models: every version that is served; families without a sample are left out"""
-    everybody = [(model, _labels(model)) for model in models]
-    for model, _ in everybody:
+    """Return the metrics of all served versions, without families that have no sample."""
+    labelled_models = [(model, _labels(model)) for model in models]
+    for model, _ in labelled_models:
         model.statistics.settle()
     lines: list[str] = []
     for name, kind, help_text, samples in _families(measures):
-        found = [f"{name}{s.suffix}{{{labels}{s.more}}} {s.value}" for m, labels in everybody for s in samples(m)]
-        if found:
-            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *found]
+        rows = [f"{name}{s.suffix}{{{labels}{s.more}}} {s.value}" for m, labels in labelled_models for s in samples(m)]
+        if rows:
+            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *rows]
     return "".join(f"{line}\n" for line in lines)
 
 
 def failed_text(failed: Iterable[tuple[ModelId, int]]) -> str:
-    """Of versions that could not be loaded, of which `metrics_text` tells nothing."""
+    """Return a metric for versions that failed to load, which `metrics_text` does not cover."""
     name = "millrace:model_load_failed"
     lines = [f'{name}{{{_named(one.namespace, one.name)},version="{version}"}} 1' for one, version in failed]
     head = [f"# HELP {name} 1 for each version that could not be loaded", f"# TYPE {name} gauge"]
     return "".join(f"{line}\n" for line in [*head, *lines]) if lines else ""
 
 
-def cache_text(cache: ResponseCache) -> str:
-    """Of all models together."""
-    told = (
+def cache_text(cache: LocalResponseCache) -> str:
+    """Return the metrics of the response cache."""
+    gauges = (
         ("millrace:response_cache_bytes", "Of answers that are kept", cache.n_bytes),
-        ("millrace:response_cache_size_bytes", "That they may have", cache.most_bytes),
+        ("millrace:response_cache_size_bytes", "That they may have", cache.max_bytes),
         ("millrace:response_cache_answers", "Answers that are kept", len(cache)),
     )
-    return "".join(f"# HELP {name} {what}\n# TYPE {name} gauge\n{name} {value}\n" for name, what, value in told)
+    return "".join(f"# HELP {name} {what}\n# TYPE {name} gauge\n{name} {value}\n" for name, what, value in gauges)
 
 
 def _families(measures: MetricsConfig) -> Iterator[_Family]:

@@ -1,6 +1,6 @@
-"""A model that a backend computes: its queue, its batches, its instances.
+"""A model computed by a backend: its request queue, batches and instances.
 
-Everything here runs in the event loop; instances have threads of their own (`instance_worker.py`).
+Everything here runs in the event loop; each instance has a thread of its own (`instance_worker.py`).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.model_repository.backends.backend import InstanceContext, ModelBackend
 from millrace.model_repository.execution.inline_execution import InlineExecutor
-from millrace.model_repository.execution.instance_worker import EventLoopMailbox, Worker
+from millrace.model_repository.execution.instance_worker import EventLoopMailbox, InstanceWorker
 from millrace.model_repository.execution.memory_usage import MemoryUsage
 from millrace.model_repository.execution.model_warmup import warm_up_instance
 from millrace.model_repository.models.bls import BlsExecutor
@@ -23,37 +23,37 @@ from millrace.model_repository.scheduling.dynamic_batcher import Batch, BatchQue
 from millrace.model_repository.scheduling.iterative_sequences import Slots
 
 log = logging.getLogger(__name__)
-PATIENCE_S = 60.0  # an `execute` that takes longer is told of in the log
+PATIENCE_S = 60.0  # a longer `execute` is logged as stuck
 _Answer = tuple[InferResponse | None, StatusError | None, bool]
 
 
 class BackendModel(Model):
-    _computes_here = True  # what is quick, in the event loop's thread
+    _computes_here = True  # quick batches run in the event loop's thread
 
     def __init__(
-        self, of: ModelVersionSource, backend: ModelBackend, others: BlsExecutor, loop: asyncio.AbstractEventLoop
+        self, source: ModelVersionSource, backend: ModelBackend, bls: BlsExecutor, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Its instances begin to load; `loaded` waits for them."""
-        super().__init__(of, loop, ragged=backend.takes_ragged)
-        self.rules = BatchRules.of(of.config)
-        self._outbox = EventLoopMailbox(loop)
+        """Start loading the instances; `loaded` waits for them."""
+        super().__init__(source, loop, ragged=backend.takes_ragged)
+        self.rules = BatchRules.from_config(source.config)
+        self._mailbox = EventLoopMailbox(loop)
         self._queue = BatchQueue(self.rules)
-        self._slots = Slots.of(of.config)
+        self._slots = Slots.from_config(source.config)
         self._timer: asyncio.TimerHandle | None = None
-        self._watch: asyncio.TimerHandle | None = None  # while instances compute
+        self._watch: asyncio.TimerHandle | None = None  # set while instances compute
         self._n_busy = 0  # instances that compute
-        self._broken = ""  # why no instance ever will
-        batching = of.config.dynamic_batching
-        # with preserve_ordering: those that were begun, in order, and what waits for those before it
-        self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
-        self._held: dict[InferRequest, list[_Answer]] = {}
-        self._limiter = of.common.limiter
+        self._broken = ""  # reason, once every instance is abandoned
+        batching = source.config.dynamic_batching
+        # With preserve_ordering: requests in dispatch order, and responses that wait for earlier requests.
+        self._dispatched: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
+        self._early_responses: dict[InferRequest, list[_Answer]] = {}
+        self._limiter = source.common.limiter
         if self._limiter is not None:
-            self._limiter.check(of.config.instance_group)
-        self._workers = [self._worker(backend, given) for given in InstanceContext.all_of(of, others)]
+            self._limiter.check(source.config.instance_group)
+        self._workers = [self._worker(backend, context) for context in InstanceContext.for_groups(source, bls)]
         if self._limiter is not None:
             for worker in self._workers:
-                self._limiter.add(worker, worker.given.group, self)
+                self._limiter.add(worker, worker.context.group, self)
         self._idle = deque(self._workers)
         self._memory = MemoryUsage(self.name, self.version, self._workers)
         self.infer_inline = InlineExecutor(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
@@ -61,33 +61,34 @@ class BackendModel(Model):
             self.is_decoupled or self._reshaped or self.rules.delay_ns or self._slots is not None
             or self.cache is not None or self._limiter is not None
         )  # fmt: skip
-        # Only if that decides nothing: which request is next, with which others, by which instance.
+        # Batches are queued ahead only if that cannot change which requests run together, or on which instance.
         self._gives_ahead = self._computes_here and not (batching or self._is_never_quick or self._workers[1:])
 
-    def _worker(self, backend: ModelBackend, given: InstanceContext) -> Worker:
-        return Worker(given, lambda: warm_up_instance(backend.instance(given), given), self._outbox, self)
+    def _worker(self, backend: ModelBackend, context: InstanceContext) -> InstanceWorker:
+        create = lambda: warm_up_instance(backend.instance(context), context)  # noqa: E731
+        return InstanceWorker(context, create, self._mailbox, self)
 
     async def loaded(self) -> None:
-        """raises StatusError, and all of its instances are closed, where one cannot be loaded"""
-        found = await asyncio.gather(*(asyncio.wrap_future(w.ready) for w in self._workers), return_exceptions=True)
-        failed = next((error for error in found if isinstance(error, StatusError)), None)
+        """Wait until all instances are loaded. raises StatusError, after closing all of them, if one fails to load"""
+        outcomes = await asyncio.gather(*(asyncio.wrap_future(w.ready) for w in self._workers), return_exceptions=True)
+        failed = next((error for error in outcomes if isinstance(error, StatusError)), None)
         if failed is not None:
             await self.retire()
             raise failed
 
     @property
     def n_pending(self) -> int:
-        """Requests that no instance computes."""
+        """Number of requests that no instance computes yet."""
         n_given = sum(1 for worker in self._workers for _ in worker.not_begun())
         return len(self._queue) + n_given + (len(self._slots) if self._slots is not None else 0)
 
     def _enqueue(self, request: InferRequest, now_ns: int) -> None:
         request.send_by = self._send
         if self._broken:
-            raise StatusError(Code.UNAVAILABLE, request.named + self._broken)
+            raise StatusError(Code.UNAVAILABLE, request.error_prefix + self._broken)
         if self._slots is not None:
-            request.queued_ns, request.again_by = now_ns, self._post_again
-            if not self._slots.enter(request):
+            request.queued_ns, request.reschedule_by = now_ns, self._post_reschedule
+            if not self._slots.acquire(request):
                 return
         self._queue.put(request, now_ns)
 
@@ -95,7 +96,7 @@ class BackendModel(Model):
         self._dispatch(now_ns)
 
     def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
-        """What the instance waits for that computes it; where none has taken it yet, what all of them wait for."""
+        """Return what the instance of a request waits for; if it is not started, what all instances wait for."""
         workers = [worker for worker in self._workers if not worker.is_dead]
         if any(worker.is_lost for worker in workers):
             return None
@@ -105,28 +106,28 @@ class BackendModel(Model):
             return None
         return self._all_wait_for(workers, surely)
 
-    def _all_wait_for(self, workers: Sequence[Worker], surely: bool) -> list[Waiting] | None:
-        """What these wait for; None where one of them waits for nothing."""
+    def _all_wait_for(self, workers: Sequence[InstanceWorker], surely: bool) -> list[Waiting] | None:
+        """Return what the workers wait for; None if one of them waits for nothing."""
         waits = [self._waits_of(worker, surely) for worker in workers]
-        return [waiting for of_one in waits for waiting in of_one] if waits and all(waits) else None
+        return [waiting for per_worker in waits for waiting in per_worker] if waits and all(waits) else None
 
-    def _waits_of(self, worker: Worker, surely: bool) -> Sequence[Waiting]:
+    def _waits_of(self, worker: InstanceWorker, surely: bool) -> Sequence[Waiting]:
         if worker.batch is None and self._limiter is not None:
             return self._limiter.holding(worker)
-        return [waiting for waiting, is_sure in worker.given.waits.items() if is_sure or not surely]
+        return [waiting for waiting, is_sure in worker.context.waits.items() if is_sure or not surely]
 
     def cancel(self, request: InferRequest) -> None:
-        """Nobody waits for it any more. One that no instance computes ends at once."""
+        """Cancel a request. A request that no instance computes ends immediately."""
         request.cancel()
-        is_waiting = self._queue.leave(request) or (self._slots is not None and self._slots.waits(request))
+        is_waiting = self._queue.remove(request) or (self._slots is not None and self._slots.waits(request))
         if is_waiting or any(request in worker.not_begun() for worker in self._workers):
-            self._end_all([request], StatusError(Code.CANCELLED, f"{request.named}request was cancelled"))
+            self._end_all([request], request.cancelled_error())
             return
         for worker in self._workers:
-            worker.cancelled(request)
+            worker.on_cancel(request)
 
     def can_run_inline(self, n_bytes: int) -> bool:
-        """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
+        """Return whether a request with `n_bytes` of inputs, submitted now, is answered before `submit` returns."""
         if self._n_open or self._is_never_quick or self._tracer.is_on or not self._idle:
             return False
         return n_bytes <= self._idle[0].quick_bytes
@@ -138,7 +139,7 @@ class BackendModel(Model):
         self._close_if_done()
         await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
         if self.cache is not None:
-            self.cache.forget(self.as_loaded)
+            self.cache.remove_model(self.cache_identity)
         if self._limiter is not None:
             self._limiter.remove(self._workers)
         self._unloaded()
@@ -147,14 +148,14 @@ class BackendModel(Model):
         self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, "Server is stopping"))
 
     def _waiting(self) -> list[InferRequest]:
-        """Those that no instance computes; the queue is empty afterwards."""
+        """Remove and return all requests that no instance computes."""
         not_begun = [request for worker in self._workers for request in worker.not_begun()]
-        return [*(self._slots.waiting() if self._slots is not None else ()), *self._queue.drained(), *not_begun]
+        return [*(self._slots.waiting() if self._slots is not None else ()), *self._queue.drain(), *not_begun]
 
     def _end_all(self, requests: Sequence[InferRequest], error: StatusError) -> None:
-        """Of requests that no instance computes."""
+        """End requests that no instance computes with an error."""
         for request in requests:
-            request.batch = None  # which is not counted
+            request.batch = None  # so that the batch is not counted
             self._on_response(request, None, error, True)
 
     def _close(self) -> None:
@@ -166,17 +167,17 @@ class BackendModel(Model):
     # ------------------------------------------------------------------ batches
 
     def _dispatch(self, now_ns: int) -> None:
-        """Give idle instances what there is to compute, and be woken when that may change."""
+        """Hand queued requests to idle instances, and set a timer for the next time that may change."""
         self._refuse_late(now_ns)
-        while (found := self._next(now_ns)) is not None:
-            worker, batch = found
+        while (next_batch := self._next(now_ns)) is not None:
+            worker, batch = next_batch
             for request in batch.requests:
                 request.started_ns, request.batch = now_ns, batch
                 if request.trace is not None:
                     request.trace.batch = batch
-                request.send_by = self._on_response  # in this thread, if it is computed here
-                if self._begun is not None:
-                    self._begun.append(request)
+                request.send_by = self._on_response  # called in this thread if the batch runs inline
+                if self._dispatched is not None:
+                    self._dispatched.append(request)
             if self._limiter is not None:
                 self._limiter.begin(worker)
             if self._computes_here and worker.batch is None and worker.run_inline(batch):
@@ -200,28 +201,30 @@ class BackendModel(Model):
             self._timer = self._loop.call_later((due_ns - now_ns) / 1e9, self._wake)
 
     def _refuse_late(self, now_ns: int) -> None:
-        """Those that waited too long."""
-        for request in self._queue.expired(now_ns):
+        """Reject requests whose queue timeout has expired."""
+        for request in self._queue.take_expired(now_ns):
             self._on_response(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
 
-    def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
-        """An idle instance, or one that takes batches ahead, and what it is to compute."""
-        workers = self._idle if self._limiter is None else self._limiter.among(self._idle, len(self._queue) > 0)
+    def _next(self, now_ns: int) -> tuple[InstanceWorker, Batch] | None:
+        """Return the next batch and the instance for it: an idle one, or one that accepts batches ahead."""
+        workers: Sequence[InstanceWorker] = self._idle
+        if self._limiter is not None:
+            workers = self._limiter.select_runnable(self._idle, len(self._queue) > 0)
         if not workers and self._gives_ahead and self._workers[0].takes_ahead:
             workers = self._workers
         batch = self._queue.take(now_ns) if workers else None
         if batch is not None:
             return workers[0], batch
         if self._limiter is not None:
-            self._limiter.forget(workers)
+            self._limiter.clear_waiting(workers)
         return None
 
     def on_resources_available(self) -> None:
-        """An instance that waited for resources may compute."""
+        """Dispatch again: an instance that waited for resources may compute."""
         self._dispatch(time.monotonic_ns())
 
     def _due_ns(self) -> int | None:
-        """When it is to be looked at again, though nothing comes."""
+        """Return when to dispatch again if nothing else happens."""
         return self._queue.due_ns()
 
     def _wake(self) -> None:
@@ -231,29 +234,26 @@ class BackendModel(Model):
         self._dispatch(time.monotonic_ns())
 
     def _log_stuck_instances(self) -> None:
-        """Once in `PATIENCE_S`, for a timer for each batch would cost each: say which instances are stuck."""
-        since_s = self._loop.time() - PATIENCE_S
+        """Log stuck instances. Runs once per `PATIENCE_S`, because a timer per batch would slow down each batch."""
+        message, now_s = "%s version %d: %s computes one batch for %.1f s", self._loop.time()
         for worker in self._workers:
-            if worker.busy_since_s is not None and worker.busy_since_s <= since_s:
-                took_s = self._loop.time() - worker.busy_since_s
-                log.warning(
-                    "%s version %d: %s computes one batch for %.1f s", self.name, self.version, worker.name, took_s
-                )
+            if worker.busy_since_s is not None and worker.busy_since_s <= now_s - PATIENCE_S:
+                log.warning(message, self.name, self.version, worker.name, now_s - worker.busy_since_s)
         self._watch = self._loop.call_later(PATIENCE_S, self._log_stuck_instances) if self._n_busy else None
 
-    def on_worker_idle(self, worker: Worker, batch: Batch) -> None:
-        """An instance is done with a batch; what it answered has come before this."""
+    def on_worker_idle(self, worker: InstanceWorker, batch: Batch) -> None:
+        """Handle a finished batch; its responses have already been delivered."""
         self._end(worker, batch)
         self._free(worker)
 
-    def _free(self, worker: Worker) -> None:
+    def _free(self, worker: InstanceWorker) -> None:
         worker.done(self._loop.time())
         if worker.batch is not None:
             self._dispatch(time.monotonic_ns())
             return
         self._n_busy -= 1
-        for waiting in [waiting for waiting, is_sure in worker.given.waits.items() if not is_sure]:
-            del worker.given.waits[waiting]  # it did not wait for it
+        for waiting in [waiting for waiting, is_sure in worker.context.waits.items() if not is_sure]:
+            del worker.context.waits[waiting]  # the finished batch did not wait for it
         if self._limiter is not None:
             self._limiter.end(worker)
         if worker.is_lost:
@@ -263,41 +263,40 @@ class BackendModel(Model):
         self._dispatch(time.monotonic_ns())
         self._close_if_done()
 
-    def on_batch_returned(self, worker: Worker, batch: Batch) -> None:
+    def on_batch_returned(self, worker: InstanceWorker, batch: Batch) -> None:
         for request in batch.requests:
-            if self._begun is not None:
-                self._begun.remove(request)
+            if self._dispatched is not None:
+                self._dispatched.remove(request)
             request.started_ns, request.batch = 0, None
         self._queue.put_back([request for request in batch.requests if not request.cancelled])
         for request in batch.requests:
             if request.cancelled:
-                cancelled = StatusError(Code.CANCELLED, f"{request.named}request was cancelled")
-                self._on_response(request, None, cancelled, True)
+                self._on_response(request, None, request.cancelled_error(), True)
         self._free(worker)
 
-    def on_worker_lost(self, worker: Worker, why: str) -> None:
-        log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, why)
+    def on_worker_lost(self, worker: InstanceWorker, reason: str) -> None:
+        log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, reason)
         worker.is_lost, worker.unready = True, ""
         if worker in self._idle:
             self._idle.remove(worker)
             worker.revive()
 
-    def on_readiness(self, worker: Worker, why: str) -> None:
-        log.info("%s version %d: %s: %s", self.name, self.version, worker.name, why or "it is ready again")
-        worker.unready = why
+    def on_readiness(self, worker: InstanceWorker, reason: str) -> None:
+        log.info("%s version %d: %s: %s", self.name, self.version, worker.name, reason or "it is ready again")
+        worker.unready = reason
 
-    def on_worker_restarted(self, worker: Worker) -> None:
+    def on_worker_restarted(self, worker: InstanceWorker) -> None:
         log.info("%s version %d: %s is there again", self.name, self.version, worker.name)
         worker.is_lost, worker.unready = False, ""
         self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
 
-    def on_worker_abandoned(self, worker: Worker, why: str) -> None:
-        """Where none is left what waits is answered, and what comes is refused."""
+    def on_worker_abandoned(self, worker: InstanceWorker, reason: str) -> None:
+        """Mark a worker dead. If none is left, waiting requests fail and new ones are rejected."""
         worker.is_dead = True
-        log.error("%s version %d: %s is given up: %s", self.name, self.version, worker.name, why)
+        log.error("%s version %d: %s is given up: %s", self.name, self.version, worker.name, reason)
         if all(worker.is_dead for worker in self._workers):
-            self._broken = f"all instances of model '{self.name}' ended again and again: {why}"
+            self._broken = f"all instances of model '{self.name}' ended again and again: {reason}"
             self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, self._broken))
 
     def statistics_dict(self) -> dict[str, Any]:
@@ -313,39 +312,37 @@ class BackendModel(Model):
         unready = [f"{worker.name}: {worker.unready}" for worker in self._workers if worker.unready]
         return self._broken or "; ".join([f"{', '.join(lost)} is being made anew"] * bool(lost) + unready)
 
-    def _end(self, worker: Worker, batch: Batch) -> None:
+    def _end(self, worker: InstanceWorker, batch: Batch) -> None:
         self._count(batch, time.monotonic_ns())
         if worker.answers_later:
             return
         for request in batch.requests:
             if not request.finished:
-                failed = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
+                failed = StatusError(Code.INTERNAL, f"{request.error_prefix}no response from model '{self.name}'")
                 self._on_response(request, None, failed, True)
 
-    def _post_again(self, request: InferRequest) -> None:
-        """From any thread."""
-        self._outbox.post(self._again, request)
+    def _post_reschedule(self, request: InferRequest) -> None:
+        """Post to the event loop; callable from any thread."""
+        self._mailbox.post(self._reschedule, request)
 
-    def _again(self, request: InferRequest) -> None:
-        """Its instance, which ends the batch after this, wants it once more."""
+    def _reschedule(self, request: InferRequest) -> None:
+        """Queue a request again at its model's wish; the instance ends the batch after this call."""
         if request.finished:
             return
         now_ns = time.monotonic_ns()
         if request.batch is not None:
             self._count(request.batch, now_ns)
         if request.cancelled:
-            self._on_response(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+            self._on_response(request, None, request.cancelled_error(), True)
             return
         request.flags = request.started_ns = request.computing_ns = request.computed_ns = 0
         self._queue.put(request, now_ns)
 
-    # ------------------------------------------------------------------ answers
-
     def _send(
         self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
-        """From any thread."""
-        self._outbox.post(self._on_response, request, response, error, final)
+        """Post to the event loop; callable from any thread."""
+        self._mailbox.post(self._on_response, request, response, error, final)
 
     def _on_response(
         self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
@@ -361,37 +358,37 @@ class BackendModel(Model):
                 self._count(request.batch, now_ns)
             self._finished(request, error, now_ns)
             self._pass_on_slot(request, now_ns)
-        if self._begun is None or not request.started_ns:
+        if self._dispatched is None or not request.started_ns:
             self._deliver(request, (response, error, final))
         else:
-            self._held.setdefault(request, []).append((response, error, final))
+            self._early_responses.setdefault(request, []).append((response, error, final))
             self._release()
         if final:
             self._close_if_done()
 
     def _pass_on_slot(self, request: InferRequest, now_ns: int) -> None:
-        following = self._slots.leave(request) if self._slots is not None else None
+        following = self._slots.release(request) if self._slots is not None else None
         if following is not None:
             self._queue.put(following, now_ns)
-            self._loop.call_soon(self._wake)  # and not within whatever ended this one
+            self._loop.call_soon(self._wake)  # not inside the call that ended this request
 
     def _count(self, batch: Batch, now_ns: int) -> None:
-        """At its first answer: whoever has one finds it in the statistics."""
+        """Count a batch at its first response, so that a client with a response finds it in the statistics."""
         if batch.requests[0].batch is not None:
-            self.statistics.executed(batch, now_ns)
+            self.statistics.record_batch(batch, now_ns)
             for request in batch.requests:
                 request.batch = None
 
     def _release(self) -> None:
-        """Answers whose turn it is: those of the oldest request that was begun, and once it has ended, of the next."""
-        assert self._begun is not None
-        while self._begun:
-            request = self._begun[0]
-            for answer in self._held.pop(request, ()):
+        """Deliver responses in dispatch order: those of the oldest request and, once it has ended, of the next."""
+        assert self._dispatched is not None
+        while self._dispatched:
+            request = self._dispatched[0]
+            for answer in self._early_responses.pop(request, ()):
                 self._deliver(request, answer)
             if not request.finished:
                 return
-            self._begun.popleft()
+            self._dispatched.popleft()
 
     def _deliver(self, request: InferRequest, answer: _Answer) -> None:
         if request.receive is not None:

@@ -1,8 +1,8 @@
-"""Requests that models make of other models (business logic scripting, in Triton's words), and what may hold them up.
+"""Business logic scripting (BLS): requests from one model to another, with deadlock detection.
 
-A model that waits for another one holds its instance. Where all instances of a model wait in this way for requests that
-wait for these very instances, nothing would ever move again: every so often those that wait are looked at, and the
-youngest of such a ring is answered with an error that names it.
+A model that waits for another model blocks its instance. If all instances of a model wait for requests that in turn
+wait for these instances, they deadlock. Waiting requests are checked periodically, and the youngest request of such a
+ring fails with an error that names the ring.
 """
 
 import asyncio
@@ -23,43 +23,43 @@ from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.response_stream import UnreadBytes
 from millrace.model_repository.request.status_code import Code, StatusError
 
-LOOK_S = 0.25  # between two looks at those that wait; a ring is one when it is seen in both
-LONG_LOOKS = 20  # in a row, where an instance may wait for what a thread of its model asked, and nobody can see whether
+CHECK_INTERVAL_S = 0.25  # between two checks; a ring counts once two checks in a row have found it
+MAX_POSSIBLE_RINGS = 20  # in a row, for rings in which an instance only possibly waits for a thread's request
 T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
 class NestedRequest:
-    """One request of a model to another.
+    """One request from a model to another.
 
-    by: the model that asks. given: what `request` is to be given. behind: it ends when all of these are cancelled.
-    waits_by: what the instance that asks waits for, where it waits for this, too: surely, or perhaps.
+    caller: the calling model. inputs: the inputs of `request`. parents: the call is cancelled when all of these are.
+    caller_waits: the requests that the calling instance waits for, and whether it certainly does; None if it does not.
     receive: called in the event loop
     """
 
-    by: str
+    caller: str
     model: str
     version: int | None
     is_decoupled: bool
     request: InferRequest
-    given: Sequence[RawInput]
-    behind: Sequence[InferRequest]
-    waits_by: "dict[Waiting, bool] | None"
+    inputs: Sequence[RawInput]
+    parents: Sequence[InferRequest]
+    caller_waits: "dict[Waiting, bool] | None"
     is_sure: bool
     receive: Receiver
     is_over: bool = False
-    asked: Model | None = None
+    target: Model | None = None
     unread: UnreadBytes | None = None
-    sizes: deque[int] = field(default_factory=deque)  # of responses that were not read, in bytes
-    n_looks: int = 0  # in a row, that saw it in a ring of those that surely wait
-    n_long: int = 0  # the same of those that perhaps do
+    sizes: deque[int] = field(default_factory=deque)  # of unread responses, in bytes
+    n_sure_rings: int = 0  # consecutive checks that found it in a ring of certain waits
+    n_possible_rings: int = 0  # consecutive checks that found it in a ring with possible waits
 
     def outer_cancelled(self) -> bool:
-        return bool(self.behind) and all(outer.cancelled for outer in self.behind)
+        return bool(self.parents) and all(outer.cancelled for outer in self.parents)
 
 
-class Repository(Protocol):
-    """What models are asked of. `get`, `load` and `unload` raise StatusError"""
+class BlsRepository(Protocol):
+    """The repository that nested requests go to. `get`, `load` and `unload` raise StatusError."""
 
     common: RepositoryContext
 
@@ -67,7 +67,7 @@ class Repository(Protocol):
 
     def named(self, name: str) -> list[ModelId]: ...
 
-    def loads_behind(self, one: ModelId) -> frozenset[ModelId]: ...
+    def pending_members(self, model: ModelId) -> frozenset[ModelId]: ...
 
     async def load(
         self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None, *, owner: str = ""
@@ -77,18 +77,18 @@ class Repository(Protocol):
 
 
 class BlsExecutor:
-    """Of one event loop."""
+    """Runs the nested requests of all models in one event loop."""
 
-    def __init__(self, repository: Repository, custom: CustomMetrics, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, repository: BlsRepository, custom: CustomMetrics, loop: asyncio.AbstractEventLoop) -> None:
         self._repository, self.custom, self._loop = repository, custom, loop
-        self._loads: dict[ModelId, list[str]] = {}  # of models that are being loaded themselves, which they wait for
-        self._open: dict[NestedRequest, None] = {}  # in the order in which they came
+        self._loads: dict[ModelId, list[str]] = {}  # by a model that is loading: the models it waits for
+        self._open: dict[NestedRequest, None] = {}  # in the order of arrival
         self._timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ from any thread
 
     def post(self, work: Callable[..., None], *arguments: Any) -> bool:
-        """Do it in the event loop; False: that has ended, and nothing happens."""
+        """Schedule `work` in the event loop; False, without effect, if the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(work, *arguments)
         except RuntimeError:
@@ -96,7 +96,7 @@ class BlsExecutor:
         return True
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """raises what it raises; StatusError where the event loop has ended"""
+        """Run a coroutine in the event loop and wait. raises what it raises; StatusError if the loop has ended"""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except (RuntimeError, concurrent.futures.CancelledError):
@@ -106,41 +106,43 @@ class BlsExecutor:
     # ------------------------------------------------------------------ of the event loop
 
     async def load(
-        self, by: ModelId, is_loading: bool, name: str, config: Mapping[str, Any] | None, files: Files
+        self, caller: ModelId, is_loading: bool, name: str, config: Mapping[str, Any] | None, files: Files
     ) -> None:
-        """By a model; is_loading: it is being loaded itself. raises StatusError"""
+        """Load a model for a calling model. is_loading: the caller itself is still loading. raises StatusError"""
         if not is_loading:
             return await self._repository.load(name, config, files)
-        waiting = self._loads.setdefault(by, [])
+        waiting = self._loads.setdefault(caller, [])
         waiting.append(name)
         loading = self._loop.create_task(self._repository.load(name, config, files))
         try:
             while not loading.done():
-                self._check_load(by, name)  # an ensemble knows its models only once it is being loaded itself
-                await asyncio.wait((loading,), timeout=LOOK_S)
+                self._check_load(caller, name)  # an ensemble's members are known only while it loads
+                await asyncio.wait((loading,), timeout=CHECK_INTERVAL_S)
             return await loading
         finally:
             loading.cancel()
             waiting.remove(name)
             if not waiting:
-                del self._loads[by]
+                del self._loads[caller]
 
-    def _check_load(self, by: ModelId, name: str) -> None:
-        """raises StatusError where that model can be loaded only after `by`"""
-        ways = [[by, one] for one in self._repository.named(name)]
-        seen = set[ModelId]()
-        while ways:
-            way = ways.pop()
-            if way[-1] == by:
-                what = f"deadlock: model '{by}' loads model '{name}', which waits until '{by}' itself is loaded"
-                raise StatusError(Code.UNAVAILABLE, f"{what} ({' -> '.join(map(str, way))})")
-            if way[-1] not in seen:
-                seen.add(way[-1])
-                asked = (one for of_name in self._loads.get(way[-1], ()) for one in self._repository.named(of_name))
-                ways += [[*way, following] for following in {*asked, *self._repository.loads_behind(way[-1])}]
+    def _check_load(self, caller: ModelId, name: str) -> None:
+        """Check that loading a model does not need the caller itself. raises StatusError"""
+        paths = [[caller, one] for one in self._repository.named(name)]
+        visited = set[ModelId]()
+        while paths:
+            path = paths.pop()
+            if path[-1] == caller:
+                what = f"deadlock: model '{caller}' loads model '{name}', which waits until '{caller}' itself is loaded"
+                raise StatusError(Code.UNAVAILABLE, f"{what} ({' -> '.join(map(str, path))})")
+            if path[-1] not in visited:
+                visited.add(path[-1])
+                requested = (
+                    one for of_name in self._loads.get(path[-1], ()) for one in self._repository.named(of_name)
+                )
+                paths += [[*path, following] for following in {*requested, *self._repository.pending_members(path[-1])}]
 
     async def unload(self, name: str, with_members: bool) -> None:
-        """raises StatusError"""
+        """Unload a model. raises StatusError"""
         await self._repository.unload(name, with_members=with_members)
 
     async def is_ready(self, name: str, version: int | None) -> bool:
@@ -150,8 +152,8 @@ class BlsExecutor:
             return False
 
     def begin(self, call: NestedRequest) -> None:
-        """Ask. Whatever goes wrong is an answer."""
-        if call.is_over:  # cancelled before it came here
+        """Submit a nested request. Errors are delivered as its response."""
+        if call.is_over:  # cancelled before it was submitted
             return
         try:
             self._begin(call)
@@ -159,19 +161,19 @@ class BlsExecutor:
             self._answered(call, None, error, True)
 
     def cancel(self, call: NestedRequest) -> None:
-        self._cut(call, _cancelled(call))
+        self._end_early(call, call.request.cancelled_error())
 
-    def taken(self, call: NestedRequest) -> None:
-        """Its oldest response was read."""
+    def on_response_read(self, call: NestedRequest) -> None:
+        """Release the bytes of the call's oldest unread response."""
         if call.unread is not None and call.sizes:
             call.unread.take_off(call.sizes.popleft())
 
     def _begin(self, call: NestedRequest) -> None:
-        """raises StatusError"""
+        """Submit a nested request. raises StatusError"""
         try:
             model = self._repository.get(call.model, call.version)
         except StatusError as error:
-            if error.code is Code.INVALID_ARG:  # which of several is meant: a name is all that a model can say
+            if error.code is Code.INVALID_ARG:  # an ambiguous name: a model cannot give a namespace
                 raise
             what = f"Failed for execute the inference request. Model '{call.model}' is not ready."
             raise StatusError(Code.INTERNAL, what) from None
@@ -182,31 +184,31 @@ class BlsExecutor:
                 "the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' "
                 "calls for decoupled models.'",
             )
-        model.checker.take(call.request, call.given)
+        model.checker.attach_inputs(call.request, call.inputs)
         if call.outer_cancelled():
-            raise _cancelled(call)
-        call.asked, call.unread, watcher = model, UnreadBytes(model), partial(self._outer_cancelled, call)
-        for outer in call.behind:
+            raise call.request.cancelled_error()
+        call.target, call.unread, watcher = model, UnreadBytes(model), partial(self._outer_cancelled, call)
+        for outer in call.parents:
             outer.watch(call, watcher)
-        if call.waits_by is not None:
-            call.waits_by[model, call.request] = call.is_sure
+        if call.caller_waits is not None:
+            call.caller_waits[model, call.request] = call.is_sure
         self._open[call] = None
-        for outer in call.behind:
-            self._repository.common.tracer.inner(call.request, outer)
+        for outer in call.parents:
+            self._repository.common.tracer.trace_nested(call.request, outer)
         model.submit(call.request, lambda *answer: self._answered(call, *answer))
         if self._open and self._timer is None:
-            self._timer = self._loop.call_later(LOOK_S, self._look)
+            self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check_deadlocks)
 
     def _outer_cancelled(self, call: NestedRequest) -> None:
         if call.outer_cancelled():
             self.cancel(call)
 
-    def _cut(self, call: NestedRequest, error: StatusError) -> None:
-        """Whoever asks goes on at once; what computes may take longer."""
+    def _end_early(self, call: NestedRequest, error: StatusError) -> None:
+        """End a call with an error. The caller continues immediately; the called model may take longer."""
         if not call.is_over:
             self._answered(call, None, error, True)
-            if call.asked is not None:
-                call.asked.cancel(call.request)
+            if call.target is not None:
+                call.target.cancel(call.request)
 
     def _answered(
         self, call: NestedRequest, response: InferResponse | None, error: StatusError | None, final: bool
@@ -221,75 +223,71 @@ class BlsExecutor:
             try:
                 call.sizes.append(call.unread.add(call.request, response))
             except StatusError as too_much:
-                self._cut(call, too_much)
+                self._end_early(call, too_much)
                 return
         call.receive(response, error, final)
 
     def _end(self, call: NestedRequest) -> None:
         call.is_over = True
         self._open.pop(call, None)
-        for outer in call.behind:
+        for outer in call.parents:
             outer.unwatch(call)
-        if call.waits_by is not None and call.asked is not None:
-            call.waits_by.pop((call.asked, call.request), None)
+        if call.caller_waits is not None and call.target is not None:
+            call.caller_waits.pop((call.target, call.request), None)
 
     # ------------------------------------------------------------------ rings
 
-    def _look(self) -> None:
-        """Once in LOOK_S, while models wait for models."""
+    def _check_deadlocks(self) -> None:
+        """Find rings of waiting requests. Runs once per CHECK_INTERVAL_S while nested requests are open."""
         self._timer = None
-        for call in reversed(list(self._open)):  # the youngest first: without it the others may go on
+        for call in reversed(list(self._open)):  # the youngest first: without it the others may continue
             ring = _ring(call, surely=True)
-            call.n_looks = call.n_looks + 1 if ring else 0
+            call.n_sure_rings = call.n_sure_rings + 1 if ring else 0
             ring = ring or _ring(call, surely=False)
-            call.n_long = call.n_long + 1 if ring else 0
-            if call.n_looks > 1 or call.n_long > LONG_LOOKS:
-                self._cut(call, _deadlock(call, ring))
+            call.n_possible_rings = call.n_possible_rings + 1 if ring else 0
+            if call.n_sure_rings > 1 or call.n_possible_rings > MAX_POSSIBLE_RINGS:
+                self._end_early(call, _deadlock(call, ring))
         if self._open:
-            self._timer = self._loop.call_later(LOOK_S, self._look)
+            self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check_deadlocks)
 
 
 def _ring(call: NestedRequest, surely: bool) -> list[Waiting]:
-    """How `call` waits for itself to be over, one waiting for the next; empty where it may yet be answered."""
-    if call.waits_by is None or call.asked is None or (surely and not call.is_sure):
+    """Return the ring of requests through which `call` waits for itself; empty if it may still be answered."""
+    if call.caller_waits is None or call.target is None or (surely and not call.is_sure):
         return []
-    first: Waiting = (call.asked, call.request)
-    seen, left = {first}, [first]
+    first: Waiting = (call.target, call.request)
+    visited, left = {first}, [first]
     while left:
-        behind = _behind(left.pop(), surely)
+        behind = _next_waits(left.pop(), surely)
         if behind is None:
             return []
-        left += [waiting for waiting in behind if waiting not in seen]
-        seen.update(behind)
+        left += [waiting for waiting in behind if waiting not in visited]
+        visited.update(behind)
     return _circle(first, surely)
 
 
 def _circle(first: Waiting, surely: bool) -> list[Waiting]:
-    """From one of those that only wait for one another to the second time that one of them comes."""
+    """Follow the waits from `first` until a request repeats."""
     path = [first]
-    while (behind := _behind(path[-1], surely)) is not None:
+    while (behind := _next_waits(path[-1], surely)) is not None:
         path.append(behind[0])
         if behind[0] in path[:-1]:
             break
     return path
 
 
-def _behind(waiting: Waiting, surely: bool) -> Sequence[Waiting] | None:
+def _next_waits(waiting: Waiting, surely: bool) -> Sequence[Waiting] | None:
     model, request = waiting
     return model.waits_for(request, surely)
 
 
 def _deadlock(call: NestedRequest, ring: Sequence[Waiting]) -> StatusError:
     names = [model.name for model, _ in ring]
-    if names[-2:-1] == [call.by]:  # it came round to whoever asks
+    if names[-2:-1] == [call.caller]:  # the ring ends at the caller
         names.pop()
-    way = " -> ".join([call.by, *names])
+    way = " -> ".join([call.caller, *names])
     return StatusError(
         Code.UNAVAILABLE,
-        f"{call.request.named}deadlock: model '{call.by}' asks model '{call.model}', all of whose instances wait, in "
-        f"the end for one another ({way}); give these models more instances, or let none of them ask itself",
+        f"{call.request.error_prefix}deadlock: model '{call.caller}' asks model '{call.model}', all of whose instances "
+        f"wait, in the end for one another ({way}); give these models more instances, or let none of them ask itself",
     )
-
-
-def _cancelled(call: NestedRequest) -> StatusError:
-    return StatusError(Code.CANCELLED, f"{call.request.named}request was cancelled")

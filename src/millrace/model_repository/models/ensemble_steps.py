@@ -1,7 +1,7 @@
-"""The steps of an ensemble: which tensors each takes and makes, and whether they fit the models that compute them.
+"""Steps of an ensemble: their tensors, their order, and whether they fit the models that compute them.
 
-Words are Triton's. `repository/fit.py` knows what fits; that each tensor is made once, and by what is there before,
-`repository/ensembles.py` has seen to.
+Error texts are Triton's. `repository/ensemble_tensor_check.py` compares tensors. `config/ensemble_rules.py` has checked
+that each tensor is produced once, by an earlier step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +18,8 @@ from millrace.model_repository.request.tensors import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """inputs, outputs: the model's name of a tensor, and the ensemble's. version: None is the highest"""
+class EnsembleStep:
+    """A step. inputs, outputs: pairs of the model's and the ensemble's tensor name. version: None is the highest"""
 
     model: str
     version: int | None
@@ -31,91 +31,93 @@ class Step:
         return frozenset(tensor for _, tensor in self.inputs)
 
 
-def steps_of(scheduling: EnsembleScheduling) -> tuple[Step, ...]:
+def steps_from_config(scheduling: EnsembleScheduling) -> tuple[EnsembleStep, ...]:
     return tuple(
-        Step(
-            said.model_name, said.model_version if said.model_version > 0 else None,
-            tuple(said.input_map.items()), tuple(said.output_map.items()),
+        EnsembleStep(
+            step_config.model_name, step_config.model_version if step_config.model_version > 0 else None,
+            tuple(step_config.input_map.items()), tuple(step_config.output_map.items()),
         )
-        for said in scheduling.step
+        for step_config in scheduling.step
     )  # fmt: skip
 
 
 class EnsembleGraph:
-    """Which steps need which, by their places."""
+    """Dependencies between steps, by step index."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        makers = {tensor: i for i, step in enumerate(steps) for _, tensor in step.outputs}
-        self._makers = makers
-        self.before = tuple(frozenset(makers[t] for t in step.takes if t in makers) for step in steps)
-        behind: list[set[int]] = [set() for _ in steps]
-        for i, needs in enumerate(self.before):
-            for maker in needs:
-                behind[maker].add(i)
-        self.behind = tuple(map(frozenset, behind))
+    def __init__(self, steps: Sequence[EnsembleStep]) -> None:
+        producers = {tensor: i for i, step in enumerate(steps) for _, tensor in step.outputs}
+        self._producers = producers
+        self.predecessors = tuple(frozenset(producers[t] for t in step.takes if t in producers) for step in steps)
+        successors: list[set[int]] = [set() for _ in steps]
+        for i, needs in enumerate(self.predecessors):
+            for producer in needs:
+                successors[producer].add(i)
+        self.successors = tuple(map(frozenset, successors))
 
-    def maker(self, tensor: str) -> int | None:
-        """The step that makes it; None: it is an input of the ensemble."""
-        return self._makers.get(tensor)
+    def producer(self, tensor: str) -> int | None:
+        """Return the step that produces a tensor; None for an input of the ensemble."""
+        return self._producers.get(tensor)
 
     def after(self, first: int) -> frozenset[int]:
-        """The steps that need what step `first` makes, also by way of others."""
-        return _reached(self.behind[first], self.behind)
+        """Return all direct and indirect successors of step `first`."""
+        return _reachable(self.successors[first], self.successors)
 
     def needed(self, outputs: Iterable[str]) -> frozenset[int]:
-        """The steps without which these tensors do not come to be."""
-        return _reached((self._makers[t] for t in outputs if t in self._makers), self.before)
+        """Return the steps needed to produce these tensors."""
+        return _reachable((self._producers[t] for t in outputs if t in self._producers), self.predecessors)
 
 
-def _reached(begin: Iterable[int], edges: Sequence[Iterable[int]]) -> frozenset[int]:
+def _reachable(begin: Iterable[int], edges: Sequence[Iterable[int]]) -> frozenset[int]:
     left = list(begin)
-    found = set(left)
+    reached = set(left)
     while left:
-        new = [i for i in edges[left.pop()] if i not in found]
-        found.update(new)
+        new = [i for i in edges[left.pop()] if i not in reached]
+        reached.update(new)
         left.extend(new)
-    return frozenset(found)
+    return frozenset(reached)
 
 
 def rebatched(array: Array, dims: Sequence[int], *, has_batch: bool, wants_batch: bool) -> Array:
-    """A tensor as its taker has it, where one of taker and maker has batches. dims: the taker's, without the batch's
+    """Add or remove a batch dimension of 1 if producer and consumer differ. dims: the consumer's, without the batch
 
-    As Triton does it: what has these dims already becomes a batch of one; a batch of one without them is one no more.
+    As in Triton, a tensor that already has these dims gets the dimension; a batch of one that lacks them loses it.
     """
     if has_batch == wants_batch:
         return array
-    is_whole = is_compatible(dims, array.shape)
+    is_unbatched = is_compatible(dims, array.shape)
     if wants_batch:
-        return array[np.newaxis] if is_whole else array
-    return array if is_whole or array.shape[:1] != (1,) else array.reshape(array.shape[1:])
+        return array[np.newaxis] if is_unbatched else array
+    return array if is_unbatched or array.shape[:1] != (1,) else array.reshape(array.shape[1:])
 
 
 # ---------------------------------------------------------------------- whether they fit
 
 
-def check_steps(of: ModelId, config: ModelConfig, members: Sequence[Model]) -> None:
-    """Whether the models of the steps take, and make, what the ensemble says. raises StatusError"""
+def check_steps(ensemble: ModelId, config: ModelConfig, members: Sequence[Model]) -> None:
+    """Check that the models of the steps have the ensemble's tensors. raises StatusError"""
     steps = [(ModelId(member.namespace, member.name), member.config) for member in members]
-    for broken in tensor_mismatches(of, config, steps):
+    for broken in tensor_mismatches(ensemble, config, steps):
         raise invalid(broken.what)
-    _one_decoupled(of, members)
+    _check_decoupled(ensemble, members)
 
 
-def _one_decoupled(of: ModelId, members: Sequence[Model]) -> None:
+def _check_decoupled(ensemble: ModelId, members: Sequence[Model]) -> None:
     decoupled = [member.name for member in members if member.is_decoupled]
     if len(decoupled) > 1:
-        what = f"ensemble '{of}' has {len(decoupled)} decoupled models, {', '.join(decoupled)}"
+        what = f"ensemble '{ensemble}' has {len(decoupled)} decoupled models, {', '.join(decoupled)}"
         raise StatusError(Code.UNSUPPORTED, f"{what}; at most one is supported")
 
 
-def find_members(ensemble: str, steps: Iterable[Step], get: Callable[[str, int | None], Model]) -> dict[Step, Model]:
-    """The loaded model of each step. raises StatusError where one is not loaded"""
-    found: dict[Step, Model] = {}
+def find_members(
+    ensemble: str, steps: Iterable[EnsembleStep], get: Callable[[str, int | None], Model]
+) -> dict[EnsembleStep, Model]:
+    """Return the loaded model of each step. raises StatusError if one is not loaded"""
+    members: dict[EnsembleStep, Model] = {}
     for step in steps:
         try:
-            found[step] = get(step.model, step.version)
+            members[step] = get(step.model, step.version)
         except StatusError as error:
             version = f" version {step.version}" if step.version is not None else ""
             what = f"ensemble '{ensemble}' depends on '{step.model}'{version} which has no loaded version"
             raise invalid(f"{what}: {error}") from None
-    return found
+    return members

@@ -1,6 +1,6 @@
-"""One version of a model, loaded, as protocols see it: what a request to it must be, its answers, its statistics.
+"""A loaded version of a model, as protocols see it: request validation, responses, statistics, tracing.
 
-`backend_model.py` has models that a backend computes, `ensemble.py` those that are made of other models.
+`backend_model.py` holds models computed by a backend, `ensemble.py` models composed of other models.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.lifecycle.load_override import OverrideFolder
-from millrace.model_repository.metrics.statistics import Statistics
+from millrace.model_repository.metrics.statistics import ModelStatistics
 from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.request.infer_request import (
     InferRequest,
@@ -24,7 +24,7 @@ from millrace.model_repository.request.infer_request import (
 )
 from millrace.model_repository.request.request_validation import RequestValidator
 from millrace.model_repository.request.reshape import OutputReshaper
-from millrace.model_repository.request.response_cache import ResponseCache, key_of
+from millrace.model_repository.request.response_cache import LocalResponseCache, cache_key
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
 
@@ -33,90 +33,94 @@ NO_RESPONSE = "received an unexpected null response"
 
 @dataclass(frozen=True, slots=True)
 class ModelVersionSource:
-    """A version as it is found in a repository. config: completed by its backend, too"""
+    """A model version to load, as found in a repository. config: completed, also by the backend"""
 
     name: str
     version: int
     config: ModelConfig
     folder: Path
     labels: Mapping[str, Sequence[str]]  # of an output
-    max_requests: int  # that wait for answers; further ones are refused
+    max_requests: int  # unanswered requests at a time; further ones are rejected
     common: RepositoryContext = field(default_factory=RepositoryContext)
     namespace: str = ""  # as `ModelId` has it
 
 
 class Model(ABC):
-    """Of one event loop, in which everything here runs."""
+    """Base class of loaded models. Everything here runs in one event loop."""
 
-    def __init__(self, of: ModelVersionSource, loop: asyncio.AbstractEventLoop, *, ragged: bool = False) -> None:
+    def __init__(self, source: ModelVersionSource, loop: asyncio.AbstractEventLoop, *, ragged: bool = False) -> None:
         """ragged: as `RequestValidator` has it"""
-        self.name, self.version, self.config, self.labels = of.name, of.version, of.config, of.labels
-        self.namespace = of.namespace
-        cached = bool(of.config.response_cache and of.config.response_cache.enable)
-        self.cache = of.common.cache if cached else None
-        self._tracer = of.common.tracer
-        self._brought: OverrideFolder | None = None
-        self._loading = object()  # another one each time
-        self.checker = RequestValidator(of.config, ragged, self.cache is not None)
-        self._reshaped = OutputReshaper(of.config)
-        self.is_decoupled = bool(of.config.model_transaction_policy and of.config.model_transaction_policy.decoupled)
-        self.statistics = Statistics.of(of.config, of.common.measures, is_decoupled=self.is_decoupled)
-        self.unread_bytes = 0  # of responses that wait for their readers: `response_stream.py` counts them
-        self._loop, self._max_open = loop, of.max_requests
-        self._n_open = 0  # requests that were taken and not answered to the end
-        self._n_holds = 0
+        self.name, self.version, self.config, self.labels = source.name, source.version, source.config, source.labels
+        self.namespace = source.namespace
+        cached = bool(source.config.response_cache and source.config.response_cache.enable)
+        self.cache = source.common.cache if cached else None
+        self._tracer = source.common.tracer
+        self._override_folder: OverrideFolder | None = None
+        self._loading = object()  # unique for each load
+        self.checker = RequestValidator(source.config, ragged, self.cache is not None)
+        self._reshaped = OutputReshaper(source.config)
+        self.is_decoupled = bool(
+            source.config.model_transaction_policy and source.config.model_transaction_policy.decoupled
+        )
+        self.statistics = ModelStatistics.from_config(
+            source.config, source.common.metrics_config, is_decoupled=self.is_decoupled
+        )
+        self.unread_bytes = 0  # of unread responses, counted by `response_stream.py`
+        self._loop, self._max_open = loop, source.max_requests
+        self._n_open = 0  # accepted requests without a final response
+        self._n_pins = 0
         self._is_retired = False
-        self.load_s = 0.0  # that loading it took
+        self.load_s = 0.0  # load time
 
     # ------------------------------------------------------------------ its life
 
     @abstractmethod
     async def loaded(self) -> None:
-        """raises StatusError, and nothing of it is left, where it cannot be loaded"""
+        """Wait until it is loaded. raises StatusError, after releasing everything, if it fails to load"""
 
     @abstractmethod
     async def retire(self) -> None:
-        """Answer what it has taken, and unload. It is given nothing any more, but by those who hold it."""
+        """Finish the accepted requests and unload. Only requests of pinning ensembles are accepted from now on."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End what waits; what is being computed is left behind."""
+        """End waiting requests without waiting for those in execution."""
 
     def pin(self) -> None:
-        """A request to an ensemble has begun, and will come here: until `release` it is not unloaded."""
-        self._n_holds += 1
+        """Keep it loaded until `release`: a request to an ensemble has started and will reach this model."""
+        self._n_pins += 1
 
     def release(self) -> None:
-        self._n_holds -= 1
+        self._n_pins -= 1
         self._close_if_done()
 
     def attach_override_folder(self, folder: OverrideFolder) -> None:
-        """It was loaded from there, and may read it until it is unloaded."""
+        """Hold the folder that it was loaded from until it is unloaded."""
         folder.hold()
-        self._brought = folder
+        self._override_folder = folder
 
     def _unloaded(self) -> None:
-        """At the end of `retire`."""
-        if self._brought is not None:
-            self._brought.release()
-            self._brought = None
+        """Release the override folder at the end of `retire`."""
+        if self._override_folder is not None:
+            self._override_folder.release()
+            self._override_folder = None
 
     @property
     def _is_over(self) -> bool:
-        return self._is_retired and not self._n_open and not self._n_holds
+        return self._is_retired and not self._n_open and not self._n_pins
 
     @abstractmethod
     def _close_if_done(self) -> None:
-        """Unload it where it `_is_over`, and nothing of it computes."""
+        """Unload it if it `_is_over` and no instance computes."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether anything computes its requests now."""
+        """Whether any instance can compute requests now."""
         return True
 
     @property
     def unready_reason(self) -> str:
-        """Of a part of it, or of all: what computes nothing now, though it should; empty: all is well."""
+        """Why it is not, or only partly, ready; empty if all instances are ready."""
         return ""
 
     # ------------------------------------------------------------------ requests
@@ -124,91 +128,91 @@ class Model(ABC):
     @property
     @abstractmethod
     def n_pending(self) -> int:
-        """Requests that nothing computes yet."""
+        """Number of requests that are not in execution yet."""
 
     def submit(self, request: InferRequest, receive: Receiver) -> None:
-        """request: `checker` took it. receive: called in the event loop. raises StatusError: it is full, or unloaded"""
+        """Submit a validated request. receive: called in the event loop. raises StatusError if full or unloaded"""
         now_ns = time.monotonic_ns()
         request.receive = receive
         request.received_ns = request.received_ns or now_ns
         if self._tracer.is_on:
             self._tracer.begin(request, self.name)
         try:
-            if self._is_retired and not self._n_holds:  # while the request was read, which threads do
+            if self._is_retired and not self._n_pins:  # retired while a thread was parsing the request
                 what = f"Request for unknown model: '{self.name}' version {self.version} is not at ready state"
                 raise StatusError(Code.UNAVAILABLE, what)
-            if self._n_open >= self._max_open:  # it may never answer: it takes so much of the server, and no more
+            if self._n_open >= self._max_open:  # bounds what a model that never answers can occupy
                 what = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
-                raise StatusError(Code.UNAVAILABLE, request.named + what)
+                raise StatusError(Code.UNAVAILABLE, request.error_prefix + what)
             if self.cache is not None and not self.is_decoupled and self._answer_from_cache(self.cache, request):
                 return
             self._enqueue(request, now_ns)
         except StatusError as error:
-            self.statistics.failed(request, now_ns, "REJECTED")
-            self._traced(request, now_ns, error)
+            self.statistics.record_failure(request, now_ns, "REJECTED")
+            self._end_trace(request, now_ns, error)
             raise
         self._n_open += 1
         self._start(request, now_ns)
 
     @property
-    def as_loaded(self) -> object:
-        """Equal as long as the same inputs have the same answers: of an ensemble also those of its members."""
+    def cache_identity(self) -> object:
+        """A value that changes with each load of the model or, for an ensemble, of a member: part of cache keys."""
         return self._loading
 
-    def _answer_from_cache(self, cache: ResponseCache, request: InferRequest) -> bool:
-        """As it was answered before; False: it was not, and what is answered now is kept."""
+    def _answer_from_cache(self, cache: LocalResponseCache, request: InferRequest) -> bool:
+        """Respond from the cache and return True; otherwise arrange for the response to be cached."""
         receive, began_ns = request.receive, time.monotonic_ns()
         assert receive is not None, "it was submitted"
-        key = key_of(self.as_loaded, request)
-        found = cache.look(key)
+        key = cache_key(self.cache_identity, request)
+        cached_response = cache.get(key)
         looked_ns = time.monotonic_ns()
-        if found is not None:
+        if cached_response is not None:
             request.finished = True
-            self.statistics.answered_again(request, began_ns, looked_ns)
-            self._traced(request, looked_ns)
-            receive(found, None, True)
+            self.statistics.record_cache_hit(request, began_ns, looked_ns)
+            self._end_trace(request, looked_ns)
+            receive(cached_response, None, True)
             return True
 
-        def kept(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+        def store_response(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
             if response is not None and error is None and final:
                 now_ns = time.monotonic_ns()
-                cache.keep(key, response)
+                cache.put(key, response)
                 took_ns = looked_ns - began_ns + time.monotonic_ns() - now_ns
                 self.statistics.stages["cache_miss"].add(took_ns)
             receive(response, error, final)
 
-        request.receive = kept
+        request.receive = store_response
         return False
 
     @abstractmethod
     def _enqueue(self, request: InferRequest, now_ns: int) -> None:
-        """raises StatusError where there is no room for it"""
+        """Queue a request. raises StatusError if the queue is full"""
 
     @abstractmethod
     def _start(self, request: InferRequest, now_ns: int) -> None:
-        """What was taken may be computed, and be answered at once."""
+        """Start computing queued requests; may respond immediately."""
 
     @abstractmethod
     def waits_for(self, request: InferRequest, surely: bool) -> "Sequence[Waiting] | None":
-        """The requests one of which must be answered before anything happens to this; None: something may happen.
+        """Return the requests that block this one: nothing happens until one of them ends. None if it is not blocked.
 
-        surely: without those for which an instance only may wait
+        surely: leave out requests that an instance only possibly waits for
         """
 
     @abstractmethod
     def cancel(self, request: InferRequest) -> None:
-        """Nobody waits for it any more. One that nothing computes ends at once."""
+        """Cancel a request. A request that is not in execution ends immediately."""
 
     def can_run_inline(self, n_bytes: int) -> bool:
-        """Whether `infer_inline` answers a request with inputs of so many bytes now."""
+        """Return whether `infer_inline` can now answer a request with `n_bytes` of inputs."""
         return False
 
-    def infer_inline(self, like: InferRequest, inputs: dict[str, Array], came_ns: int) -> "Answered":
-        """As `infer`, of `like` with these inputs, where it `can_run_inline`. raises StatusError"""
+    def infer_inline(self, template: InferRequest, inputs: dict[str, Array], came_ns: int) -> "Answered":
+        """Infer a copy of `template` with these inputs in this thread, if `can_run_inline`. raises StatusError"""
         raise AssertionError(f"{self.name} does not answer at once")
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """The one response of a model that is not decoupled. raises StatusError; cancels it where it is cancelled"""
+        """Return the response of a model that is not decoupled. raises StatusError; propagates cancellation"""
         done: asyncio.Future[InferResponse] = self._loop.create_future()
 
         def answered(response: InferResponse | None, error: StatusError | None) -> None:
@@ -229,15 +233,15 @@ class Model(ABC):
     def _prepare_response(
         self, request: InferRequest, response: InferResponse, error: StatusError | None
     ) -> tuple[InferResponse | None, StatusError | None]:
-        """With a response, which may be its first: as clients see it, or why they cannot."""
+        """Reshape, trace and count a response; return it, or the error in its place."""
         if self._reshaped:
             try:
-                response = self._reshaped.told(request.named, response)
+                response = self._reshaped.reshape(request.error_prefix, response)
             except StatusError as unfit:
                 return None, unfit
         request.n_responses += 1
         if request.trace is not None:
-            request.trace.responded(response)
+            request.trace.add_response(response)
         if request.n_responses == 1 and self.statistics.first_response is not None:
             self.statistics.first_response.add(time.monotonic_ns() - request.received_ns)
         return response, error
@@ -245,27 +249,27 @@ class Model(ABC):
     def _finished(self, request: InferRequest, error: StatusError | None, now_ns: int) -> None:
         request.finished = True
         self._n_open -= 1
-        self._traced(request, now_ns, error)
+        self._end_trace(request, now_ns, error)
         if error is None and not request.has_failed:
-            self.statistics.answered(request, now_ns)
+            self.statistics.record_success(request, now_ns)
             return
         reason = "CANCELED" if request.cancelled else "BACKEND" if request.started_ns else "REJECTED"
-        self.statistics.failed(request, now_ns, reason)
+        self.statistics.record_failure(request, now_ns, reason)
 
-    def _traced(self, request: InferRequest, done_ns: int, error: StatusError | None = None) -> None:
-        """It has ended."""
-        if request.hops is not None:
+    def _end_trace(self, request: InferRequest, done_ns: int, error: StatusError | None = None) -> None:
+        """Record the end of a request in its timings and its trace."""
+        if request.timings is not None:
             times = request.queued_ns, request.started_ns, request.computing_ns, request.computed_ns, done_ns
-            request.hops.append(RequestTiming(self.name, *times))
+            request.timings.append(RequestTiming(self.name, *times))
         if request.trace is not None:
             self._tracer.end(request, self.name, self.version, done_ns, error)
 
     def statistics_dict(self) -> dict[str, Any]:
-        return self.statistics.told(self.name, self.version)
+        return self.statistics.to_dict(self.name, self.version)
 
 
 def only_response(answered: Callable[[InferResponse | None, StatusError | None], None]) -> Receiver:
-    """Receives the one response of a model that is not decoupled, or the error in its place."""
+    """Return a receiver for the single response, or error, of a model that is not decoupled."""
 
     def receive(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
         if error is not None:
@@ -277,4 +281,4 @@ def only_response(answered: Callable[[InferResponse | None, StatusError | None],
 
 
 Answered = tuple[Mapping[str, Array], Mapping[str, Parameter]]  # an InferResponse's
-Waiting = tuple[Model, InferRequest]  # a request, and who has it
+Waiting = tuple[Model, InferRequest]  # a request, and the model that it was submitted to

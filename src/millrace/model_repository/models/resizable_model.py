@@ -1,4 +1,4 @@
-"""A `BackendModel` whose instances can change while it serves: a load that changes nothing else makes only these."""
+"""A `BackendModel` whose instance count can change in place, for a load that changes nothing else."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from millrace.model_repository.backends.backend import InstanceContext, ModelBackend
 from millrace.model_repository.config.model_config import InstanceGroup
-from millrace.model_repository.execution.instance_worker import Worker
+from millrace.model_repository.execution.instance_worker import InstanceWorker
 from millrace.model_repository.models.backend_model import PATIENCE_S, BackendModel
 from millrace.model_repository.models.bls import BlsExecutor
 from millrace.model_repository.models.model_version import ModelVersionSource
@@ -16,30 +16,30 @@ from millrace.model_repository.request.status_code import StatusError
 
 
 class ResizableModel(BackendModel):
-    """A model whose instances are added and closed while it answers, in place of a reload."""
+    """A model whose instances are added and closed while it serves, instead of a reload."""
 
     def __init__(
-        self, of: ModelVersionSource, backend: ModelBackend, others: BlsExecutor, loop: asyncio.AbstractEventLoop
+        self, source: ModelVersionSource, backend: ModelBackend, bls: BlsExecutor, loop: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(of, backend, others, loop)
-        self._of, self._backend, self._others = of, backend, others
-        self._leaving: set[Worker] = set()  # that compute, and are closed when they are done
+        super().__init__(source, backend, bls, loop)
+        self._source, self._backend, self._bls = source, backend, bls
+        self._leaving: set[InstanceWorker] = set()  # busy workers that are closed once they finish
 
     async def resize(self, groups: Sequence[InstanceGroup]) -> None:
-        """Load the instances that these have more, then close those that they have less, once they are idle.
+        """Load the instances that these groups add, then close those that they remove once they are idle.
 
         Instances are alike if their groups differ in name and count alone, as in Triton. Waits for those that are
         closed, but not for longer than PATIENCE_S. raises StatusError, and all is as it was, if one cannot be loaded
         """
         if self._limiter is not None:
             self._limiter.check(groups)
-        of = replace(self._of, config=replace(self._of.config, instance_group=tuple(groups)))
-        surplus, missing = self._differences(InstanceContext.all_of(of, self._others))
-        await self._add([self._worker(self._backend, given) for given in missing])
-        self._of, self.config = of, of.config
+        source = replace(self._source, config=replace(self._source.config, instance_group=tuple(groups)))
+        surplus, missing = self._differences(InstanceContext.for_groups(source, self._bls))
+        await self._add([self._worker(self._backend, context) for context in missing])
+        self._source, self.config = source, source.config
         for worker in surplus:
             if worker in self._idle or worker.is_lost:
-                self._let_go(worker)
+                self._close_idle(worker)
             else:
                 self._leaving.add(worker)
         self._gives_ahead = self._gives_ahead and len(self._workers) == 1
@@ -47,46 +47,46 @@ class ResizableModel(BackendModel):
         if surplus:
             await asyncio.wait([asyncio.wrap_future(worker.closed) for worker in surplus], timeout=PATIENCE_S)
 
-    def _differences(self, wanted: Sequence[InstanceContext]) -> tuple[list[Worker], list[InstanceContext]]:
-        """Instances that are not wanted any more, the newest first, and those that are not there."""
-        left = Counter(_kind(given) for given in wanted)
+    def _differences(self, contexts: Sequence[InstanceContext]) -> tuple[list[InstanceWorker], list[InstanceContext]]:
+        """Return surplus workers, the newest first, and the contexts of missing instances."""
+        left = Counter(map(_kind, contexts))
         there = [worker for worker in self._workers if worker not in self._leaving and not worker.is_dead]
         surplus = [worker for worker in self._workers if worker.is_dead]
         for worker in there:
-            left[_kind(worker.given)] -= 1
-            if left[_kind(worker.given)] < 0:
+            left[_kind(worker.context)] -= 1
+            if left[_kind(worker.context)] < 0:
                 surplus.insert(0, worker)
         names, missing = self._free_names(), list[InstanceContext]()
-        for given in reversed(wanted):
-            if left[_kind(given)] > 0:
-                left[_kind(given)] -= 1
-                missing.insert(0, given)
-        taken = {worker.name for worker in self._workers}
-        return surplus, [replace(one, name=next(names)) if one.name in taken else one for one in missing]
+        for context in reversed(contexts):
+            if left[_kind(context)] > 0:
+                left[_kind(context)] -= 1
+                missing.insert(0, context)
+        used_names = {worker.name for worker in self._workers}
+        return surplus, [replace(one, name=next(names)) if one.name in used_names else one for one in missing]
 
     def _free_names(self) -> Iterator[str]:
-        taken, number = {worker.name for worker in self._workers}, len(self._workers)
+        used_names, number = {worker.name for worker in self._workers}, len(self._workers)
         while True:
             name, number = f"{self.name}_0_{number}", number + 1
-            if name not in taken:
+            if name not in used_names:
                 yield name
 
-    async def _add(self, new: Sequence[Worker]) -> None:
-        """raises StatusError, and none of them is left, if one cannot be loaded"""
-        found = await asyncio.gather(*(asyncio.wrap_future(w.ready) for w in new), return_exceptions=True)
-        failed = next((error for error in found if isinstance(error, StatusError)), None)
+    async def _add(self, new: Sequence[InstanceWorker]) -> None:
+        """Add loaded workers. raises StatusError, after closing all of them, if one fails to load"""
+        outcomes = await asyncio.gather(*(asyncio.wrap_future(w.ready) for w in new), return_exceptions=True)
+        failed = next((error for error in outcomes if isinstance(error, StatusError)), None)
         if failed is not None:
             for worker in new:
                 worker.close()
             raise failed
         for worker in new:
             if self._limiter is not None:
-                self._limiter.add(worker, worker.given.group, self)
+                self._limiter.add(worker, worker.context.group, self)
         self._workers.extend(new)
         self._idle.extend(new)
 
-    def _let_go(self, worker: Worker) -> None:
-        """Of one that computes nothing."""
+    def _close_idle(self, worker: InstanceWorker) -> None:
+        """Close and remove an idle worker."""
         self._leaving.discard(worker)
         self._workers.remove(worker)
         if worker in self._idle:
@@ -95,26 +95,26 @@ class ResizableModel(BackendModel):
             self._limiter.remove([worker])
         worker.close()
 
-    def _free(self, worker: Worker) -> None:
+    def _free(self, worker: InstanceWorker) -> None:
         if worker not in self._leaving:
             super()._free(worker)
             return
         worker.done(self._loop.time())
         if worker.batch is None:
             self._n_busy -= 1
-            self._let_go(worker)
+            self._close_idle(worker)
             self._dispatch(time.monotonic_ns())
             self._close_if_done()
 
-    def on_worker_restarted(self, worker: Worker) -> None:
-        if worker in self._workers:  # otherwise it is being closed
+    def on_worker_restarted(self, worker: InstanceWorker) -> None:
+        if worker in self._workers:  # otherwise it is closing
             super().on_worker_restarted(worker)
 
-    def on_worker_lost(self, worker: Worker, why: str) -> None:
+    def on_worker_lost(self, worker: InstanceWorker, reason: str) -> None:
         if worker in self._workers:
-            super().on_worker_lost(worker, why)
+            super().on_worker_lost(worker, reason)
 
 
-def _kind(given: InstanceContext) -> InstanceGroup:
-    """What makes instances alike."""
-    return replace(given.group, name="", count=0)
+def _kind(context: InstanceContext) -> InstanceGroup:
+    """Return the group without its name and count: instances with equal results are interchangeable."""
+    return replace(context.group, name="", count=0)

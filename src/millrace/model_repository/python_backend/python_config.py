@@ -1,4 +1,4 @@
-"""A configuration as a model.py has completed it, read back."""
+"""Reads back the configuration that a model.py has completed."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,28 +12,30 @@ from millrace.model_repository.config.model_config import ModelConfig as Config
 from millrace.model_repository.request.status_code import invalid
 
 
-def completed_by(config: Config, told: Mapping[str, Any]) -> Config:
-    """config: as the file has it. told: what a model made of its JSON. raises StatusError"""
-    if told == config_json(config):
+def with_completion(config: Config, completion: Mapping[str, Any]) -> Config:
+    """Apply a completion. config: from the file. completion: its JSON as changed by the model. raises StatusError"""
+    if completion == config_json(config):
         return config
-    inputs = tuple(_tensor(empty(ModelInput), t, config.input) for t in told["input"])
-    outputs = tuple(_tensor(empty(ModelOutput), t, config.output) for t in told["output"])
-    config = replace(config, input=inputs, output=outputs, max_batch_size=int(told["max_batch_size"]))
-    if "dynamic_batching" in told and config.dynamic_batching is None:
+    inputs = tuple(_tensor(empty(ModelInput), t, config.input) for t in completion["input"])
+    outputs = tuple(_tensor(empty(ModelOutput), t, config.output) for t in completion["output"])
+    config = replace(config, input=inputs, output=outputs, max_batch_size=int(completion["max_batch_size"]))
+    if "dynamic_batching" in completion and config.dynamic_batching is None:
         sizes = (config.max_batch_size,) if config.max_batch_size else ()
         config = replace(config, dynamic_batching=replace(empty(DynamicBatching), preferred_batch_size=sizes))
-    policy = told.get("model_transaction_policy")
+    policy = completion.get("model_transaction_policy")
     if policy is not None:
-        made = replace(empty(TransactionPolicy), decoupled=bool(policy["decoupled"]))
-        config = replace(config, model_transaction_policy=made)
+        transaction_policy = replace(empty(TransactionPolicy), decoupled=bool(policy["decoupled"]))
+        config = replace(config, model_transaction_policy=transaction_policy)
     return config
 
 
-def _tensor(nothing: Any, told: Mapping[str, Any], known: tuple[Any, ...]) -> Any:
-    base = next((t for t in known if t.name == told["name"]), nothing)
-    data_type = DataType.__members__.get(str(told["data_type"]))
-    dims = told["dims"]
+def _tensor(nothing: Any, tensor: Mapping[str, Any], declared: tuple[Any, ...]) -> Any:
+    base = next((t for t in declared if t.name == tensor["name"]), nothing)
+    data_type = DataType.__members__.get(str(tensor["data_type"]))
+    dims = tensor["dims"]
     if data_type is None or not isinstance(dims, list | tuple) or not all(isinstance(d, int) for d in dims):
-        raise invalid(f"tensor '{told['name']}' has data_type {told['data_type']} and dims {dims}")
-    more = {key: bool(told[key]) for key in ("optional", "allow_ragged_batch") if key in told and hasattr(base, key)}
-    return replace(base, name=str(told["name"]), data_type=data_type, dims=tuple(dims), **more)
+        raise invalid(f"tensor '{tensor['name']}' has data_type {tensor['data_type']} and dims {dims}")
+    more = {
+        key: bool(tensor[key]) for key in ("optional", "allow_ragged_batch") if key in tensor and hasattr(base, key)
+    }
+    return replace(base, name=str(tensor["name"]), data_type=data_type, dims=tuple(dims), **more)

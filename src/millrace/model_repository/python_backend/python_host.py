@@ -1,4 +1,4 @@
-"""What a model.py asks of the server, answered: other models, their loading, the log."""
+"""Server side of a model.py: BLS requests, model control, metrics and the log."""
 
 import json
 import logging
@@ -12,26 +12,26 @@ from millrace.model_repository.lifecycle.load_override import PREFIX
 from millrace.model_repository.models.bls import BlsExecutor, NestedRequest
 from millrace.model_repository.python_backend.stub.errors import CODES, TritonError, TritonModelException
 from millrace.model_repository.python_backend.stub.host_interface import (
-    Answer,
     BlockingCalls,
     BlsClient,
     BlsRequest,
     Host,
     Incoming,
+    ModelResponse,
     Receive,
 )
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.status_code import Code, StatusError
-from millrace.model_repository.request.tensors import Array, named_type
+from millrace.model_repository.request.tensors import Array, output_datatype
 
 LOG = logging.getLogger("millrace.serve.models")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 
 
 class InProcessRequest(Incoming):
-    """A request to a model that runs in this process."""
+    """A request to a Python model in this process."""
 
     def __init__(self, request: InferRequest) -> None:
         self.request = request
@@ -44,92 +44,94 @@ class InProcessRequest(Incoming):
     def cancelled(self) -> bool:  # type: ignore[override]
         return self.request.cancelled
 
-    def send(self, answer: Answer | None, final: bool) -> None:
-        """Arrays are copied: a model may write into its own again before this one's answer is written."""
+    def send(self, answer: ModelResponse | None, final: bool) -> None:
+        """Send a response with copied arrays, because the model may reuse its own before the response is encoded."""
         if answer is None:
             self.request.send(None, final)
         elif answer.error is not None:
-            self.request.fail(status_of(answer.error), final)
+            self.request.fail(to_status_error(answer.error), final)
         else:
             copied = {name: array.copy() for name, array in answer.outputs.items()}
             self.request.send(InferResponse(copied, answer.parameters), final)
 
-    def again(self) -> None:
-        self.request.again()
+    def reschedule(self) -> None:
+        self.request.reschedule()
 
 
-def status_of(error: TritonError) -> StatusError:
+def to_status_error(error: TritonError) -> StatusError:
     code = error.code()
     return StatusError(Code[CODES[code]] if 0 <= code < len(CODES) else Code.UNKNOWN, error.message())
 
 
 class ServerHost(Host):
-    def __init__(self, given: InstanceContext) -> None:
-        super().__init__(given.name, given.config.name)
-        self._given, self._others = given, given.others
-        self._numbers: set[int] = set()  # of its metrics
-        self.has_asked = False  # another model, ever
+    def __init__(self, context: InstanceContext) -> None:
+        super().__init__(context.name, context.config.name)
+        self._context, self._bls = context, context.bls
+        self._numbers: set[int] = set()  # of the instance's custom metrics
+        self.has_called_models = False  # whether it ever called another model
 
-    def ask(self, asked: BlsRequest, receive: Receive) -> BlsClient:
-        """Inputs are copied: whoever asks may write into its own while they are computed."""
-        behind = [incoming.request for incoming in asked.behind if isinstance(incoming, InProcessRequest)]
-        copied = [(name, array.copy()) for name, array in asked.inputs]
-        return self.ask_for(replace(asked, inputs=copied), behind, receive)
+    def call_model(self, bls_request: BlsRequest, receive: Receive) -> BlsClient:
+        """Call a model with copied inputs, because the caller may write into its own meanwhile."""
+        parents = [incoming.request for incoming in bls_request.parents if isinstance(incoming, InProcessRequest)]
+        copied = [(name, array.copy()) for name, array in bls_request.inputs]
+        return self.call_model_for(replace(bls_request, inputs=copied), parents, receive)
 
-    def ask_for(self, asked: BlsRequest, behind: Sequence[InferRequest], receive: Receive) -> "InProcessBls":
-        """The same, for these requests, with inputs that nobody writes into."""
-        self.has_asked = True
-        request = InferRequest({}, tuple(asked.outputs), asked.id)
-        request.received_ns = time.monotonic_ns()  # its timeout counts from here, not from the event loop's turn
-        request.parameters, request.correlation_id = dict(asked.parameters), asked.correlation_id
-        request.flags, request.timeout_us = asked.flags, asked.timeout_us
-        request.priority = min((outer.priority for outer in behind), default=0)
+    def call_model_for(
+        self, bls_request: BlsRequest, parents: Sequence[InferRequest], receive: Receive
+    ) -> "InProcessBls":
+        """Call a model on behalf of `parents`, with inputs that are not modified meanwhile."""
+        self.has_called_models = True
+        request = InferRequest({}, tuple(bls_request.outputs), bls_request.id)
+        request.received_ns = time.monotonic_ns()  # the timeout starts here, not once the event loop runs
+        request.parameters, request.correlation_id = dict(bls_request.parameters), bls_request.correlation_id
+        request.flags, request.timeout_us = bls_request.flags, bls_request.timeout_us
+        request.priority = min((outer.priority for outer in parents), default=0)
 
         def answered(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
             if error is not None:
-                receive(Answer(error=TritonError(error.message, CODES.index(error.code.name))), final)
+                receive(ModelResponse(error=TritonError(error.message, CODES.index(error.code.name))), final)
             else:
-                receive(Answer(response.outputs, response.parameters) if response is not None else None, final)
+                receive(ModelResponse(response.outputs, response.parameters) if response is not None else None, final)
 
         try:
-            given = [_given(name, array) for name, array in asked.inputs]
+            raw_inputs = [_raw_input(name, array) for name, array in bls_request.inputs]
         except StatusError as error:
             raise TritonModelException(str(error)) from None
-        waits = self._given.waits if asked.waits is not BlockingCalls.NO else None
+        waits = self._context.waits if bls_request.waits is not BlockingCalls.NO else None
         call = NestedRequest(
-            self.model, asked.model, asked.version, asked.is_decoupled, request, given, behind, waits,
-            asked.waits is BlockingCalls.YES, answered,
+            self.model, bls_request.model, bls_request.version, bls_request.is_decoupled, request, raw_inputs, parents,
+            waits, bls_request.waits is BlockingCalls.YES, answered,
         )  # fmt: skip
-        if not self._others.post(self._others.begin, call):
-            receive(Answer(error=TritonError("Server is stopping", TritonError.UNAVAILABLE)), True)
-        return InProcessBls(self._others, call)
+        if not self._bls.post(self._bls.begin, call):
+            receive(ModelResponse(error=TritonError("Server is stopping", TritonError.UNAVAILABLE)), True)
+        return InProcessBls(self._bls, call)
 
-    def control(self, what: str, **told: Any) -> Any:
-        name = str(told["name"])
+    def control(self, operation: str, **arguments: Any) -> Any:
+        name = str(arguments["name"])
         try:
-            if what == "load":
-                config, files = _config(told["config"]), _files(told["files"])
-                by = ModelId(self._given.namespace, self.model)
-                work = self._others.load(by, bool(told["is_loading"]), name, config, files)
-                return self._others.wait_for(work)
-            if what == "unload":
-                return self._others.wait_for(self._others.unload(name, told["with_members"]))
-            return self._others.wait_for(self._others.is_ready(name, _version(told["version"])))
+            if operation == "load":
+                config, files = _config(arguments["config"]), _files(arguments["files"])
+                caller = ModelId(self._context.namespace, self.model)
+                work = self._bls.load(caller, bool(arguments["is_loading"]), name, config, files)
+                return self._bls.wait_for(work)
+            if operation == "unload":
+                return self._bls.wait_for(self._bls.unload(name, arguments["with_members"]))
+            return self._bls.wait_for(self._bls.is_ready(name, _version(arguments["version"])))
         except StatusError as error:
             raise TritonModelException(str(error)) from None
 
-    def metric(self, what: str, **told: Any) -> Any:
-        custom = self._others.custom
+    def metric(self, operation: str, **arguments: Any) -> Any:
+        custom = self._bls.custom
         try:
-            if what == "drop":
-                self._numbers.discard(told["number"])
-                return custom.drop(told["number"])
-            if what not in ("family", "metric"):
-                return custom.change(what, told["number"], told["value"])
+            if operation == "drop":
+                self._numbers.discard(arguments["number"])
+                return custom.drop(arguments["number"])
+            if operation not in ("family", "metric"):
+                return custom.change(operation, arguments["number"], arguments["value"])
             number = (
-                custom.family(told["name"], told["description"], told["kind"])
-                if what == "family"
-                else custom.metric(told["family"], told["labels"], told["buckets"])
+                custom.family(arguments["name"], arguments["description"], arguments["kind"])
+                if operation == "family"
+                else custom.metric(arguments["family"], arguments["labels"], arguments["buckets"])
             )
         except StatusError as error:
             raise TritonModelException(str(error)) from None
@@ -137,36 +139,36 @@ class ServerHost(Host):
         return number
 
     def close(self) -> None:
-        """What the instance counted is shown no more."""
+        """Drop the instance's custom metrics."""
         while self._numbers:
-            self._others.custom.drop(self._numbers.pop())
+            self._bls.custom.drop(self._numbers.pop())
 
     def log(self, message: str, level: int) -> None:
         LOG.log(_LEVELS[level], "%s", message)
 
 
 class InProcessBls(BlsClient):
-    def __init__(self, others: BlsExecutor, call: NestedRequest) -> None:
-        self._others, self._call = others, call
+    def __init__(self, bls: BlsExecutor, call: NestedRequest) -> None:
+        self._bls, self._call = bls, call
 
     def cancel(self) -> None:
-        self._others.post(self._others.cancel, self._call)
+        self._bls.post(self._bls.cancel, self._call)
 
-    def taken(self) -> None:
+    def on_response_read(self) -> None:
         if self._call.is_decoupled:
-            self._others.post(self._others.taken, self._call)
+            self._bls.post(self._bls.on_response_read, self._call)
 
 
-def _given(name: str, array: Array) -> RawInput:
+def _raw_input(name: str, array: Array) -> RawInput:
     """raises StatusError"""
-    return RawInput(name, named_type(name, array), array.shape, array)
+    return RawInput(name, output_datatype(name, array), array.shape, array)
 
 
-def _files(told: Mapping[str, str]) -> dict[str, bytes | str]:
+def _files(files: Mapping[str, str]) -> dict[str, bytes | str]:
     """raises TritonModelException"""
-    if wrong := next((name for name in told if not name.startswith(PREFIX)), None):
+    if wrong := next((name for name in files if not name.startswith(PREFIX)), None):
         raise TritonModelException(f"'{wrong:.80}' is no file of a load: names are like {PREFIX}1/model.onnx")
-    return {name.removeprefix(PREFIX): data for name, data in told.items()}
+    return {name.removeprefix(PREFIX): data for name, data in files.items()}
 
 
 def _config(text: str) -> dict[str, Any] | None:
@@ -174,12 +176,12 @@ def _config(text: str) -> dict[str, Any] | None:
     if not text:
         return None
     try:
-        found = json.loads(text)
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TritonModelException(f"the configuration to load a model with is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise TritonModelException("the configuration to load a model with is no JSON object")
-    return found
+    return config
 
 
 def _version(text: str) -> int | None:

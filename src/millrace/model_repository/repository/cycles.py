@@ -1,4 +1,4 @@
-"""Which models of a repository need themselves, perhaps by way of others."""
+"""Detection of dependency cycles between models of a repository."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -6,46 +6,46 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def rings(needs: Mapping[T, Sequence[T]]) -> dict[T, T]:
-    """Each that needs itself, and one of those in its ring that need it. needs: of each, every one that it names
+def find_cycles(needs: Mapping[T, Sequence[T]]) -> dict[T, T]:
+    """Return each node on a cycle with one predecessor on that cycle. needs: dependencies of every node
 
-    Each need is looked at twice, however long the rings are.
+    Runs in linear time: each dependency is visited twice.
     """
-    part, found = _parts(needs), dict[T, T]()
-    for by, needed in needs.items():
-        for one in needed:
-            if part[one] == part[by]:
-                found.setdefault(one, by)
-    return found
+    part, cycles = _parts(needs), dict[T, T]()
+    for parent, needed in needs.items():
+        for node in needed:
+            if part[node] == part[parent]:
+                cycles.setdefault(node, parent)
+    return cycles
 
 
 def _parts(needs: Mapping[T, Sequence[T]]) -> dict[T, int]:
-    """Those that need one another have one number (Tarjan's strongly connected components, doi:10.1137/0201010)."""
+    """Number the strongly connected components (Tarjan, doi:10.1137/0201010)."""
     begun, lowest, part = dict[T, int](), dict[T, int](), dict[T, int]()
     unfinished: list[T] = []
-    path: list[tuple[T, Iterator[T]]] = []  # a stack of our own: Python's ends at a thousand ensembles in a row
+    path: list[tuple[T, Iterator[T]]] = []  # an explicit stack, because Python's recursion limit is a thousand
 
-    def enter(one: T) -> None:
-        begun[one] = lowest[one] = len(begun)
-        unfinished.append(one)
-        path.append((one, iter(needs[one])))
+    def enter(node: T) -> None:
+        begun[node] = lowest[node] = len(begun)
+        unfinished.append(node)
+        path.append((node, iter(needs[node])))
 
     for first in needs:
         if first not in begun:
             enter(first)
         while path:
-            one, left = path[-1]
+            node, left = path[-1]
             for needed in left:
                 if needed not in begun:
                     enter(needed)
                     break
                 if needed not in part:
-                    lowest[one] = min(lowest[one], begun[needed])
+                    lowest[node] = min(lowest[node], begun[needed])
             else:
                 path.pop()
                 if path:
                     above = path[-1][0]
-                    lowest[above] = min(lowest[above], lowest[one])
-                while lowest[one] == begun[one] and one not in part:
-                    part[unfinished.pop()] = begun[one]
+                    lowest[above] = min(lowest[above], lowest[node])
+                while lowest[node] == begun[node] and node not in part:
+                    part[unfinished.pop()] = begun[node]
     return part

@@ -1,8 +1,8 @@
-"""Whether the tensors of an ensemble are those of the models that its steps are: names, data types, shapes, batches.
+"""Check of an ensemble's tensors against the models of its steps: names, data types, shapes, batching.
 
-Asked of configurations alone: before a load of those that are whole already, at a load of all. Words are Triton's. That
-each tensor is made once, and by an earlier step, `ensemble_rules.py` has checked. The shapes of a batching model and of
-one without batches agree if they do with or without the batch dimension.
+Works on configurations: before a load on those known to be complete, at a load on all. Messages are Triton's.
+`ensemble_rules.py` has checked that each tensor is produced once, by an earlier step. Shapes of a batching and a
+non-batching model agree if they match with or without the batch dimension.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ _Shape = tuple[int, ...]
 
 
 class _TensorSpec(NamedTuple):
-    """What one model says of a tensor. dims: without its batch dimension, where it has one; VARIABLE is any"""
+    """A tensor as declared by one model. dims: without the batch dimension; VARIABLE is any"""
 
-    by: ModelId
+    model: ModelId
     datatype: DataType
     dims: _Shape
     has_batch: bool
@@ -32,35 +32,35 @@ class _TensorSpec(NamedTuple):
         return (VARIABLE, *self.dims) if self.has_batch else self.dims
 
 
-# The model of each step; None where only a load tells what it takes and makes.
+# The model of each step; None if only a load reveals its tensors.
 Steps = Sequence[tuple[ModelId, ModelConfig] | None]
 
 
-def tensor_mismatches(of: ModelId, config: ModelConfig, steps: Steps) -> Iterator[RuleViolation]:
-    """Of an ensemble, with the model of each of its steps."""
+def tensor_mismatches(ensemble: ModelId, config: ModelConfig, steps: Steps) -> Iterator[RuleViolation]:
+    """Yield mismatches between an ensemble and the models of its steps."""
     scheduling = config.ensemble_scheduling
-    assert scheduling is not None, of
-    said: dict[str, _TensorSpec] = {}
-    for given in config.input:
-        said[given.name] = _inside(of, config, given)
-    for asked in config.output:
-        said.setdefault(asked.name, _inside(of, config, asked))
-    for i, (step, known) in enumerate(zip(scheduling.step, steps, strict=True)):
-        if known is not None:
-            yield from _of_step(of, config, step, known, said, (_TOP, "step", i))
+    assert scheduling is not None, ensemble
+    specs: dict[str, _TensorSpec] = {}
+    for input_tensor in config.input:
+        specs[input_tensor.name] = _inside(ensemble, config, input_tensor)
+    for output_tensor in config.output:
+        specs.setdefault(output_tensor.name, _inside(ensemble, config, output_tensor))
+    for i, (step, step_model) in enumerate(zip(scheduling.step, steps, strict=True)):
+        if step_model is not None:
+            yield from _step_mismatches(ensemble, config, step, step_model, specs, (_TOP, "step", i))
 
 
-def _of_step(
-    of: ModelId, config: ModelConfig, step: Step, known: tuple[ModelId, ModelConfig], said: dict[str, _TensorSpec],
-    at: Path_,
+def _step_mismatches(
+    ensemble: ModelId, config: ModelConfig, step: Step, step_model: tuple[ModelId, ModelConfig],
+    specs: dict[str, _TensorSpec], at: Path_,
 ) -> Iterator[RuleViolation]:  # fmt: skip
-    member, theirs = known
-    if config.max_batch_size > theirs.max_batch_size > 0:
-        what = f"ensemble {of} allows maximum batch size {config.max_batch_size}, but it contains model {member} which "
-        what += f"only allows maximum batch size to be {theirs.max_batch_size}"
-        yield RuleViolation(("max_batch_size",), what, f"at most {theirs.max_batch_size}", "correct one of them")
-    inputs, outputs = {t.name: t for t in theirs.input}, {t.name: t for t in theirs.output}
-    where = f"in ensemble {of}, ensemble tensor"
+    member, member_config = step_model
+    if config.max_batch_size > member_config.max_batch_size > 0:
+        what = f"ensemble {ensemble} allows maximum batch size {config.max_batch_size}, but it contains model "
+        what += f"{member} which only allows maximum batch size to be {member_config.max_batch_size}"
+        yield RuleViolation(("max_batch_size",), what, f"at most {member_config.max_batch_size}", "correct one of them")
+    inputs, outputs = {t.name: t for t in member_config.input}, {t.name: t for t in member_config.output}
+    where = f"in ensemble {ensemble}, ensemble tensor"
     sides: tuple[tuple[str, Mapping[str, str], Mapping[str, ModelInput | ModelOutput], str], ...] = (
         ("input_map", step.input_map, inputs, "is mapping to non-existing input"),
         ("output_map", step.output_map, outputs, "is mapped from non-existing output"),
@@ -74,56 +74,60 @@ def _of_step(
                     path, f"{where} {tensor} {word} {key} in model {member}", expected, "correct the key"
                 )
             else:
-                yield from _agree(f"{where} {tensor}", said, tensor, _of(member, theirs, there[key]), path)
+                yield from _agree(
+                    f"{where} {tensor}", specs, tensor, _tensor_spec(member, member_config, there[key]), path
+                )
         if field == "input_map":
             for name in (name for name, one in inputs.items() if not one.optional and name not in mapped):
-                what = f"in ensemble {of}, input {name} in model {member} is not mapped to any ensemble tensors"
+                what = f"in ensemble {ensemble}, input {name} in model {member} is not mapped to any ensemble tensors"
                 yield RuleViolation(at, what, f'input_map {{ key: "{name}" value: ... }}', "map it")
 
 
-def _inside(of: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _TensorSpec:
-    """Of an ensemble's own, as its steps see it."""
-    return _of(of, config, tensor if tensor.reshape is None else replace(tensor, dims=tensor.reshape.shape))
+def _inside(ensemble: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _TensorSpec:
+    """Return an ensemble's own tensor as its steps see it."""
+    return _tensor_spec(
+        ensemble, config, tensor if tensor.reshape is None else replace(tensor, dims=tensor.reshape.shape)
+    )
 
 
-def _of(by: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _TensorSpec:
-    return _TensorSpec(by, tensor.data_type, tensor.dims, config.max_batch_size > 0)
+def _tensor_spec(model: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _TensorSpec:
+    return _TensorSpec(model, tensor.data_type, tensor.dims, config.max_batch_size > 0)
 
 
 def _agree(
-    where: str, said: dict[str, _TensorSpec], tensor: str, new: _TensorSpec, path: Path_
+    prefix: str, specs: dict[str, _TensorSpec], tensor: str, new: _TensorSpec, path: Path_
 ) -> Iterator[RuleViolation]:
-    old = said.setdefault(tensor, new)
+    old = specs.setdefault(tensor, new)
     if old.datatype is not new.datatype:
-        what = f"{where}: inconsistent data type: {old.datatype.name} is inferred from model {old.by} while "
-        what += f"{new.datatype.name} is inferred from model {new.by}"
+        what = f"{prefix}: inconsistent data type: {old.datatype.name} is inferred from model {old.model} while "
+        what += f"{new.datatype.name} is inferred from model {new.model}"
         yield RuleViolation(path, what, "the same data type in both", "correct one of them, or put a step between")
         return
     if old.dims == new.dims:
         return
     if is_compatible(old.dims, new.dims):
-        dims = _known(old.dims, new.dims)
+        dims = _merge_dims(old.dims, new.dims)
     elif is_compatible(old.shape, new.shape):
-        dims = _known(old.shape, new.shape)[1 if old.has_batch else 0 :]
+        dims = _merge_dims(old.shape, new.shape)[1 if old.has_batch else 0 :]
     else:
-        what = f"{where}: inconsistent shape: {_shown(old.shape)} is inferred from model {old.by} while "
-        what += f"{_shown(new.shape)} is inferred from model {new.by}"
+        what = f"{prefix}: inconsistent shape: {_shown(old.shape)} is inferred from model {old.model} while "
+        what += f"{_shown(new.shape)} is inferred from model {new.model}"
         yield RuleViolation(
             path, what, "the same shape in both, -1 for any", "correct one of them, or put a step between"
         )
         return
-    if dims != old.dims:  # the next is compared with what is known of it by now
-        said[tensor] = _TensorSpec(new.by, old.datatype, dims, old.has_batch)
+    if dims != old.dims:  # later steps are compared with the merged shape
+        specs[tensor] = _TensorSpec(new.model, old.datatype, dims, old.has_batch)
 
 
-def is_compatible(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether there is a shape that both are; VARIABLE is any."""
-    return len(one) == len(other) and all(a == b or VARIABLE in (a, b) for a, b in zip(one, other, strict=True))
+def is_compatible(left: Sequence[int], right: Sequence[int]) -> bool:
+    """Return whether both shapes can match the same tensor; VARIABLE is any."""
+    return len(left) == len(right) and all(a == b or VARIABLE in (a, b) for a, b in zip(left, right, strict=True))
 
 
-def _known(one: _Shape, other: _Shape) -> _Shape:
-    """What two that fit say together."""
-    return tuple(b if a == VARIABLE else a for a, b in zip(one, other, strict=True))
+def _merge_dims(left: _Shape, right: _Shape) -> _Shape:
+    """Merge two compatible shapes, replacing variable dims of the first."""
+    return tuple(b if a == VARIABLE else a for a, b in zip(left, right, strict=True))
 
 
 def _shown(shape: _Shape) -> str:

@@ -1,34 +1,34 @@
-"""How a model is named: by clients, and among all repositories, where two may have a model of the same name."""
+"""Model names: validation of clients' names, and ids that are unique across repositories."""
 
 from collections.abc import Collection
 from typing import NamedTuple
 
 from millrace.errors import RequestError
 
-_LONGEST_NAME = 255  # of a folder
+_MAX_NAME_BYTES = 255  # limit of folder names
 
 
 class ModelId(NamedTuple):
-    """Of one model. namespace: the repository that it is in, where a name may occur in several; else empty"""
+    """Id of a model. namespace: its repository if names may occur in several, otherwise empty"""
 
     namespace: str
     name: str
 
     def __str__(self) -> str:
-        """As Triton writes it."""
+        """Format as Triton does."""
         return f"{self.namespace}::{self.name}" if self.namespace else self.name
 
 
-def chosen(wanted: ModelId, there: Collection[ModelId]) -> ModelId | None:
-    """What a step of an ensemble means: the model beside the ensemble, or the only one of that name; None: neither."""
-    if wanted in there:
-        return wanted
-    others = [one for one in there if one.name == wanted.name]
-    return others[0] if len(others) == 1 else None
+def resolve_step(model_id: ModelId, candidates: Collection[ModelId]) -> ModelId | None:
+    """Resolve a step's model: in the ensemble's namespace, or the only one of that name; None if neither exists."""
+    if model_id in candidates:
+        return model_id
+    same_name = [one for one in candidates if one.name == model_id.name]
+    return same_name[0] if len(same_name) == 1 else None
 
 
 def may_be_folder(name: str) -> bool:
-    """Whether a model's folder may have that name: no path, nothing hidden, no longer than names are."""
+    """Return whether a model's folder may have that name: not a path, not hidden, not too long."""
     try:
         check_model_name(name)
     except RequestError:
@@ -37,11 +37,11 @@ def may_be_folder(name: str) -> bool:
 
 
 def check_model_name(name: str) -> None:
-    """raises RequestError where a client's name is none of a folder"""
+    """Check that a client's name can be a folder's name. raises RequestError"""
     if not name:
         raise RequestError("Model name cannot be empty. Specify a model name.", "a model's name", "name one", "model")
-    if len(name.encode("utf-8", "surrogatepass")) > _LONGEST_NAME:
-        what = f"model name has more than {_LONGEST_NAME} bytes"
+    if len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME_BYTES:
+        what = f"model name has more than {_MAX_NAME_BYTES} bytes"
         raise RequestError(what, "a model's name", "name a model of the repository", "model")
     if name in (".", "..") or any(c in name for c in "/\\\0"):
         what = "model name must not contain path traversal characters"

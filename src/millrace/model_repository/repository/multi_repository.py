@@ -1,7 +1,7 @@
-"""Several repositories together: which model a name means, and whether the steps of ensembles are models there.
+"""Several repositories together: resolution of model names, and checks of ensemble steps across models.
 
-Without namespacing no name may occur in two of them. With it the folder that a model is in is part of what it is: a
-step of an ensemble is the model beside it, or the only one of that name elsewhere.
+Without namespacing, a name may occur in only one repository. With namespacing, the repository is part of the model's
+id: a step of an ensemble refers to the model in the same repository, or to the only one of that name elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from pathlib import Path
 from millrace.model_repository.config.autocomplete import ADDING_NOTHING, NETWORKS
 from millrace.model_repository.config.config_rules import RuleViolation
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.config.pbtxt_binder import MORE, MOST_PROBLEMS, Path_
-from millrace.model_repository.config.problems import Level, Problem
-from millrace.model_repository.repository.cycles import rings
+from millrace.model_repository.config.pbtxt_binder import MAX_PROBLEMS, MORE, Path_
+from millrace.model_repository.config.problems import ConfigProblem, Level
+from millrace.model_repository.repository.cycles import find_cycles
 from millrace.model_repository.repository.ensemble_tensor_check import tensor_mismatches
-from millrace.model_repository.repository.model_names import ModelId, chosen
+from millrace.model_repository.repository.model_names import ModelId, resolve_step
 from millrace.model_repository.repository.repository_reader import (
-    Model,
+    ModelFolder,
     Repository,
     has_model,
     model_names,
@@ -26,174 +26,181 @@ from millrace.model_repository.repository.repository_reader import (
 )
 from millrace.settings import read_given
 
-_Models = Mapping[ModelId, Model]
-_MOST_MODEL_BYTES = 1 << 20  # of a model.py that is looked into
+_Models = Mapping[ModelId, ModelFolder]
+_MAX_MODEL_BYTES = 1 << 20  # of a model.py that is searched
 
 
 @dataclass(frozen=True, slots=True)
 class Repositories:
-    """config_name: as `read_repository` has it. namespacing: a name may occur in several of them"""
+    """Repositories. config_name: as for `read_repository`. namespacing: whether names may occur in several"""
 
     folders: tuple[Path, ...]
     config_name: str = ""
     namespacing: bool = False
 
     def ids(self) -> list[ModelId]:
-        """Of every folder that may be a model's, in order."""
+        """Return the ids of all folders that may be models, in order."""
         if not self.namespacing:
             return [ModelId("", name) for name in model_names(self.folders)]
         return sorted({ModelId(str(root), name) for root in self.folders for name in model_names([root])})
 
     def named(self, name: str) -> list[ModelId]:
-        """Those that a name means. Where no folder has it, none with a namespace."""
-        found = [ModelId(str(root), name) for root in self.folders if has_model(root, name)] if self.namespacing else []
-        return sorted(set(found)) or [ModelId("", name)]
+        """Return the models of a name; without any folder, one id without a namespace."""
+        ids = [ModelId(str(root), name) for root in self.folders if has_model(root, name)] if self.namespacing else []
+        return sorted(set(ids)) or [ModelId("", name)]
 
-    def of(self, one: ModelId) -> Sequence[Path]:
-        """Where its folder is looked for."""
-        return [Path(one.namespace)] if one.namespace else self.folders
+    def roots_of(self, model_id: ModelId) -> Sequence[Path]:
+        """Return the repositories that are searched for a model's folder."""
+        return [Path(model_id.namespace)] if model_id.namespace else self.folders
 
-    def read(self, one: ModelId, given: bytes | None = None) -> Model | None:
-        """As `read_model` does."""
-        return read_model(self.of(one), one.name, self.config_name, given)
+    def read(self, model_id: ModelId, override: bytes | None = None) -> ModelFolder | None:
+        """Read a model as `read_model` does."""
+        return read_model(self.roots_of(model_id), model_id.name, self.config_name, override)
 
-    def steps_of(self, model: Model, of: ModelId, served: Mapping[ModelId, ModelConfig]) -> _Models:
-        """Of an ensemble and those in it, each as a load would find it. What is wrong with it is said of `model`, too.
+    def steps_of(self, model: ModelFolder, ensemble_id: ModelId, served: Mapping[ModelId, ModelConfig]) -> _Models:
+        """Read all members of an ensemble, also nested ones, as a load would; add problems with them to `model`.
 
-        served: what is there already, whatever folders say
+        served: loaded models, which are used as they are
         """
-        found: dict[ModelId, Model] = {}
-        left = [(of, model)]
+        members: dict[ModelId, ModelFolder] = {}
+        left = [(ensemble_id, model)]
         while left:
             by, ensemble = left.pop()
             for name in _step_names(ensemble):
-                there = {*self.named(name), *(one for one in served if one.name == name)}
-                step = chosen(ModelId(by.namespace, name), there)
-                if step is None or step in found:
+                candidates = {*self.named(name), *(model_id for model_id in served if model_id.name == name)}
+                step = resolve_step(ModelId(by.namespace, name), candidates)
+                if step is None or step in members:
                     continue
-                is_served = step in served and step != of
-                read = Model(name, self.of(step)[0] / name, served[step]) if is_served else self.read(step)
+                is_served = step in served and step != ensemble_id
+                read = ModelFolder(name, self.roots_of(step)[0] / name, served[step]) if is_served else self.read(step)
                 if read is not None:
-                    found[step] = read
+                    members[step] = read
                     left.append((step, read))
-        _check_steps(of, model, Names({**found, of: model}))
-        return found
+        _check_steps(ensemble_id, model, ModelLookup({**members, ensemble_id: model}))
+        return members
 
 
 def read_repositories(folders: Sequence[Path], config_name: str = "", *, namespacing: bool = False) -> list[Repository]:
-    """As Triton takes them. raises ConfigError"""
-    found = [read_repository(root, config_name) for root in folders]
-    everybody: dict[ModelId, list[Model]] = {}
-    for repository in found:
+    """Read several repositories with Triton's rules. raises ConfigError"""
+    repositories = [read_repository(root, config_name) for root in folders]
+    models_by_id: dict[ModelId, list[ModelFolder]] = {}
+    for repository in repositories:
         for model in repository.models:
-            everybody.setdefault(_id(repository, model, namespacing), []).append(model)
-    for models in everybody.values():
+            models_by_id.setdefault(_id(repository, model, namespacing), []).append(model)
+    for models in models_by_id.values():
         for model, other in zip(models, [*models[1:], models[0]], strict=True):
             if other is not model:
-                _twice(model, other)
-    firsts = Names({one: models[0] for one, models in everybody.items()})
-    for one, models in everybody.items():
+                _add_duplicate_problem(model, other)
+    firsts = ModelLookup({model_id: models[0] for model_id, models in models_by_id.items()})
+    for model_id, models in models_by_id.items():
         for model in models:
-            _check_steps(one, model, firsts)
-    return found
+            _check_steps(model_id, model, firsts)
+    return repositories
 
 
-class Names:
-    """Models, by what the steps of ensembles call them: made once for all of these, of which there may be thousands."""
+class ModelLookup:
+    """Lookup of models by the names in ensemble steps, built once for possibly thousands of ensembles."""
 
     def __init__(self, models: _Models) -> None:
         self._models = models
         self._by_name: dict[str, list[ModelId]] = {}
-        for one in models:
-            self._by_name.setdefault(one.name, []).append(one)
-        meant = {one: [self.meant(one, name) for name in _step_names(model)] for one, model in models.items()}
-        self._rings = rings({one: [step for step in steps if step is not None] for one, steps in meant.items()})
-        self._whole: dict[ModelId, tuple[ModelId, ModelConfig] | None] = {}
+        for model_id in models:
+            self._by_name.setdefault(model_id.name, []).append(model_id)
+        resolved = {
+            model_id: [self.resolve(model_id, name) for name in _step_names(model)]
+            for model_id, model in models.items()
+        }
+        self._cycles = find_cycles(
+            {model_id: [step for step in steps if step is not None] for model_id, steps in resolved.items()}
+        )
+        self._known_configs: dict[ModelId, tuple[ModelId, ModelConfig] | None] = {}
 
-    def meant(self, by: ModelId, name: str) -> ModelId | None:
-        """By a step of that ensemble; None: no model here, or several."""
-        return chosen(ModelId(by.namespace, name), self._by_name.get(name, ()))
+    def resolve(self, ensemble_id: ModelId, name: str) -> ModelId | None:
+        """Resolve a step of ensemble `by`; None if there is no such model, or several."""
+        return resolve_step(ModelId(ensemble_id.namespace, name), self._by_name.get(name, ()))
 
-    def ring(self, one: ModelId, model: Model) -> ModelId | None:
-        """Who needs the ensemble that needs it. model: of a second one of its name nothing is told"""
-        return self._rings.get(one) if model is self._models[one] else None
+    def cycle_of(self, model_id: ModelId, model: ModelFolder) -> ModelId | None:
+        """Return a model on a cycle with this ensemble, or None. Duplicates of a name are not reported."""
+        return self._cycles.get(model_id) if model is self._models[model_id] else None
 
-    def whole(self, one: ModelId | None) -> tuple[ModelId, ModelConfig] | None:
-        """As the function; files are looked into once."""
-        if one is None or self._models[one].config.ensemble_scheduling is not None:  # what is said of that may change
-            return whole(one, self._models)
-        if one not in self._whole:
-            self._whole[one] = whole(one, self._models)
-        return self._whole[one]
+    def known_config(self, model_id: ModelId | None) -> tuple[ModelId, ModelConfig] | None:
+        """Return `known_config` of a model, cached, because it may read files."""
+        if (
+            model_id is None or self._models[model_id].config.ensemble_scheduling is not None
+        ):  # an ensemble's problems may still change
+            return known_config(model_id, self._models)
+        if model_id not in self._known_configs:
+            self._known_configs[model_id] = known_config(model_id, self._models)
+        return self._known_configs[model_id]
 
 
-def _id(repository: Repository, model: Model, namespacing: bool) -> ModelId:
+def _id(repository: Repository, model: ModelFolder, namespacing: bool) -> ModelId:
     return ModelId(str(repository.root) if namespacing else "", model.name)
 
 
-def _twice(model: Model, other: Model) -> None:
+def _add_duplicate_problem(model: ModelFolder, other: ModelFolder) -> None:
     what = "model appears in two or more repositories"
     expected, mend = f"{other.folder} to be the only one", "rename one of them, or give --model-namespacing"
-    model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, mend))
+    model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, what, expected, mend))
 
 
-def _step_names(model: Model) -> list[str]:
+def _step_names(model: ModelFolder) -> list[str]:
     scheduling = model.config.ensemble_scheduling
     return sorted({step.model_name for step in scheduling.step}) if scheduling else []
 
 
-def _check_steps(of: ModelId, model: Model, names: Names) -> None:
-    """Whether an ensemble's steps are models here, none is the ensemble itself, and their tensors fit one another."""
+def _check_steps(ensemble_id: ModelId, model: ModelFolder, names: ModelLookup) -> None:
+    """Check that an ensemble's steps exist, form no cycle, and have matching tensors."""
     scheduling = model.config.ensemble_scheduling
     if scheduling is None:
         return
-    missing = [name for name in _step_names(model) if name and names.meant(of, name) is None]
+    missing = [name for name in _step_names(model) if name and names.resolve(ensemble_id, name) is None]
     if missing:
-        what = f"ensemble {of} contains models that are not available or ambiguous: {', '.join(missing)}"
+        what = f"ensemble {ensemble_id} contains models that are not available or ambiguous: {', '.join(missing)}"
         first = next(i for i, step in enumerate(scheduling.step) if step.model_name == missing[0])
         path: Path_ = ("ensemble_scheduling", "step", first, "model_name")
-        model.say(RuleViolation(path, what, "models of this repository", "add them, or correct model_name"))
-    if (by := names.ring(of, model)) is not None:
-        what = f"circular dependency between ensembles: {of} -> ... -> {by} -> {of}"
+        model.add_error(RuleViolation(path, what, "models of this repository", "add them, or correct model_name"))
+    if (by := names.cycle_of(ensemble_id, model)) is not None:
+        what = f"circular dependency between ensembles: {ensemble_id} -> ... -> {by} -> {ensemble_id}"
         expected = "steps that need one another in one direction"
-        model.say(RuleViolation(("ensemble_scheduling",), what, expected, "cut the circle"))
+        model.add_error(RuleViolation(("ensemble_scheduling",), what, expected, "cut the circle"))
     elif not missing and model.is_servable:
-        steps = [names.whole(names.meant(of, step.model_name)) for step in scheduling.step]
-        for i, broken in enumerate(tensor_mismatches(of, model.config, steps)):
-            model.say(broken if i < MOST_PROBLEMS else RuleViolation(broken.path, *MORE))
-            if i == MOST_PROBLEMS:
+        steps = [names.known_config(names.resolve(ensemble_id, step.model_name)) for step in scheduling.step]
+        for i, broken in enumerate(tensor_mismatches(ensemble_id, model.config, steps)):
+            model.add_error(broken if i < MAX_PROBLEMS else RuleViolation(broken.path, *MORE))
+            if i == MAX_PROBLEMS:
                 break
 
 
-def whole(one: ModelId | None, models: _Models) -> tuple[ModelId, ModelConfig] | None:
-    """None where its backend tells at a load what more it takes and makes, or its configuration is wrong."""
-    if one is None or not models[one].is_servable:
+def known_config(model_id: ModelId | None, models: _Models) -> tuple[ModelId, ModelConfig] | None:
+    """Return the model's configuration if all tensors are known before a load; None if not, or if it is invalid."""
+    if model_id is None or not models[model_id].is_servable:
         return None
-    config = models[one].config
+    config = models[model_id].config
     says_all = bool(config.input and config.output)
-    if not says_all or not (config.ensemble_scheduling or _adds_nothing(models[one])):
+    if not says_all or not (config.ensemble_scheduling or _adds_nothing(models[model_id])):
         return None
-    return one, config
+    return model_id, config
 
 
-def autocompletes_batching(model: Model) -> bool:
-    """Whether its backend may give it batches at a load, where its configuration says none."""
+def autocompletes_batching(model: ModelFolder) -> bool:
+    """Return whether the backend may enable batching at a load because the configuration is silent."""
     config = model.config
     if config.max_batch_size or config.ensemble_scheduling is not None or not config.backend:
         return False
     return not (config.input or config.output) if config.backend in NETWORKS else not _adds_nothing(model)
 
 
-def _adds_nothing(model: Model) -> bool:
-    """Its backend, to the inputs and outputs that it says."""
+def _adds_nothing(model: ModelFolder) -> bool:
+    """Return whether the backend adds nothing to the configured inputs and outputs."""
     config = model.config
     if config.backend != "python":
         return config.backend in ADDING_NOTHING
     for version in model.served:
         try:
-            text = read_given(model.folder / str(version) / config.default_model_filename, _MOST_MODEL_BYTES)
+            text = read_given(model.folder / str(version) / config.default_model_filename, _MAX_MODEL_BYTES)
         except OSError:
             return False
-        if b"auto_complete_config" in text or len(text) > _MOST_MODEL_BYTES:
+        if b"auto_complete_config" in text or len(text) > _MAX_MODEL_BYTES:
             return False
     return True

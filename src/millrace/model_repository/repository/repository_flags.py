@@ -1,4 +1,4 @@
-"""The command line's flags of a model repository."""
+"""Command-line flags of a model repository."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from millrace.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class RepositoryFlags(Settings):
-    """Which models of a repository are served, and how that changes."""
+    """Flags that choose the served models and how they change."""
 
     title: ClassVar = "Model repository (Triton)"
 

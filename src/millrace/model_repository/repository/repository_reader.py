@@ -1,7 +1,7 @@
-"""A repository's folders: its models with their versions, labels and files, and everything that is wrong with them.
+"""Reads a repository's folders: models with versions, labels and files, and all problems with them.
 
-One folder a model, its versions below it. A model that is wrong hides no other. Nothing outside of the repository is
-read: what a link or a name leads out to is refused. Names that come from clients go through `model_names.py`.
+Each folder is a model, with its versions below it. An invalid model does not affect others. Nothing outside of the
+repository is read: links and names that leave it are refused. Clients' names are checked by `model_names.py`.
 """
 
 import os
@@ -12,43 +12,49 @@ from itertools import chain
 from pathlib import Path
 
 from millrace.errors import ConfigError
-from millrace.model_repository.config.autocomplete import broken_backend, completed
-from millrace.model_repository.config.config_rules import ENSEMBLE, RuleViolation, broken_rules, not_yet, unused
-from millrace.model_repository.config.data_files_check import broken_data, short_file
-from millrace.model_repository.config.ensemble_rules import broken_ensemble
+from millrace.model_repository.config.autocomplete import backend_violation, complete_config
+from millrace.model_repository.config.config_rules import (
+    ENSEMBLE,
+    RuleViolation,
+    rule_violations,
+    unsupported_settings,
+    unused_settings,
+)
+from millrace.model_repository.config.data_files_check import data_violations, short_file
+from millrace.model_repository.config.ensemble_rules import ensemble_violations
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import InitialState, ModelConfig, WarmupInput
 from millrace.model_repository.config.pbtxt_binder import ParsedConfig, Path_, TooManyProblems, place_of, read_config
-from millrace.model_repository.config.pbtxt_parser import MOST_BYTES
-from millrace.model_repository.config.problems import Level, Place, Problem
+from millrace.model_repository.config.pbtxt_parser import MAX_BYTES
+from millrace.model_repository.config.problems import ConfigProblem, Level, SourcePosition
 from millrace.model_repository.repository.model_names import may_be_folder
 from millrace.settings import read_given
 
 CONFIG = "config.pbtxt"
-_KNOWN_FOLDERS = ("configs", "warmup", "initial_state")  # beside the versions
-_MOST_ENTRIES, _MOST_LABEL_BYTES = 10_000, 16 << 20
+_KNOWN_FOLDERS = ("configs", "warmup", "initial_state")  # folders next to the versions
+_MAX_ENTRIES, _MAX_LABEL_BYTES = 10_000, 16 << 20
 _HIGHEST_VERSION = (1 << 63) - 1
 
 
 @dataclass(slots=True)
-class Model:
-    """A folder. config: completed, with what could be read of it; served: by its version policy, of `versions`"""
+class ModelFolder:
+    """A model's folder. config: completed, with its valid part. served: the `versions` its policy selects"""
 
     name: str
     folder: Path
     config: ModelConfig = field(default_factory=lambda: empty(ModelConfig))
     versions: tuple[int, ...] = ()
     served: tuple[int, ...] = ()
-    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of an output
-    added: tuple[str, ...] = ()  # what the configuration did not say
-    file: Path | None = None  # of its configuration, as it was read
-    places: Mapping[Path_, Place] = field(default_factory=dict)  # there, of what it says
-    problems: list[Problem] = field(default_factory=list)
+    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by output
+    added: tuple[str, ...] = ()  # what completion added, in words
+    file: Path | None = None  # the configuration file that was read
+    places: Mapping[Path_, SourcePosition] = field(default_factory=dict)  # positions in it, by path
+    problems: list[ConfigProblem] = field(default_factory=list)
 
-    def say(self, broken: RuleViolation) -> None:
-        """An error, where it stands."""
+    def add_error(self, broken: RuleViolation) -> None:
+        """Add a violation as an error with its position."""
         file, place = self.file or self.folder, place_of(self.places, broken.path)
-        self.problems.append(Problem(Level.ERROR, file, place, broken.what, broken.expected, broken.mend))
+        self.problems.append(ConfigProblem(Level.ERROR, file, place, broken.what, broken.expected, broken.mend))
 
     @property
     def is_servable(self) -> bool:
@@ -57,23 +63,23 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """problems: of the folder as a whole"""
+    """A repository. problems: those of the folder as a whole"""
 
     root: Path
-    models: tuple[Model, ...]
-    problems: tuple[Problem, ...]
+    models: tuple[ModelFolder, ...]
+    problems: tuple[ConfigProblem, ...]
 
 
 def read_repository(root: Path, config_name: str = "") -> Repository:
-    """Every model; `multi_repository.py` looks at the steps of ensembles. raises ConfigError
+    """Read every model; `multi_repository.py` checks the steps of ensembles. raises ConfigError
 
-    config_name: `<model>/configs/<it>.pbtxt` is taken where there is one
+    config_name: `<model>/configs/<config_name>.pbtxt` is used if it exists
     """
     if config_name and (not _is_plain(config_name) or "/" in config_name):
         raise ConfigError(f"--model-config-name {config_name}", "a file's name without .pbtxt", "h100, for h100.pbtxt")
     if not root.is_dir():
         raise ConfigError(f"{root} is no folder", "a model repository: a folder with one a model", "check the path")
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     models = []
     entries = _entries(root, problems)
     if any(name == CONFIG for name, _ in entries) and any(name.isdecimal() for name, _ in entries):
@@ -87,59 +93,65 @@ def read_repository(root: Path, config_name: str = "") -> Repository:
         else:
             models.append(_model(root, path, config_name))
     if not models:
-        problems.append(Problem(Level.ERROR, root, None, "no model", "a folder for each model", "check the path"))
+        problems.append(ConfigProblem(Level.ERROR, root, None, "no model", "a folder for each model", "check the path"))
     return Repository(root, tuple(models), tuple(problems))
 
 
-def read_model(roots: Sequence[Path], name: str, config_name: str = "", given: bytes | None = None) -> Model | None:
-    """One of them, where it is in one of the repositories; the steps of an ensemble are not looked at.
+def read_model(
+    roots: Sequence[Path], name: str, config_name: str = "", override: bytes | None = None
+) -> ModelFolder | None:
+    """Read one model, if any repository has it, without checking the steps of an ensemble.
 
-    given: a configuration in place of the file's
+    override: replaces the configuration file
     """
     there = [root for root in roots if has_model(root, name)]
     if not there:
         return None
-    model = _model(there[0], there[0] / name, config_name, given)
+    model = _model(there[0], there[0] / name, config_name, override)
     if len(there) > 1:
         expected = f"{there[0] / name} to be the only one"
         what = "model appears in two or more repositories"
         mend = "rename one of them, or give --model-namespacing"
-        model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, mend))
+        model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, what, expected, mend))
     return model
 
 
 def has_model(root: Path, name: str) -> bool:
-    """Whether there is a folder that may be a model's. name: as a client, or a step of an ensemble, has it"""
+    """Return whether a model's folder exists. name: from a client or an ensemble step"""
     return may_be_folder(name) and (root / name).is_dir()
 
 
 def model_names(roots: Sequence[Path]) -> list[str]:
-    """Of every folder that may be a model's."""
-    found = {name for root in roots for name, path in _entries(root, []) if path.is_dir() and not name.startswith(".")}
-    return sorted(found)
+    """Return the names of all folders that may be models."""
+    names = {name for root in roots for name, path in _entries(root, []) if path.is_dir() and not name.startswith(".")}
+    return sorted(names)
 
 
-def _ignored(path: Path, why: str) -> Problem:
-    return Problem(Level.IGNORED, path, None, "not read", why, "it may stay or go")
+def _ignored(path: Path, reason: str) -> ConfigProblem:
+    return ConfigProblem(Level.IGNORED, path, None, "not read", reason, "it may stay or go")
 
 
-def _entries(folder: Path, problems: list[Problem]) -> list[tuple[str, Path]]:
-    """Names in order, with their paths."""
+def _entries(folder: Path, problems: list[ConfigProblem]) -> list[tuple[str, Path]]:
+    """List a folder: sorted names with their paths."""
     try:
-        with os.scandir(folder) as found:
-            names = [entry.name for _, entry in zip(range(_MOST_ENTRIES + 1), found, strict=False)]
+        with os.scandir(folder) as scan:
+            names = [entry.name for _, entry in zip(range(_MAX_ENTRIES + 1), scan, strict=False)]
     except OSError as error:
         mend = "check its rights"
-        problems.append(Problem(Level.ERROR, folder, None, f"{error.strerror}", "a folder that can be read", mend))
+        problems.append(
+            ConfigProblem(Level.ERROR, folder, None, f"{error.strerror}", "a folder that can be read", mend)
+        )
         return []
-    if len(names) > _MOST_ENTRIES:
-        what = f"more than {_MOST_ENTRIES:,} entries"
-        problems.append(Problem(Level.ERROR, folder, None, what, "a folder of a repository", "is it the right one?"))
-    return [(name, folder / name) for name in sorted(names[:_MOST_ENTRIES])]
+    if len(names) > _MAX_ENTRIES:
+        what = f"more than {_MAX_ENTRIES:,} entries"
+        problems.append(
+            ConfigProblem(Level.ERROR, folder, None, what, "a folder of a repository", "is it the right one?")
+        )
+    return [(name, folder / name) for name in sorted(names[:_MAX_ENTRIES])]
 
 
-def walk_files(root: Path, path: Path) -> bool:
-    """Whether a link leads out of the repository, or nowhere, or in a circle."""
+def leaves_root(root: Path, path: Path) -> bool:
+    """Return whether a link leaves the repository, is broken or forms a cycle."""
     try:
         return not path.resolve(strict=True).is_relative_to(root.resolve())
     except (OSError, RuntimeError):
@@ -147,61 +159,61 @@ def walk_files(root: Path, path: Path) -> bool:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a file that a configuration names lies below the folder that it is relative to."""
+    """Return whether a file name of a configuration stays below its folder."""
     return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
 
 
-def _model(root: Path, folder: Path, config_name: str, given_config: bytes | None = None) -> Model:
-    model = Model(folder.name, folder)
-    if walk_files(root, folder):
-        _outside(model, folder)
+def _model(root: Path, folder: Path, config_name: str, override: bytes | None = None) -> ModelFolder:
+    model = ModelFolder(folder.name, folder)
+    if leaves_root(root, folder):
+        _add_outside_problem(model, folder)
         return model
     given_file = folder / "(given).pbtxt"
-    read = _read(root, model, config_name) if given_config is None else read_config(given_config, given_file)
+    read = _read(root, model, config_name) if override is None else read_config(override, given_file)
     entries = _entries(folder, model.problems)
     versions = tuple(sorted(_versions(root, model, entries)))
     first = _entries(folder / str(versions[0]), model.problems) if versions else []
-    given = read.config
-    config, added = completed(given, folder.name, [name for name, _ in first])
+    parsed = read.config
+    config, added = complete_config(parsed, folder.name, [name for name, _ in first])
     model.config, model.versions = config, versions
     model.file, model.places = read.file, read.places
     model.added = added if read.places else ("config.pbtxt, from the folder", *added)
     is_read = not any(p.level is Level.ERROR for p in read.problems)
     with suppress(TooManyProblems):
-        _choose(model, read)
-        if is_read:  # else most of the rules would fail for what is not read
-            rules = broken_rules(config), broken_data(config), not_yet(config)
-            for broken in chain(_whole(model), broken_ensemble(config), *rules):
-                _say(read, broken)
-            for broken in unused(config):
-                _say(read, broken, Level.IGNORED)
+        _apply_version_policy(model, read)
+        if is_read:  # otherwise missing values would violate most rules
+            rules = rule_violations(config), data_violations(config), unsupported_settings(config)
+            for broken in chain(_identity_violations(model), ensemble_violations(config), *rules):
+                _add_violation(read, broken)
+            for broken in unused_settings(config):
+                _add_violation(read, broken, Level.IGNORED)
             _files(root, model, read)
     model.problems.extend(read.problems)
     return model
 
 
-def _outside(model: Model, path: Path) -> None:
+def _add_outside_problem(model: ModelFolder, path: Path) -> None:
     expected = "files and folders of the repository itself"
     what = "a link that leads out of the repository, or nowhere"
-    model.problems.append(Problem(Level.ERROR, path, None, what, expected, "copy or move what it leads to"))
+    model.problems.append(ConfigProblem(Level.ERROR, path, None, what, expected, "copy or move what it leads to"))
 
 
-def _say(read: ParsedConfig, broken: RuleViolation, level: Level = Level.ERROR) -> None:
+def _add_violation(read: ParsedConfig, broken: RuleViolation, level: Level = Level.ERROR) -> None:
     read.add(level, read.place(broken.path), broken.what, broken.expected, broken.mend)
 
 
-def _read(root: Path, model: Model, config_name: str) -> ParsedConfig:
-    """The configuration's file; where there is none, an empty one."""
+def _read(root: Path, model: ModelFolder, config_name: str) -> ParsedConfig:
+    """Read the configuration file; without one, return an empty configuration."""
     file = model.folder / CONFIG
     if config_name and (other := model.folder / "configs" / f"{config_name}.pbtxt").is_file():
         file = other
     if not os.path.lexists(file):
         return ParsedConfig(file)
-    if walk_files(root, file):
-        _outside(model, file)
+    if leaves_root(root, file):
+        _add_outside_problem(model, file)
         return ParsedConfig(file)
     try:
-        data = read_given(file, MOST_BYTES) if file.is_file() else None
+        data = read_given(file, MAX_BYTES) if file.is_file() else None
     except OSError as error:
         read = ParsedConfig(file)
         read.add(Level.ERROR, None, f"{error.strerror}", "a file that can be read", "check its rights")
@@ -213,27 +225,27 @@ def _read(root: Path, model: Model, config_name: str) -> ParsedConfig:
     return read_config(data, file)
 
 
-def _versions(root: Path, model: Model, entries: Sequence[tuple[str, Path]]) -> Iterator[int]:
+def _versions(root: Path, model: ModelFolder, entries: Sequence[tuple[str, Path]]) -> Iterator[int]:
     for name, path in entries:
         if not path.is_dir() or name in _KNOWN_FOLDERS or name.startswith((".", "__")):
             continue
         digits = name.isascii() and name.isdigit()
         if not digits or name.startswith("0") or len(name) > 19 or int(name) > _HIGHEST_VERSION:
-            why = "a version is a whole number from 1, without a zero before it"
-            model.problems.append(_ignored(path, why))
-        elif walk_files(root, path):
-            _outside(model, path)
+            reason = "a version is a whole number from 1, without a zero before it"
+            model.problems.append(_ignored(path, reason))
+        elif leaves_root(root, path):
+            _add_outside_problem(model, path)
         else:
             yield int(name)
 
 
-def _choose(model: Model, read: ParsedConfig) -> None:
-    """Which versions the policy serves."""
+def _apply_version_policy(model: ModelFolder, read: ParsedConfig) -> None:
+    """Determine the versions that the policy serves."""
     policy, there = model.config.version_policy, model.versions
     assert policy is not None, "completed() gives one"
     if policy.specific is not None:
-        wanted = frozenset(policy.specific.versions)
-        model.served = tuple(v for v in there if v in wanted)
+        requested = frozenset(policy.specific.versions)
+        model.served = tuple(v for v in there if v in requested)
         for i, version in enumerate(policy.specific.versions):
             if version not in there:
                 place = read.place(("version_policy", "specific", "versions", i))
@@ -253,26 +265,26 @@ def _choose(model: Model, read: ParsedConfig) -> None:
         read.add(Level.ERROR, read.place(("version_policy",)), what, expected, mend)
 
 
-def _whole(model: Model) -> Iterator[RuleViolation]:
+def _identity_violations(model: ModelFolder) -> Iterator[RuleViolation]:
     config = model.config
     if config.name != model.name:
         what = (
             f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
         )
         yield RuleViolation(("name",), what, f'name: "{model.name}", or no name', "rename the folder, or remove name")
-    backend = broken_backend(config)
-    if backend is not None:  # what was completed has no place: what it was completed by has
+    backend = backend_violation(config)
+    if backend is not None:  # a completed value has no position: use that of its source
         paths: list[Path_] = [backend.path, ("platform",), ("backend",), ("default_model_filename",)]
         at = next((path for path in paths if path in model.places), backend.path)
         yield replace(backend, path=at if backend.path else ())
 
 
-def _files(root: Path, model: Model, read: ParsedConfig) -> None:
-    """What the configuration names: the model itself, labels, warm-up, initial states."""
+def _files(root: Path, model: ModelFolder, read: ParsedConfig) -> None:
+    """Check the files that a configuration names: model, labels, warm-up data, initial states."""
     config, folder = model.config, model.folder
     name = config.default_model_filename
     if name and not _is_plain(name):
-        _say(
+        _add_violation(
             read,
             RuleViolation(
                 ("default_model_filename",), f"{name} leaves the model's folder", "a name in it", "correct it"
@@ -299,15 +311,15 @@ def _files(root: Path, model: Model, read: ParsedConfig) -> None:
 
 
 def _data(
-    root: Path, read: ParsedConfig, path: Path_, folder: Path, name: str, given: InitialState | WarmupInput
+    root: Path, read: ParsedConfig, path: Path_, folder: Path, name: str, tensor: InitialState | WarmupInput
 ) -> None:
     file = _inner(root, read, path, folder, name)
     if file is None:
         return
     if not file.is_file():
-        _say(read, RuleViolation(path, f"{file} is not a file", "the tensor's bytes", "replace it"))
-    elif (what := short_file(given, name, file.stat().st_size)) is not None:
-        _say(
+        _add_violation(read, RuleViolation(path, f"{file} is not a file", "the tensor's bytes", "replace it"))
+    elif (what := short_file(tensor, name, file.stat().st_size)) is not None:
+        _add_violation(
             read,
             RuleViolation(
                 path, what, "the tensor's bytes, one element after the other", "replace the file, or its dims"
@@ -317,41 +329,45 @@ def _data(
 
 def _inner(root: Path, read: ParsedConfig, path: Path_, folder: Path, name: str) -> Path | None:
     if not _is_plain(name):
-        _say(read, RuleViolation(path, f"{name} leaves the model's folder", f"a name in {folder.name}/", "correct it"))
+        _add_violation(
+            read, RuleViolation(path, f"{name} leaves the model's folder", f"a name in {folder.name}/", "correct it")
+        )
         return None
     return _file(root, read, path, folder / name)
 
 
 def _file(root: Path, read: ParsedConfig, path: Path_, file: Path) -> Path | None:
-    """The file where it is there and inside; an error, with its place, where it is not."""
+    """Return a file if it exists inside of the repository; otherwise add an error."""
     if not os.path.lexists(file):
-        _say(
+        _add_violation(
             read,
             RuleViolation(path, f"there is no {file}", "the file that the configuration names", "add it, or rename"),
         )
-    elif walk_files(root, file):
+    elif leaves_root(root, file):
         what = f"{file} is a link that leads out of the repository, or nowhere"
-        _say(read, RuleViolation(path, what, "files of the repository itself", "copy or move what it leads to"))
+        _add_violation(
+            read, RuleViolation(path, what, "files of the repository itself", "copy or move what it leads to")
+        )
     else:
         return file
     return None
 
 
 def _labels(read: ParsedConfig, path: Path_, file: Path) -> tuple[str, ...]:
-    """One a line, as classification gives them back."""
+    """Read labels, one per line, for the classification extension."""
     if not file.is_file():
-        _say(read, RuleViolation(path, f"{file} is not a file", "UTF-8 text, a label a line", "replace it"))
+        _add_violation(read, RuleViolation(path, f"{file} is not a file", "UTF-8 text, a label a line", "replace it"))
         return ()
     try:
-        data = read_given(file, _MOST_LABEL_BYTES)
+        data = read_given(file, _MAX_LABEL_BYTES)
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        _say(
+        _add_violation(
             read,
             RuleViolation(path, f"{file} has no labels: {error}", "UTF-8 text, a label a line", "correct the file"),
         )
         return ()
-    if len(data) > _MOST_LABEL_BYTES:
-        what = f"{file} has more than {_MOST_LABEL_BYTES:,} bytes"
-        _say(read, RuleViolation(path, what, "labels", "is it the right file?"))
+    if len(data) > _MAX_LABEL_BYTES:
+        what = f"{file} has more than {_MAX_LABEL_BYTES:,} bytes"
+        _add_violation(read, RuleViolation(path, what, "labels", "is it the right file?"))
     return tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n"))

@@ -1,11 +1,11 @@
-"""One request to a tensor model, and what a model answers; no protocol and no backend knows more of each other."""
+"""Inference requests and responses: the only types that protocols and backends of tensor models share."""
 
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.model_repository.request.status_code import StatusError, invalid
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import Array
 
 Parameter = bool | int | float | str
@@ -15,14 +15,14 @@ START, END = 1, 2  # flags of a sequence's first and last request
 
 @dataclass(frozen=True, slots=True)
 class InferResponse:
-    """outputs: by name, in the order in which they are told. None in place of a response: nothing but the end"""
+    """A response. outputs: by name, in order. Where a response is optional, None marks the end of a stream"""
 
     outputs: Mapping[str, Array]
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
 class TokenUsage:
-    """Tokens that are computed for whoever asks, by language models and encoders; from any thread."""
+    """Counter of tokens that language models and encoders compute for a client. Thread-safe."""
 
     __slots__ = ("_lock", "generated", "prompt")
 
@@ -35,16 +35,16 @@ class TokenUsage:
             self.prompt += prompt
             self.generated += generated
 
-    def settled(self) -> int:
-        """All that was added, which is charged now and not again."""
+    def take(self) -> int:
+        """Return all tokens added since the last call, and reset the counter."""
         with self._lock:
-            found, self.prompt, self.generated = self.prompt + self.generated, 0, 0
-            return found
+            total, self.prompt, self.generated = self.prompt + self.generated, 0, 0
+            return total
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """What one model did for a request. started_ns and what follows: 0 where it has not come so far"""
+    """Timestamps of one model's work on a request. Steps that were not reached are 0."""
 
     model: str
     queued_ns: int
@@ -54,28 +54,28 @@ class RequestTiming:
     done_ns: int
 
 
-# Of the event loop: a response or an error or neither, and whether it is the last.
+# Called in the event loop: a response, an error or neither, and whether it is the last.
 Receiver = Callable[[InferResponse | None, StatusError | None, bool], None]
 Sender = Callable[["InferRequest", InferResponse | None, StatusError | None, bool], None]
 
 
-def _nobody(request: "InferRequest", response: Any, error: Any, final: bool) -> None:
+def _reject_unsubmitted(request: "InferRequest", response: Any, error: Any, final: bool) -> None:
     raise AssertionError("a request was answered that no model has taken")
 
 
 class InferRequest:
-    """inputs: by name, each with its batch dimension where the model has one; BYTES are arrays of `bytes` objects.
+    """A request. inputs: by name, with a batch dimension if the model has one; BYTES are arrays of `bytes` objects.
 
-    outputs: names that are asked for; none is all. batch_size: 0 for a model without batches.
+    outputs: requested names; empty for all. batch_size: 0 for a model without batching.
     priority: 0 is the model's default. timeout_us: 0 is none. Times are time.monotonic_ns().
     """
 
     __slots__ = (
-        "_watchers", "again_by", "batch", "batch_size", "bill", "came", "cancelled", "computed_ns", "computing_ns",
-        "correlation_id", "deadline_ns", "digest", "finished", "flags", "has_failed", "hops", "id", "inputs",
-        "is_inner", "is_step",
-        "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns",
-        "send_by", "sequence", "shape_key", "started_ns", "tenant", "timeout_us", "trace",
+        "_watchers", "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id",
+        "deadline_ns", "digest", "exchange", "finished", "flags", "has_failed", "id", "inputs", "is_inner",
+        "is_step", "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive",
+        "received_ns", "reschedule_by", "send_by", "sequence", "shape_key", "started_ns", "tenant", "timeout_us",
+        "timings", "token_usage", "trace",
     )  # fmt: skip
 
     def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
@@ -83,74 +83,82 @@ class InferRequest:
         self.parameters: dict[str, Parameter] = {}
         self.batch_size = self.priority = self.timeout_us = self.flags = 0
         self.correlation_id: int | str = 0
-        self.tenant = ""  # whose API key it came with, where there are several
-        self.digest = b""  # of its inputs, where its model's answers are kept
-        self.shape_key: object = None  # requests with equal ones may be in one batch
-        # queued_ns: when it came to its scheduler; ready_ns: since when it may be in a batch
+        self.tenant = ""  # name of the client's API key, if there are several
+        self.digest = b""  # of the inputs, if the model's responses are cached
+        self.shape_key: object = None  # requests with equal keys may share a batch
+        # queued_ns: arrival at the scheduler; ready_ns: since when it may join a batch
         self.received_ns = self.queued_ns = self.ready_ns = self.started_ns = self.deadline_ns = 0
-        self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
+        self.computing_ns = self.computed_ns = 0  # when the backend had gathered the inputs and computed the outputs
         self.n_responses, self.finished, self.cancelled = 0, False, False
-        self.has_failed = False  # one of its responses was an error, the last or another
-        self.is_inner = False  # a model asks it, for a request of its own
-        self.is_step = False  # an ensemble asks it, which knows itself which outputs it needs
+        self.has_failed = False  # any of its responses was an error
+        self.is_inner = False  # submitted by a model on behalf of another request
+        self.is_step = False  # submitted by an ensemble, which checks outputs itself
         self.receive: Receiver | None = None
-        self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
-        self.sequence: Any = None  # `sequences.Sequence` that it belongs to
-        self.came: Any = None  # `tracing.TracedExchange` that it came by, where anything is traced
-        self.trace: Any = None  # `trace_records.Trace` where it is traced
-        self.bill: TokenUsage | None = None  # of its client, and of whatever is asked for it
-        self.hops: list[RequestTiming] | None = None  # of all that computed for it, where its client asks for that
-        self.send_by: Sender = _nobody
-        self.again_by: Callable[[InferRequest], None] | None = None  # where it may be computed again
+        self.batch: Any = None  # the `dynamic_batcher.Batch` that it is in, until that is counted
+        self.sequence: Any = None  # its `sequence_batcher.InferSequence`
+        self.exchange: Any = None  # its `tracer.TracedExchange`, if tracing is on
+        self.trace: Any = None  # its `trace_records.InferTrace`, if it is traced
+        self.token_usage: TokenUsage | None = None  # shared with nested requests
+        self.timings: list[RequestTiming] | None = None  # of all models involved, if the client asked for them
+        self.send_by: Sender = _reject_unsubmitted
+        self.reschedule_by: Callable[[InferRequest], None] | None = None  # if its scheduler supports rescheduling
         self._watchers: dict[object, Callable[[], None]] | None = None
 
     @property
-    def named(self) -> str:
-        """In front of an error, as Triton has it."""
+    def error_prefix(self) -> str:
+        """Prefix of error messages, as in Triton."""
         return f"[request id: {self.id or UNKNOWN_ID}] "
 
-    def part_of(self, outer: "InferRequest") -> None:
-        """A model, or an ensemble, asks it for `outer`; of several for the first."""
-        if not self.is_inner:
-            self.is_inner, self.bill, self.hops, self.tenant = True, outer.bill, outer.hops, outer.tenant
+    def cancelled_error(self) -> StatusError:
+        return StatusError(Code.CANCELLED, f"{self.error_prefix}request was cancelled")
 
-    def copied(self, inputs: dict[str, Array]) -> "InferRequest":
-        """The same with other numbers: inputs of the same shapes."""
-        found = InferRequest(inputs, self.outputs, self.id)
-        found.batch_size, found.shape_key = self.batch_size, self.shape_key
-        found.priority, found.timeout_us, found.flags = self.priority, self.timeout_us, self.flags
-        found.correlation_id = self.correlation_id
+    def inherit_from(self, outer: "InferRequest") -> None:
+        """Mark it as nested in `outer` and share its accounting; only the first call counts."""
+        if not self.is_inner:
+            self.is_inner, self.token_usage, self.timings, self.tenant = (
+                True,
+                outer.token_usage,
+                outer.timings,
+                outer.tenant,
+            )
+
+    def copy_with(self, inputs: dict[str, Array]) -> "InferRequest":
+        """Return a copy with other inputs of the same shapes."""
+        copy = InferRequest(inputs, self.outputs, self.id)
+        copy.batch_size, copy.shape_key = self.batch_size, self.shape_key
+        copy.priority, copy.timeout_us, copy.flags = self.priority, self.timeout_us, self.flags
+        copy.correlation_id = self.correlation_id
         if self.parameters:
-            found.parameters = dict(self.parameters)
-        return found
+            copy.parameters = dict(self.parameters)
+        return copy
 
     def send(self, response: InferResponse | None, final: bool = True) -> None:
-        """Answer, from any thread. Only decoupled models answer more than once; after the last nothing is sent."""
+        """Send a response, from any thread. Only decoupled models send several; after the last, nothing is sent."""
         self.send_by(self, response, None, final)
 
-    def again(self) -> None:
-        """From any thread, in place of its last answer: its model wants to compute it again."""
-        if self.again_by is not None:
-            self.again_by(self)
+    def reschedule(self) -> None:
+        """Queue the request again instead of answering it; from any thread."""
+        if self.reschedule_by is not None:
+            self.reschedule_by(self)
             return
         what = "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, which its model's scheduler does not"
-        self.fail(invalid(f"{self.named}{what} take: say sequence_batching {{ iterative_sequence: true }}"))
+        self.fail(invalid(f"{self.error_prefix}{what} take: say sequence_batching {{ iterative_sequence: true }}"))
 
     def fail(self, error: StatusError, final: bool = True) -> None:
         self.send_by(self, None, error, final)
 
     def cancel(self) -> None:
-        """Nobody waits any more. What is computed may go on, and is told by `cancelled`."""
+        """Cancel the request. A running computation may continue; it sees `cancelled`."""
         self.cancelled = True
         for watcher in list((self._watchers or {}).values()):
             watcher()
 
-    def watch(self, by: object, watcher: Callable[[], None]) -> None:
-        """Call it, in the event loop, when this is cancelled, unless `by` ends watching before."""
+    def watch(self, owner: object, watcher: Callable[[], None]) -> None:
+        """Call `watcher` in the event loop on cancellation, unless `by` stops watching before."""
         if self._watchers is None:
             self._watchers = {}
-        self._watchers[by] = watcher
+        self._watchers[owner] = watcher
 
-    def unwatch(self, by: object) -> None:
+    def unwatch(self, owner: object) -> None:
         if self._watchers is not None:
-            self._watchers.pop(by, None)
+            self._watchers.pop(owner, None)

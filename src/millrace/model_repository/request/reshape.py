@@ -1,7 +1,7 @@
-"""Outputs that clients see in another shape than their model makes them: `reshape` of a configuration's outputs.
+"""Reshaping of outputs for clients, as `reshape` of a configuration's outputs demands.
 
-As Triton has it (`InferenceResponse::Output::Reshape` of its core): the model makes `reshape.shape`, clients are told
-`dims`; the batch dimension, where there is one, stays, and the sizes of the -1 of one go to those of the other in turn.
+As in Triton (`InferenceResponse::Output::Reshape` in its core), the model produces `reshape.shape` and clients get
+`dims`. A batch dimension is kept, and the sizes of variable dims (-1) are assigned in order.
 """
 
 from collections.abc import Iterator
@@ -12,47 +12,47 @@ from millrace.model_repository.config.config_rules import VARIABLE
 from millrace.model_repository.config.model_config import ModelConfig, ModelOutput
 from millrace.model_repository.repository.ensemble_tensor_check import is_compatible
 from millrace.model_repository.request.infer_request import InferResponse
-from millrace.model_repository.request.request_validation import shown
+from millrace.model_repository.request.request_validation import format_shape
 from millrace.model_repository.request.status_code import Code, StatusError
 
 
-def backend_dims(said: ModelOutput) -> tuple[int, ...]:
-    """As the model makes it, without the batch dimension; -1: any."""
-    return said.dims if said.reshape is None else said.reshape.shape
+def backend_dims(output: ModelOutput) -> tuple[int, ...]:
+    """Return the dims that the model produces, without the batch dimension; -1 is any."""
+    return output.dims if output.reshape is None else output.reshape.shape
 
 
 class OutputReshaper:
-    """Of one model; made once, and false where it reshapes nothing, as most do."""
+    """Reshaper of one model's outputs; false if it reshapes nothing, like most models."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._model, self._batch = config.name, 1 if config.max_batch_size else 0
-        self._outputs = {said.name: said for said in config.output if said.reshape is not None}
+        self._outputs = {output.name: output for output in config.output if output.reshape is not None}
 
     def __bool__(self) -> bool:
         return bool(self._outputs)
 
-    def told(self, named: str, response: InferResponse) -> InferResponse:
-        """As clients see it. named: the request, in front of an error. raises StatusError: it is of no such shape"""
+    def reshape(self, named: str, response: InferResponse) -> InferResponse:
+        """Return the response in the client's shapes. named: prefix of errors. raises StatusError for a wrong shape"""
         outputs = dict(response.outputs)
         for name, array in response.outputs.items():
-            said = self._outputs.get(name)
-            if said is None:
+            output = self._outputs.get(name)
+            if output is None:
                 continue
-            batch, made = array.shape[: self._batch], array.shape[self._batch :]
-            dims = _told_dims(said, made)
+            batch, shape = array.shape[: self._batch], array.shape[self._batch :]
+            dims = _client_dims(output, shape)
             if dims is None:
-                expected = f"{shown(backend_dims(said))}, to be told as {shown(said.dims)}"
-                what = f"output '{name}' of model '{self._model}' has shape {shown(made)}, expected {expected}"
+                expected = f"{format_shape(backend_dims(output))}, to be told as {format_shape(output.dims)}"
+                what = f"output '{name}' of model '{self._model}' has shape {format_shape(shape)}, expected {expected}"
                 raise StatusError(Code.INTERNAL, f"{named}{what}")
             outputs[name] = array.reshape((*batch, *dims))
         return replace(response, outputs=outputs)
 
 
-def _told_dims(said: ModelOutput, made: tuple[int, ...]) -> tuple[int, ...] | None:
-    """None: nothing tells them. A model may make what clients are told, too, or whatever has as many elements."""
-    if is_compatible(backend_dims(said), made):
-        variable: Iterator[int] = (n for s, n in zip(backend_dims(said), made, strict=True) if s == VARIABLE)
-        return tuple(next(variable) if s == VARIABLE else s for s in said.dims)
-    if is_compatible(said.dims, made):
-        return made
-    return said.dims if VARIABLE not in said.dims and prod(said.dims) == prod(made) else None
+def _client_dims(output: ModelOutput, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the client's dims; None if undetermined. A model may also produce these dims, or as many elements."""
+    if is_compatible(backend_dims(output), shape):
+        variable: Iterator[int] = (n for s, n in zip(backend_dims(output), shape, strict=True) if s == VARIABLE)
+        return tuple(next(variable) if s == VARIABLE else s for s in output.dims)
+    if is_compatible(output.dims, shape):
+        return shape
+    return output.dims if VARIABLE not in output.dims and prod(output.dims) == prod(shape) else None

@@ -1,8 +1,7 @@
-"""Answers that were given before: the response cache of models whose configuration asks for it, bounded by its bytes.
+"""Response cache for models whose configuration enables it, bounded in bytes and evicted least recently used first.
 
-A key is the model as it is loaded, a digest of 256 bits of the inputs (names, types, shapes, bytes), the outputs that
-are asked for and what else a model sees of a request but its id. Least recently used answers go first. Of the event
-loop.
+A key consists of the loaded model, a 256-bit digest of the inputs (names, types, shapes, bytes), the requested outputs
+and everything else that a model sees of a request except its id. Everything runs in the event loop.
 """
 
 import hashlib
@@ -14,11 +13,11 @@ import numpy as np
 
 from millrace.errors import ConfigError
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.tensors import Array, held_bytes
+from millrace.model_repository.request.tensors import Array, memory_bytes
 from millrace.settings import parse_size
 
 FLAG = "--cache-config"
-_EACH_BYTES = 512  # about what an answer takes beside its tensors
+_EACH_BYTES = 512  # approximate overhead of an entry besides its tensors
 Key = tuple[object, ...]
 
 
@@ -28,79 +27,79 @@ class _CachedResponse:
     n_bytes: int
 
 
-class ResponseCache:
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.n_bytes = most_bytes, 0
-        self._kept: OrderedDict[Key, _CachedResponse] = OrderedDict()
+class LocalResponseCache:
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.n_bytes = max_bytes, 0
+        self._entries: OrderedDict[Key, _CachedResponse] = OrderedDict()
 
     @classmethod
-    def of(cls, said: Sequence[str]) -> "ResponseCache | None":
-        """`local,size=N`, as Triton has it; None where nothing is said. raises ConfigError"""
-        if not said:
+    def from_flags(cls, flags: Sequence[str]) -> "LocalResponseCache | None":
+        """Parse `local,size=N`, as in Triton; None without flags. raises ConfigError"""
+        if not flags:
             return None
         expected, mend = "local,size=BYTES", "write it so, for one local,size=64M"
-        name, _, setting = said[0].partition(",")
+        name, _, setting = flags[0].partition(",")
         key, _, value = setting.partition("=")
-        if len(said) > 1 or name != "local" or key != "size" or not value:
-            raise ConfigError(f"{FLAG} is {' and '.join(said)!r:.100}", expected, mend)
-        most_bytes = parse_size(value, "cache-config")
-        if most_bytes < 1:
-            raise ConfigError(f"{FLAG} has a size of {most_bytes}", "at least one byte", mend)
-        return cls(most_bytes)
+        if len(flags) > 1 or name != "local" or key != "size" or not value:
+            raise ConfigError(f"{FLAG} is {' and '.join(flags)!r:.100}", expected, mend)
+        max_bytes = parse_size(value, "cache-config")
+        if max_bytes < 1:
+            raise ConfigError(f"{FLAG} has a size of {max_bytes}", "at least one byte", mend)
+        return cls(max_bytes)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def look(self, key: Key) -> InferResponse | None:
-        found = self._kept.get(key)
-        if found is None:
+    def get(self, key: Key) -> InferResponse | None:
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        self._kept.move_to_end(key)
-        return found.response
+        self._entries.move_to_end(key)
+        return entry.response
 
-    def keep(self, key: Key, response: InferResponse) -> None:
-        """A copy, which nobody can write into; what is larger than all of it is not kept."""
-        n_bytes = _EACH_BYTES + held_bytes(response.outputs.values())
-        if n_bytes > self.most_bytes:
+    def put(self, key: Key, response: InferResponse) -> None:
+        """Store a read-only copy, unless it is larger than the whole cache."""
+        n_bytes = _EACH_BYTES + memory_bytes(response.outputs.values())
+        if n_bytes > self.max_bytes:
             return
         self._drop(key)
-        while self.n_bytes + n_bytes > self.most_bytes:
-            self._drop(next(iter(self._kept)))
+        while self.n_bytes + n_bytes > self.max_bytes:
+            self._drop(next(iter(self._entries)))
         outputs = {name: _copied(array) for name, array in response.outputs.items()}
-        self._kept[key] = _CachedResponse(InferResponse(outputs, dict(response.parameters)), n_bytes)
+        self._entries[key] = _CachedResponse(InferResponse(outputs, dict(response.parameters)), n_bytes)
         self.n_bytes += n_bytes
 
-    def forget(self, model: object) -> None:
-        """What a model answered that is unloaded. model: the first of its keys"""
-        for key in [key for key in self._kept if key[0] == model]:
+    def remove_model(self, model: object) -> None:
+        """Remove the entries of an unloaded model. model: the first element of its keys"""
+        for key in [key for key in self._entries if key[0] == model]:
             self._drop(key)
 
     def _drop(self, key: Key) -> None:
-        found = self._kept.pop(key, None)
-        if found is not None:
-            self.n_bytes -= found.n_bytes
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.n_bytes -= entry.n_bytes
 
 
-def key_of(model: object, request: InferRequest) -> Key:
-    """model: what is another thing once it is loaded anew"""
-    said = tuple(sorted(request.parameters.items())), request.correlation_id, request.flags
-    types = tuple(type(value) for _, value in said[0])  # True, 1 and 1.0 are equal, and other parameters
-    return model, request.digest, request.outputs, *said, types
+def cache_key(model: object, request: InferRequest) -> Key:
+    """Return the cache key of a request. model: a value that changes with each load"""
+    options = tuple(sorted(request.parameters.items())), request.correlation_id, request.flags
+    types = tuple(type(value) for _, value in options[0])  # because True, 1 and 1.0 compare equal
+    return model, request.digest, request.outputs, *options, types
 
 
-def digest_of(inputs: Mapping[str, Array]) -> bytes:
-    """Each part is behind its length: no two requests are one text."""
-    found = hashlib.blake2b(digest_size=32)
+def input_digest(inputs: Mapping[str, Array]) -> bytes:
+    """Return a digest of the inputs. Each part is length-prefixed, so that the encoding is unambiguous."""
+    digest = hashlib.blake2b(digest_size=32)
     for name, array in sorted(inputs.items()):
         head = f"{name}\0{array.dtype}\0{array.shape}".encode()
-        found.update(len(head).to_bytes(8, "little") + head)
+        digest.update(len(head).to_bytes(8, "little") + head)
         if array.dtype == np.object_:
             for value in array.reshape(-1):
                 data = value if isinstance(value, bytes) else str(value).encode()
-                found.update(len(data).to_bytes(8, "little") + data)
+                digest.update(len(data).to_bytes(8, "little") + data)
         else:
-            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.digest()
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.digest()
 
 
 def _copied(array: Array) -> Array:

@@ -1,6 +1,6 @@
-"""How an inference fails: one of Triton's status codes, in Triton's words.
+"""Errors of inference requests: Triton's status codes, with Triton's messages.
 
-Clients and their tests search for these words, so that nothing is put around them.
+Clients and their tests search for these messages, so they are not wrapped in other text.
 """
 
 from enum import Enum, auto
@@ -20,7 +20,7 @@ class Code(Enum):
 
 
 class StatusError(Exception):
-    """message: may quote what came from outside; it becomes one bounded line"""
+    """An error with a status code. message: may quote client input; it is reduced to one bounded line"""
 
     def __init__(self, code: Code, message: str) -> None:
         self.code, self.message = code, sanitize(message)

@@ -1,7 +1,7 @@
-"""Batches of requests whose shapes differ: inputs one behind the other, and what tells a network where each begins.
+"""Ragged batching: concatenated inputs of different shapes, plus batch inputs that tell the model where each begins.
 
-An input with `allow_ragged_batch` is all elements of all requests, in one dimension. `batch_input` are further inputs,
-computed of such a batch; `batch_output` says by which input's shapes an output in one dimension is taken apart again.
+An input with `allow_ragged_batch` holds all elements of all requests in one dimension. Each `batch_input` is a further
+input computed from the batch. A `batch_output` names the input whose shapes split a one-dimensional output again.
 """
 
 from collections.abc import Sequence
@@ -19,45 +19,47 @@ from millrace.model_repository.request.status_code import Code, StatusError, inv
 from millrace.model_repository.request.tensors import DTYPES, Array
 
 
-class Ragged:
-    """Of one model."""
+class RaggedBatch:
+    """Ragged inputs and outputs of one model."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._has_batches = config.max_batch_size > 0
-        self.flat = frozenset(said.name for said in config.input if said.allow_ragged_batch)
-        self.added = config.batch_input
-        dims = {said.name: said.dims for said in config.output}
-        self.scattered = {
-            name: (said.source_input[0], dims[name]) for said in config.batch_output for name in said.target_name
+        self.flat_inputs = frozenset(spec.name for spec in config.input if spec.allow_ragged_batch)
+        self.batch_inputs = config.batch_input
+        dims = {spec.name: spec.dims for spec in config.output}
+        self.scattered_outputs = {
+            name: (spec.source_input[0], dims[name]) for spec in config.batch_output for name in spec.target_name
         }
 
     @property
-    def free(self) -> frozenset[str]:
-        """Tensors whose dims are not those of the configuration."""
-        return self.flat.union(self.scattered, *(said.target_name for said in self.added))
+    def variable_tensors(self) -> frozenset[str]:
+        """Names of tensors whose dims differ from the configuration."""
+        return self.flat_inputs.union(
+            self.scattered_outputs, *(batch_input.target_name for batch_input in self.batch_inputs)
+        )
 
     def __bool__(self) -> bool:
-        """Whether the model has anything of this."""
-        return bool(self.flat or self.added or self.scattered)
+        """Whether the model uses ragged batching at all."""
+        return bool(self.flat_inputs or self.batch_inputs or self.scattered_outputs)
 
-    def gathered(self, requests: Sequence[InferRequest]) -> dict[str, Array]:
-        """All inputs of a batch. raises StatusError"""
-        found = {
+    def gather(self, requests: Sequence[InferRequest]) -> dict[str, Array]:
+        """Return the concatenated inputs of a batch. raises StatusError"""
+        inputs = {
             name: np.concatenate(
-                [r.inputs[name].reshape(-1) if name in self.flat else r.inputs[name] for r in requests]
+                [r.inputs[name].reshape(-1) if name in self.flat_inputs else r.inputs[name] for r in requests]
             )
             for name in requests[0].inputs
         }
-        for said in self.added:
-            array = self._computed(said, requests)
-            found.update(dict.fromkeys(said.target_name, array))
-        return found
+        for batch_input in self.batch_inputs:
+            array = self._batch_input(batch_input, requests)
+            inputs.update(dict.fromkeys(batch_input.target_name, array))
+        return inputs
 
-    def parts(self, name: str, array: Array, requests: Sequence[InferRequest]) -> list[Array]:
-        """An output, a part for each request. raises StatusError"""
-        if name not in self.scattered:
+    def scatter(self, name: str, array: Array, requests: Sequence[InferRequest]) -> list[Array]:
+        """Split an output into one part per request. raises StatusError"""
+        if name not in self.scattered_outputs:
             return split(name, array, requests) if self._has_batches else [array]
-        source, dims = self.scattered[name]
+        source, dims = self.scattered_outputs[name]
         shapes = [self._shape(dims, self._source(source, r).shape, r) for r in requests]
         sizes = [prod(shape) for shape in shapes]
         if array.size != sum(sizes):
@@ -67,22 +69,28 @@ class Ragged:
         return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def _shape(self, dims: tuple[int, ...], of_input: tuple[int, ...], request: InferRequest) -> list[int]:
-        """Dims of an output that vary are those of the input at the same place."""
+        """Return an output's shape, whose variable dims come from the input at the same position."""
         inner = of_input[1:] if self._has_batches else of_input
         if any(dim == -1 and i >= len(inner) for i, dim in enumerate(dims)):
-            raise invalid(f"{request.named}an output of dims {list(dims)} does not follow an input of {list(inner)}")
-        known = [inner[i] if dim == -1 else dim for i, dim in enumerate(dims)]
-        return [request.batch_size, *known] if self._has_batches else known
+            raise invalid(
+                f"{request.error_prefix}an output of dims {list(dims)} does not follow an input of {list(inner)}"
+            )
+        shape = [inner[i] if dim == -1 else dim for i, dim in enumerate(dims)]
+        return [request.batch_size, *shape] if self._has_batches else shape
 
     def _source(self, name: str, request: InferRequest) -> Array:
         array = request.inputs.get(name)
         if array is None:
-            raise invalid(f"{request.named}input '{name}' is needed, as other inputs of a batch follow from it")
+            raise invalid(f"{request.error_prefix}input '{name}' is needed, as other inputs of a batch follow from it")
         return array
 
-    def _computed(self, said: BatchInput, requests: Sequence[InferRequest]) -> Array:
-        sources = [self._source(said.source_input[0], r) for r in requests]
-        dtype, kind, counts = DTYPES[wire_name(said.data_type)], said.kind, [array.size for array in sources]
+    def _batch_input(self, batch_input: BatchInput, requests: Sequence[InferRequest]) -> Array:
+        sources = [self._source(batch_input.source_input[0], r) for r in requests]
+        dtype, kind, counts = (
+            DTYPES[wire_name(batch_input.data_type)],
+            batch_input.kind,
+            [array.size for array in sources],
+        )
         if kind is BatchInputKind.BATCH_ELEMENT_COUNT:
             return np.array(counts, dtype)
         if kind is BatchInputKind.BATCH_ACCUMULATED_ELEMENT_COUNT:
@@ -100,7 +108,7 @@ class Ragged:
 
 
 def split(name: str, array: Array, requests: Sequence[InferRequest]) -> list[Array]:
-    """By the batch sizes of the requests. raises StatusError"""
+    """Split an output by the batch sizes of the requests. raises StatusError"""
     n_items = sum(r.batch_size for r in requests)
     if array.shape[:1] != (n_items,):
         what = f"output '{name}' has shape {list(array.shape)} for a batch of {n_items}"
@@ -113,10 +121,10 @@ def split(name: str, array: Array, requests: Sequence[InferRequest]) -> list[Arr
 
 
 def with_batch_inputs(config: ModelConfig) -> ModelConfig:
-    """With what is computed of a batch among its inputs, as its network has them; their dims are no configuration's."""
+    """Return the configuration with its batch inputs added to the inputs, as the model file declares them."""
     added = [
-        replace(empty(ModelInput), name=name, data_type=said.data_type, dims=(-1,))
-        for said in config.batch_input
-        for name in said.target_name
+        replace(empty(ModelInput), name=name, data_type=batch_input.data_type, dims=(-1,))
+        for batch_input in config.batch_input
+        for name in batch_input.target_name
     ]
     return replace(config, input=(*config.input, *added))

@@ -1,16 +1,16 @@
-"""Which requests of which sequences are computed together: Triton's sequence batcher, as a function of time.
+"""Triton's sequence batcher: decides which requests of which sequences run together, as a pure function of time.
 
-A sequence is begun by a request with START, and has a slot of an instance until it is over: its requests are computed
-there, in their order, the next when the one before is done with. It is over when the request with END is done with,
-when none of its requests waited or was computed for the idle time, when one of those that wait is cancelled (the ones
-before it are still computed), or when another with its id begins. Sequences for which no slot is free wait in their
-order, each after those of its own id; only there a request's time-out counts, and it is that of the sequence.
+A sequence begins with a request flagged START and occupies a slot of one instance until it ends; its requests run there
+in order, one at a time. It ends when the request flagged END has finished, when none of its requests waited or ran for
+the idle time, when a waiting request is cancelled (earlier ones still run), or when another sequence with its id
+begins. Sequences without a free slot wait in order, each after those with its own id; only there the timeout of a
+request applies, and it is that of the sequence.
 
-`direct`: a batch of an instance has a place for each of its slots; those of slots that have nothing to compute, or
-something of other shapes, are filled, so that a sequence is always found at the same place. `oldest`: what may be
-computed next of an instance's sequences is batched as the dynamic batcher has it.
+Strategy `direct`: a batch has one place per slot of the instance. Places of slots without a request, or with other
+shapes, hold null requests, so that a sequence always has the same place. Strategy `oldest`: the next requests of an
+instance's sequences are batched by the dynamic batcher.
 
-As in `dynamic_batcher.py`, nothing here waits or looks at a clock.
+As in `dynamic_batcher.py`, nothing here waits or reads a clock.
 """
 
 import heapq
@@ -26,74 +26,78 @@ import numpy as np
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.request.infer_request import END, START, InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.model_repository.scheduling.dynamic_batcher import NEVER, Batch, BatchQueue, BatchRules, Closed
+from millrace.model_repository.scheduling.dynamic_batcher import NEVER, Batch, BatchQueue, BatchRules, CloseReason
 
 log = logging.getLogger(__name__)
 Id = int | str
-Key = tuple[str, Id]  # whose sequence it is, where there are several API keys, and its correlation ID
+Key = tuple[str, Id]  # tenant (empty without several API keys) and correlation ID
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRules:
-    """n_slots: of each instance. least_ready: direct does not wait for more than so many slots with requests; 0: for
-    none. batches: the rules of oldest, where it is that"""
+    """Rules of a sequence batcher. n_slots: per instance. min_ready: filled slots that `direct` waits for, 0 for none.
+    batches: the batching rules of strategy `oldest`
+    """
 
     model: str
     n_slots: int
-    max_size: int = 0  # 0 for a model without batches
+    max_size: int = 0  # 0 if the model does not batch
     idle_ns: int = 1_000_000_000
     delay_ns: int = 0
-    least_ready: int = 0
+    min_ready: int = 0
     batches: BatchRules | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "SequenceRules":
-        """config: completed, and it has sequences"""
-        said, size = config.sequence_batching, config.max_batch_size
-        assert said is not None, config.name
-        rules = cls(config.name, max(1, size), size, said.max_sequence_idle_microseconds * 1000)
-        if (oldest := said.oldest) is not None:
+    def from_config(cls, config: ModelConfig) -> "SequenceRules":
+        """Return the rules of a completed configuration with sequence batching."""
+        batching, size = config.sequence_batching, config.max_batch_size
+        assert batching is not None, config.name
+        rules = cls(config.name, max(1, size), size, batching.max_sequence_idle_microseconds * 1000)
+        if (oldest := batching.oldest) is not None:
             delay_ns = oldest.max_queue_delay_microseconds * 1000
             batches = BatchRules(size, frozenset(oldest.preferred_batch_size), delay_ns)
             return replace(rules, n_slots=max(oldest.max_candidate_sequences, 0) or rules.n_slots, batches=batches)
-        if (direct := said.direct) is None or not direct.minimum_slot_utilization:
+        if (direct := batching.direct) is None or not direct.minimum_slot_utilization:
             return rules
         delay_ns = direct.max_queue_delay_microseconds * 1000
-        return replace(rules, delay_ns=delay_ns, least_ready=_least(direct.minimum_slot_utilization, rules.n_slots))
+        return replace(
+            rules, delay_ns=delay_ns, min_ready=_min_ready_slots(direct.minimum_slot_utilization, rules.n_slots)
+        )
 
 
-def _least(utilization: float, n_slots: int) -> int:
-    """The fewest slots that are so large a part of all, in the protocol's own float32."""
+def _min_ready_slots(utilization: float, n_slots: int) -> int:
+    """Return the fewest slots that reach the utilization, computed in float32 as in the protocol."""
 
     def is_enough(n: int) -> bool:
         return bool(np.float32(n) / np.float32(n_slots) >= np.float32(utilization))
 
-    # not one by one: a configuration may have 2**31 of them
+    # bisection, because a configuration may have 2**31 slots
     return bisect_left(range(1, n_slots + 1), True, key=is_enough) + 1
 
 
-class Sequence:
-    """`waiting`: what no instance has taken; `state`: of its model, where the scheduler holds it."""
+class InferSequence:
+    """A sequence. waiting: requests that no instance has taken. state: the model's implicit state"""
 
     __slots__ = (
-        "asked", "busy", "deadline_ns", "id", "idle_ns", "is_closed", "is_offered", "place", "state", "waiting"
+        "busy", "deadline_ns", "id", "idle_ns", "is_closed", "is_offered", "place", "requested_outputs", "state",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, id_: Key) -> None:
         self.id = id_
         self.waiting: deque[InferRequest] = deque()
-        self.busy: InferRequest | None = None  # that an instance has taken
-        self.is_offered = False  # the first that waits may be in a batch
-        self.is_closed = False  # no more comes of it
+        self.busy: InferRequest | None = None  # in execution
+        self.is_offered = False  # its first waiting request may join a batch
+        self.is_closed = False  # accepts no further requests
         self.place: tuple[int, int] | None = None  # slot, instance
         self.deadline_ns = NEVER
-        self.idle_ns = 0  # since when it is so
+        self.idle_ns = 0  # start of idling
         self.state: dict[str, Any] = {}
-        self.asked: tuple[str, ...] = ()  # outputs, by the client of what is busy
+        self.requested_outputs: tuple[str, ...] = ()  # outputs that the client of `busy` requested
 
 
 class SequenceBatcher:
-    """The sequences of one model. All times are nanoseconds of one clock."""
+    """Sequence batcher of one model. All times are nanoseconds of one clock."""
 
     timed_out = "timeout of the corresponding sequence has been expired"
 
@@ -104,35 +108,38 @@ class SequenceBatcher:
         ready: Callable[[InferRequest], None],
         null: Callable[[InferRequest], InferRequest],
     ) -> None:
-        """ready: called with a request that is the next of its sequence, before it may be in a batch
-        null: what stands in the place of a slot without a request, beside one like this"""
-        self._rules, self._ready, self._null = rules, ready, null
-        # Places are in use, free again (a heap), or were never used: a configuration may have any number of them.
-        self._slots: list[dict[int, Sequence]] = [{} for _ in range(n_instances)]
+        """ready: called with the next request of a sequence before it may join a batch.
+        null: returns a null request for an empty slot, with the shapes of the given request
+        """
+        self._rules, self._ready, self._null_request = rules, ready, null
+        # Places are in use, free again (a heap) or never used, because a configuration may have any number of them.
+        self._slots: list[dict[int, InferSequence]] = [{} for _ in range(n_instances)]
         self._free: list[tuple[int, int]] = []
         self._n_used, self._n_places = 0, rules.n_slots * n_instances
-        self._by_id: dict[Key, deque[Sequence]] = {}  # those that are not over; of an id the newest is last
-        self._backlog: OrderedDict[Sequence, None] = OrderedDict()  # those without a slot
-        self._idle: OrderedDict[Sequence, None] = OrderedDict()  # with a slot and nothing to do, the longest first
+        self._by_id: dict[Key, deque[InferSequence]] = {}  # open sequences; the newest of an id is last
+        self._backlog: OrderedDict[InferSequence, None] = OrderedDict()  # sequences without a slot
+        self._idle: OrderedDict[InferSequence, None] = OrderedDict()  # with a slot, no request; longest idle first
         self._offered = [BatchQueue(rules.batches or BatchRules()) for _ in range(n_instances)]
         self._wait_until_ns = [NEVER] * n_instances
         self._next_deadline_ns = NEVER
         self._n_waiting = 0
-        self._gone: dict[int, list[tuple[int, int]]] = {}  # instances that are, and their places that are free
-        self._lost: OrderedDict[Key, tuple[str, int]] = OrderedDict()  # sequences that were there: where, and when
+        self._lost_instances: dict[int, list[tuple[int, int]]] = {}  # lost instances, with their free places
+        self._lost_sequences: OrderedDict[Key, tuple[str, int]] = (
+            OrderedDict()
+        )  # their sequences: instance name and time of loss
 
     def __len__(self) -> int:
         return self._n_waiting
 
     @property
     def n_sequences(self) -> int:
-        """That are not over."""
+        """Number of open sequences."""
         return sum(map(len, self._by_id.values()))
 
     # ------------------------------------------------------------------ requests
 
     def put(self, request: InferRequest, now_ns: int) -> None:
-        """raises StatusError, in Triton's words"""
+        """Queue a request. raises StatusError with Triton's text"""
         model, id_ = self._rules.model, request.correlation_id
         if request.batch_size > 1:
             what = "must specify batch-size 1 due to requirements of sequence batcher"
@@ -143,12 +150,12 @@ class SequenceBatcher:
         line = self._by_id.get(key)
         last = line[-1] if line else None
         if request.flags & START:
-            self._lost.pop(key, None)
-            sequence = Sequence(key)
+            self._lost_sequences.pop(key, None)
+            sequence = InferSequence(key)
             self._by_id.setdefault(key, deque()).append(sequence)
             self._backlog[sequence] = None
-        elif (last is None or last.is_closed) and key in self._lost:
-            raise self.was_lost(id_, self._lost[key][0])
+        elif (last is None or last.is_closed) and key in self._lost_sequences:
+            raise self.lost_error(id_, self._lost_sequences[key][0])
         elif last is None or last.is_closed:
             what = "must specify the START flag on the first request of the sequence"
             raise invalid(f"inference request for sequence {id_} to model '{model}' {what}")
@@ -169,14 +176,14 @@ class SequenceBatcher:
             sequence.deadline_ns = min(sequence.deadline_ns, now_ns + request.timeout_us * 1000)
             self._next_deadline_ns = min(self._next_deadline_ns, sequence.deadline_ns)
 
-    def leave(self, request: InferRequest, now_ns: int) -> list[InferRequest]:
-        """It is cancelled: whatever of its sequence waits from it on, taken out; none where it does not wait."""
+    def cancel(self, request: InferRequest, now_ns: int) -> list[InferRequest]:
+        """Remove and return a waiting request and those behind it; empty if it does not wait."""
         sequence = request.sequence
         if sequence is None or request not in sequence.waiting:
             return []
-        kept = list(sequence.waiting).index(request)
-        gone = list(sequence.waiting)[kept:]
-        if not kept:
+        index = list(sequence.waiting).index(request)
+        gone = list(sequence.waiting)[index:]
+        if not index:
             self._unoffer(sequence)
         for _ in gone:
             sequence.waiting.pop()
@@ -186,8 +193,8 @@ class SequenceBatcher:
         self._fill(now_ns)
         return gone
 
-    def done(self, request: InferRequest, now_ns: int) -> None:
-        """It was computed, and the next of its sequence may be."""
+    def finish_request(self, request: InferRequest, now_ns: int) -> None:
+        """Record that a request has finished, so that the next of its sequence may run."""
         sequence = request.sequence
         if sequence is None or sequence.busy is not request:
             return
@@ -199,13 +206,13 @@ class SequenceBatcher:
             self._idle[sequence] = None
         self._offer(sequence, now_ns)
 
-    def expired(self, now_ns: int) -> list[InferRequest]:
-        """End sequences that are idle for too long, then those that waited too long for a slot: their requests."""
+    def take_expired(self, now_ns: int) -> list[InferRequest]:
+        """End idle sequences; then end those that timed out waiting for a slot, and return their requests."""
         while self._idle and now_ns - (sequence := next(iter(self._idle))).idle_ns >= self._rules.idle_ns:
             sequence.is_closed = True
             self._end_if_over(sequence)
-        while self._lost and now_ns - next(iter(self._lost.values()))[1] >= self._rules.idle_ns:
-            self._lost.popitem(last=False)
+        while self._lost_sequences and now_ns - next(iter(self._lost_sequences.values()))[1] >= self._rules.idle_ns:
+            self._lost_sequences.popitem(last=False)
         self._fill(now_ns)
         if now_ns < self._next_deadline_ns:
             return []
@@ -219,43 +226,43 @@ class SequenceBatcher:
         self._next_deadline_ns = min((s.deadline_ns for s in self._backlog), default=NEVER)
         return refused
 
-    def was_lost(self, id_: Id, instance: str) -> StatusError:
+    def lost_error(self, id_: Id, instance: str) -> StatusError:
         what = f"inference request for sequence {id_} to model '{self._rules.model}'"
-        why = f"instance {instance}, which had the sequence, ended, and what it knew of it is lost"
-        return StatusError(Code.UNAVAILABLE, f"{what}: {why}; begin it again with the START flag")
+        reason = f"instance {instance}, which had the sequence, ended, and what it knew of it is lost"
+        return StatusError(Code.UNAVAILABLE, f"{what}: {reason}; begin it again with the START flag")
 
-    def lost(self, instance: int, name: str, now_ns: int) -> list[InferRequest]:
-        """An instance, by its number, knows nothing any more: its sequences are over; their requests that wait.
+    def lose_instance(self, instance: int, name: str, now_ns: int) -> list[InferRequest]:
+        """End all sequences of a lost instance and return their waiting requests.
 
-        Until `found` it is given no other. Whatever comes of these within the idle time is refused, but for a START.
+        It gets no sequences until `restore_instance`. For the idle time, further requests of these except START fail.
         """
-        self._gone.setdefault(instance, [])
+        self._lost_instances.setdefault(instance, [])
         gone: list[InferRequest] = []
         for sequence in list(self._slots[instance].values()):
             self._unoffer(sequence)
             gone += sequence.waiting
             sequence.waiting.clear()
             if not sequence.is_closed:
-                self._lost[sequence.id] = name, now_ns
-                self._lost.move_to_end(sequence.id)
+                self._lost_sequences[sequence.id] = name, now_ns
+                self._lost_sequences.move_to_end(sequence.id)
             sequence.is_closed = True
             self._end_if_over(sequence)
         self._n_waiting -= len(gone)
         self._fill(now_ns)
         return gone
 
-    def found(self, instance: int, now_ns: int) -> None:
-        """It is there again."""
-        for place in self._gone.pop(instance, ()):
+    def restore_instance(self, instance: int, now_ns: int) -> None:
+        """Make a restarted instance available again."""
+        for place in self._lost_instances.pop(instance, ()):
             heapq.heappush(self._free, place)
         self._fill(now_ns)
 
     def holders(self, request: InferRequest) -> set[int] | None:
-        """Instances one of which must be done with what it computes before anything happens to a request that waits.
+        """Return the instances of which one must finish a batch before a waiting request can proceed.
 
-        None: something may happen sooner, by a client who ends a sequence, or by one that is idle for too long
+        None if it may proceed sooner, because a client ends a sequence or a sequence idles out
         """
-        sequence = self._by_id[request.sequence.id][0]  # those of an id come one after the other
+        sequence = self._by_id[request.sequence.id][0]  # sequences of an id run one after the other
         holding = [sequence] if sequence.place is not None else [s for slots in self._slots for s in slots.values()]
         if request.sequence is sequence and sequence.place is not None:
             return {sequence.place[1]}
@@ -264,27 +271,27 @@ class SequenceBatcher:
         return {one.place[1] for one in holding if one.place is not None}
 
     def finish(self, now_ns: int) -> None:
-        """No request comes any more: what waits is computed, and nothing waits for more of a sequence."""
-        for sequence in list(self._everybody()):
+        """Close all sequences; waiting requests are still computed."""
+        for sequence in list(self._all_sequences()):
             sequence.is_closed = True
             self._end_if_over(sequence)
         self._fill(now_ns)
 
-    def drained(self) -> list[InferRequest]:
-        """All that wait, taken out; with what is being computed, their sequences are over."""
-        found = [request for sequence in self._everybody() for request in sequence.waiting]
-        for sequence in list(self._everybody()):
+    def drain(self) -> list[InferRequest]:
+        """Remove and return all waiting requests; their sequences end after the requests in execution."""
+        requests = [request for sequence in self._all_sequences() for request in sequence.waiting]
+        for sequence in list(self._all_sequences()):
             self._unoffer(sequence)
             sequence.waiting.clear()
             sequence.is_closed = True
             self._end_if_over(sequence)
         self._n_waiting = 0
-        return found
+        return requests
 
     # ------------------------------------------------------------------ batches
 
     def take(self, now_ns: int, instance: int) -> Batch | None:
-        """What an instance that computes nothing is to compute; None: nothing now, ask again when it is `due_ns`."""
+        """Return the batch that an idle instance should compute; None if there is none before `due_ns`."""
         self._wait_until_ns[instance] = NEVER
         batch = self._direct(now_ns, instance) if self._rules.batches is None else self._offered[instance].take(now_ns)
         for request in batch.requests if batch is not None else ():
@@ -295,7 +302,7 @@ class SequenceBatcher:
         return batch
 
     def due_ns(self) -> int | None:
-        """When `expired` or `take` would say something else than they did, though nothing comes."""
+        """Return when the results of `take_expired` or `take` change if no request arrives."""
         idle_ns = next(iter(self._idle)).idle_ns + self._rules.idle_ns if self._idle else NEVER
         offered = (due_ns for queue in self._offered if (due_ns := queue.due_ns()) is not None)
         due_ns = min(idle_ns, self._next_deadline_ns, *self._wait_until_ns, *offered)
@@ -307,31 +314,31 @@ class SequenceBatcher:
         if not ready:
             return None
         oldest_ns = min(request.queued_ns for request in ready.values())
-        if rules.delay_ns and len(ready) < rules.least_ready and now_ns - oldest_ns < rules.delay_ns:
+        if rules.delay_ns and len(ready) < rules.min_ready and now_ns - oldest_ns < rules.delay_ns:
             self._wait_until_ns[instance] = oldest_ns + rules.delay_ns
             return None
         first = next(iter(ready.values()))
-        taken = {slot: request for slot, request in ready.items() if request.shape_key == first.shape_key}
-        closed = Closed.DELAY
+        chosen = {slot: request for slot, request in ready.items() if request.shape_key == first.shape_key}
+        closed = CloseReason.DELAY
         if not rules.max_size:
-            closed = Closed.SINGLE
-        elif len(taken) < len(ready):
-            closed = Closed.SHAPE
-        elif len(taken) == rules.n_slots:
-            closed = Closed.FULL
-        elif rules.delay_ns and len(ready) >= rules.least_ready > 0:
-            closed = Closed.SLOTS
-        places = tuple(taken[slot] if slot in taken else self._null(first) for slot in range(max(taken) + 1))
-        return Batch(tuple(taken.values()), len(places), closed, places)
+            closed = CloseReason.SINGLE
+        elif len(chosen) < len(ready):
+            closed = CloseReason.SHAPE
+        elif len(chosen) == rules.n_slots:
+            closed = CloseReason.FULL
+        elif rules.delay_ns and len(ready) >= rules.min_ready > 0:
+            closed = CloseReason.SLOTS
+        places = tuple(chosen[slot] if slot in chosen else self._null_request(first) for slot in range(max(chosen) + 1))
+        return Batch(tuple(chosen.values()), len(places), closed, places)
 
     # ------------------------------------------------------------------ slots
 
-    def _everybody(self) -> Iterator[Sequence]:
+    def _all_sequences(self) -> Iterator[InferSequence]:
         for line in self._by_id.values():
             yield from line
 
-    def _end_if_over(self, sequence: Sequence) -> None:
-        """Its slot is free then; whoever calls this fills it, once all that is to be over is."""
+    def _end_if_over(self, sequence: InferSequence) -> None:
+        """Remove an ended sequence and free its slot; the caller fills free slots afterwards."""
         if not sequence.is_closed or sequence.waiting or sequence.busy is not None:
             return
         line = self._by_id[sequence.id]
@@ -347,7 +354,7 @@ class SequenceBatcher:
             heapq.heappush(self._free, (slot, instance))
 
     def _fill(self, now_ns: int) -> None:
-        """Give free slots to those that wait for one, the first of their id, in their order."""
+        """Give free slots to waiting sequences in order, only the first of each id."""
         while self._backlog and self._has_place():
             sequence = next((s for s in self._backlog if self._by_id[s.id][0] is s), None)
             if sequence is None:
@@ -358,28 +365,28 @@ class SequenceBatcher:
             self._offer(sequence, now_ns)
 
     def _has_place(self) -> bool:
-        """Whether one is free, of an instance that is there; those of others are put aside on the way to it."""
-        if len(self._gone) == len(self._slots):
+        """Return whether an available instance has a free place; places of lost instances are set aside."""
+        if len(self._lost_instances) == len(self._slots):
             return False
-        while self._free and (gone := self._gone.get(self._free[0][1])) is not None:
+        while self._free and (gone := self._lost_instances.get(self._free[0][1])) is not None:
             gone.append(heapq.heappop(self._free))
         while not self._free and self._n_used < self._n_places:
             slot, instance = divmod(self._n_used, len(self._slots))
-            if instance not in self._gone:
+            if instance not in self._lost_instances:
                 break
-            self._gone[instance].append((slot, instance))
+            self._lost_instances[instance].append((slot, instance))
             self._n_used += 1
         return bool(self._free) or self._n_used < self._n_places
 
     def _free_place(self) -> tuple[int, int]:
-        """The lowest slot, of the instances in turn."""
+        """Return the lowest free slot, round-robin over instances."""
         if self._free:
             return heapq.heappop(self._free)
         self._n_used += 1
         return divmod(self._n_used - 1, len(self._slots))
 
-    def _offer(self, sequence: Sequence, now_ns: int) -> None:
-        """The next of it may be in a batch."""
+    def _offer(self, sequence: InferSequence, now_ns: int) -> None:
+        """Let the next request of a sequence join a batch."""
         if sequence.place is None or sequence.is_offered or not sequence.waiting or sequence.busy is not None:
             return
         request, sequence.is_offered = sequence.waiting[0], True
@@ -387,7 +394,7 @@ class SequenceBatcher:
         if self._rules.batches is not None:
             self._offered[sequence.place[1]].put(request, now_ns)
 
-    def _unoffer(self, sequence: Sequence) -> None:
+    def _unoffer(self, sequence: InferSequence) -> None:
         if sequence.is_offered and sequence.place is not None:
-            self._offered[sequence.place[1]].leave(sequence.waiting[0])
+            self._offered[sequence.place[1]].remove(sequence.waiting[0])
         sequence.is_offered = False

@@ -1,7 +1,7 @@
-"""What a sequence's model is told beside a request's own inputs: the control tensors of its configuration.
+"""Control inputs of a sequence: the control tensors that are added to a request's own inputs.
 
-START, END and READY have the two values that the configuration gives them, CORRID is the sequence's id. A slot of a
-batch that has nothing to compute is filled with a request like the others, of zeros, in which READY is false.
+START, END and READY take one of two configured values; CORRID is the sequence's id. An empty slot of a batch is filled
+with a null request: zeros of the other requests' shapes, with READY set to false.
 """
 
 import numpy as np
@@ -17,16 +17,16 @@ _FLAGS = {ControlKind.CONTROL_SEQUENCE_START: START, ControlKind.CONTROL_SEQUENC
 Id = int | str
 
 
-class Controls:
-    """Of one model, whose configuration has sequences."""
+class SequenceControls:
+    """Control inputs of one model with sequence batching."""
 
     def __init__(self, config: ModelConfig) -> None:
-        said = config.sequence_batching
-        assert said is not None, config.name
+        batching = config.sequence_batching
+        assert batching is not None, config.name
         self._shape = (1, 1) if config.max_batch_size else (1,)
         self._corrid: tuple[str, DataType] | None = None
-        self._switches: list[tuple[str, ControlKind, tuple[Array, Array]]] = []  # their values, false and true
-        for tensor in said.control_input:
+        self._switches: list[tuple[str, ControlKind, tuple[Array, Array]]] = []  # with their values for false and true
+        for tensor in batching.control_input:
             for control in tensor.control:
                 if control.kind is ControlKind.CONTROL_SEQUENCE_CORRID:
                     self._corrid = tensor.name, control.data_type
@@ -34,7 +34,7 @@ class Controls:
                     self._switches.append((tensor.name, control.kind, _values(control, self._shape)))
 
     def check(self, id_: Id) -> None:
-        """raises StatusError where the model cannot be told of it"""
+        """Check that the sequence id fits the CORRID input. raises StatusError"""
         if self._corrid is None or self._corrid[1] is DataType.TYPE_STRING:
             return
         name, data_type = self._corrid
@@ -44,21 +44,21 @@ class Controls:
         if not room.min <= id_ <= room.max:
             raise invalid(f"sequence id {id_} does not fit into control input '{name}' of {data_type.name}")
 
-    def give(self, request: InferRequest) -> None:
-        """Its control inputs; those of a request that is given them again are those of now."""
+    def add_inputs(self, request: InferRequest) -> None:
+        """Set the control inputs of a request, replacing earlier ones."""
         for name, kind, values in self._switches:
             request.inputs[name] = values[bool(request.flags & _FLAGS[kind]) if kind in _FLAGS else True]
-        self._give_id(request, request.correlation_id)
+        self._add_id(request, request.correlation_id)
 
-    def null(self, like: InferRequest) -> InferRequest:
-        """What stands in an empty slot beside `like`, and is answered to nobody."""
-        found = like.copied({name: _zeros(array) for name, array in like.inputs.items()})
-        found.correlation_id, found.flags, found.send_by = 0, 0, lambda *_: None
-        found.inputs.update({name: values[False] for name, _, values in self._switches})
-        self._give_id(found, 0)
-        return found
+    def null_request(self, template: InferRequest) -> InferRequest:
+        """Return a null request with the shapes of `template`; its responses are dropped."""
+        request = template.copy_with({name: _zeros(array) for name, array in template.inputs.items()})
+        request.correlation_id, request.flags, request.send_by = 0, 0, lambda *_: None
+        request.inputs.update({name: values[False] for name, _, values in self._switches})
+        self._add_id(request, 0)
+        return request
 
-    def _give_id(self, request: InferRequest, id_: Id) -> None:
+    def _add_id(self, request: InferRequest, id_: Id) -> None:
         if self._corrid is None:
             return
         name, data_type = self._corrid
@@ -70,7 +70,7 @@ class Controls:
 
 
 def control_type(control: Control) -> DataType:
-    """Of its tensor."""
+    """Return the data type of a control's tensor."""
     if control.kind is ControlKind.CONTROL_SEQUENCE_CORRID:
         return control.data_type
     if control.int32_false_true:
@@ -79,7 +79,7 @@ def control_type(control: Control) -> DataType:
 
 
 def _values(control: Control, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Of false and of true, which requests share."""
+    """Return the shared arrays for false and true."""
     false, true = control.int32_false_true or control.fp32_false_true or control.bool_false_true
     datatype = wire_name(control_type(control))
     return _constant(false, datatype, shape), _constant(true, datatype, shape)
@@ -91,7 +91,7 @@ def _constant(value: float, datatype: str, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def _zeros(like: Array) -> Array:
-    if like.dtype != DTYPES[BYTES]:
-        return np.zeros_like(like)
-    return objects([b""] * like.size).reshape(like.shape)
+def _zeros(template: Array) -> Array:
+    if template.dtype != DTYPES[BYTES]:
+        return np.zeros_like(template)
+    return objects([b""] * template.size).reshape(template.shape)

@@ -1,4 +1,4 @@
-"""Files of traces: JSON that can be read at any time, and that ends at a number of bytes."""
+"""Trace files: JSON that is valid at any time, with a bound on the total size."""
 
 import logging
 from collections.abc import Callable
@@ -7,26 +7,26 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-MOST_BYTES = 1 << 30  # of all files of one server
-MOST_FILES = 1000  # of one path, where some traces each make a file
-_BUFFERED = 64  # traces that wait to be written where one file takes all
+MAX_BYTES = 1 << 30  # of all trace files of one server
+MAX_FILES = 1000  # per path, if every few traces get their own file
+_BUFFERED = 64  # traces buffered before a write to a single file
 _BUFFERED_BYTES = 1 << 20
-FLUSH_S = 1.0  # after which the first of them is written: whoever tries a few requests finds them
+FLUSH_S = 1.0  # maximum delay of a write, so that a few test requests show up
 log = logging.getLogger(__name__)
-Later = Callable[[float, Callable[[], None]], object]  # seconds, and what is called then
+CallLater = Callable[[float, Callable[[], None]], object]  # delay in seconds, and the function to call
 
 
 class TraceFiles:
-    """Of one server. A file that cannot be written, or too many bytes, end tracing and not the server."""
+    """Trace files of one server. A write error or too many bytes end tracing, not the server."""
 
-    def __init__(self, later: Later | None = None) -> None:
-        """later: None: what waits is written when there is enough of it, and by `write`"""
+    def __init__(self, later: CallLater | None = None) -> None:
+        """later: schedules delayed writes; None: write only full buffers, and in `write`"""
         self._files: dict[str, _TraceFile] = {}
         self._later = later
         self._n_bytes, self.is_full = 0, False
 
     def add(self, path: str, frequency: int, records: list[bytes]) -> None:
-        """One trace. frequency: so many make a file of their own, PATH.0, PATH.1, ..., in turn; 0: all are in one"""
+        """Add a trace. frequency: traces per file PATH.0, PATH.1, ...; 0: a single file"""
         if self.is_full:
             return
         file = self._files.setdefault(path, _TraceFile(path))
@@ -41,13 +41,13 @@ class TraceFiles:
             self._later(FLUSH_S, partial(self._when_due, file))
 
     def write(self) -> None:
-        """What is not written yet."""
+        """Write all buffered traces."""
         for file in self._files.values():
             self._write(file)
 
     def _when_due(self, file: "_TraceFile") -> None:
         file.is_due = False
-        if not file.frequency:  # it may have changed since
+        if not file.frequency:  # it may have changed meanwhile
             self._write(file)
 
     def _write(self, file: "_TraceFile") -> None:
@@ -57,12 +57,12 @@ class TraceFiles:
             self._n_bytes += file.write()
         except OSError as error:
             self._end(f"{file.path} cannot be written ({error.strerror})")
-        if self._n_bytes > MOST_BYTES:
-            self._end(f"the files have {MOST_BYTES} bytes")
+        if self._n_bytes > MAX_BYTES:
+            self._end(f"the files have {MAX_BYTES} bytes")
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         self.is_full = True
-        log.warning("nothing more is traced: %s", why)
+        log.warning("nothing more is traced: %s", reason)
 
 
 class _TraceFile:
@@ -71,41 +71,41 @@ class _TraceFile:
         self.records: list[bytes] = []
         self.n_traces = self.n_buffered_bytes = 0
         self.frequency = 0  # of the last trace
-        self.is_due = False  # it is written soon
-        self._n_files = 0  # that have so many
-        self._is_begun = False  # the one that has all
+        self.is_due = False  # a delayed write is scheduled
+        self._n_files = 0  # files written with a frequency
+        self._is_begun = False  # whether the single file exists
 
     def write(self) -> int:
-        """So many bytes. raises OSError"""
+        """Write the buffered traces and return their bytes. raises OSError"""
         data = b",\n".join(self.records)
         self.records, self.n_traces, self.n_buffered_bytes = [], 0, 0
         if self.frequency:
-            self._whole(Path(f"{self.path}.{self._n_files % MOST_FILES}"), data)
+            self._write_new(Path(f"{self.path}.{self._n_files % MAX_FILES}"), data)
             self._n_files += 1
-            if self._n_files == MOST_FILES:
-                log.warning("%s: there are %d files of traces: the oldest are overwritten", self.path, MOST_FILES)
+            if self._n_files == MAX_FILES:
+                log.warning("%s: there are %d files of traces: the oldest are overwritten", self.path, MAX_FILES)
         elif self._is_begun:
             with Path(self.path).open("r+b", buffering=0) as opened:
-                _write_at(opened, opened.seek(-1, 2), b",\n%b]" % data, otherwise=b"]")  # over the bracket that ends it
+                _write_at(opened, opened.seek(-1, 2), b",\n%b]" % data, fallback=b"]")  # overwrites the closing bracket
         else:
-            self._whole(Path(self.path), data)
+            self._write_new(Path(self.path), data)
             self._is_begun = True
         return len(data)
 
-    def _whole(self, path: Path, data: bytes) -> None:
+    def _write_new(self, path: Path, data: bytes) -> None:
         with path.open("wb", buffering=0) as opened:
-            _write_at(opened, 0, b"[%b]" % data, otherwise=b"[]")
+            _write_at(opened, 0, b"[%b]" % data, fallback=b"[]")
 
 
-def _write_at(file: FileIO, at: int, data: bytes, otherwise: bytes) -> None:
-    """To its end; a disk that gets full takes what it has room for. raises OSError; `otherwise` ends the file then"""
+def _write_at(file: FileIO, at: int, data: bytes, fallback: bytes) -> None:
+    """Write all data. raises OSError, after ending the file at `at` with `fallback`, if the disk is full"""
     left = data
     try:
         while left:
             left = left[file.write(left) :]
     except OSError:
         with suppress(OSError):
-            file.truncate(at + len(otherwise))
+            file.truncate(at + len(fallback))
             file.seek(at)
-            file.write(otherwise)
+            file.write(fallback)
         raise

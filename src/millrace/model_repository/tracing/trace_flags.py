@@ -1,4 +1,4 @@
-"""`--trace-config`, as Triton has it: KEY=VALUE of all modes, MODE,KEY=VALUE of one."""
+"""The flag `--trace-config` with Triton's syntax: KEY=VALUE for all modes, MODE,KEY=VALUE for one."""
 
 import importlib.util
 import re
@@ -30,17 +30,17 @@ _EXTRA = "millrace[otel]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exporting:
-    """Where spans go. url: of the collector's traces. delay_ms: between two batches, where none is full before"""
+class OtlpSettings:
+    """Export of spans. url: of the collector. delay_ms: between batches, unless one fills earlier"""
 
     url: str = "http://localhost:4318/v1/traces"
     resource: Mapping[str, str] = field(default_factory=dict)
-    queue: int = 2048  # spans that wait at most; further ones are lost
+    queue: int = 2048  # maximum of queued spans; further ones are dropped
     delay_ms: int = 5000
     batch: int = 512
 
-    def told(self) -> dict[str, Any]:
-        """In Triton's words."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings with Triton's names."""
         return {
             "url": self.url, "resource": [f"{key}={value}" for key, value in self.resource.items()],
             "bsp_max_queue_size": str(self.queue), "bsp_schedule_delay": str(self.delay_ms),
@@ -50,70 +50,70 @@ class Exporting:
 
 @dataclass(frozen=True, slots=True)
 class TraceFlags:
-    """said: by the names that the settings have over the network, where a flag says them"""
+    """Parsed flags. settings: those set by flags, by their protocol names"""
 
-    said: Mapping[str, Any] = field(default_factory=dict)
-    exporting: Exporting | None = None  # in mode opentelemetry
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    otlp: OtlpSettings | None = None  # set in mode opentelemetry
 
     @classmethod
-    def of(cls, flags: Sequence[str]) -> "TraceFlags":
-        """raises ConfigError, also where what the mode needs is not installed"""
-        found: dict[str, Any] = {}
-        asked: dict[str, list[str]] = {}  # of one mode alone: the flags that do
+    def from_flags(cls, flags: Sequence[str]) -> "TraceFlags":
+        """Parse flags. raises ConfigError, also if packages for the mode are missing"""
+        settings: dict[str, Any] = {}
+        flags_by_mode: dict[str, list[str]] = {}  # flags that belong to a single mode
         for flag in flags:
             mode, key, value = _split(flag)
             if key in _OF_FILES or key in _OF_SPANS or mode:
-                asked.setdefault(mode or (OTEL if key in _OF_SPANS else TRITON), []).append(flag)
+                flags_by_mode.setdefault(mode or (OTEL if key in _OF_SPANS else TRITON), []).append(flag)
             try:
-                _take(found, key, value)
+                _parse_setting(settings, key, value)
             except StatusError as error:
                 why, *expected = _EXPECTED.split(str(error), 1)
                 what = f"{FLAG} {flag!r:.100}: {why}"
                 raise ConfigError(what, "".join(expected) or _range(key), "correct it") from None
-        chosen = found.get("trace_mode", TRITON)
-        for mode, theirs in asked.items():
+        chosen = settings.get("trace_mode", TRITON)
+        for mode, theirs in flags_by_mode.items():
             if mode != chosen:
                 what = f"{FLAG} {theirs[0]!r:.100} is of mode {mode}, and the mode is {chosen}"
                 raise ConfigError(what, f"settings of mode {chosen}", f"add {FLAG} mode={mode}, or leave it out")
-        return cls._of_files(found) if chosen == TRITON else cls._of_spans(found)
+        return cls._for_files(settings) if chosen == TRITON else cls._for_spans(settings)
 
     @classmethod
-    def _of_files(cls, found: dict[str, Any]) -> "TraceFlags":
-        if found.get("trace_rate") == 0:
+    def _for_files(cls, settings: dict[str, Any]) -> "TraceFlags":
+        if settings.get("trace_rate") == 0:
             _refuse("rate=0", f"1 to {NUMBERS['trace_rate'][1]}: value is out of range")
-        if found and not found.get("trace_file") and found.get("trace_level", ("OFF",)) != ("OFF",):
+        if settings and not settings.get("trace_file") and settings.get("trace_level", ("OFF",)) != ("OFF",):
             raise ConfigError(f"{FLAG} names no file", "file=PATH", f"{FLAG} triton,file=trace.json")
-        if found.get("trace_file") and not Path(found["trace_file"]).absolute().parent.is_dir():
+        if settings.get("trace_file") and not Path(settings["trace_file"]).absolute().parent.is_dir():
             raise ConfigError(
-                f"{FLAG} file={found['trace_file']}", "a file in a folder that exists", "correct the path"
+                f"{FLAG} file={settings['trace_file']}", "a file in a folder that exists", "correct the path"
             )
-        return cls(found)
+        return cls(settings)
 
     @classmethod
-    def _of_spans(cls, found: dict[str, Any]) -> "TraceFlags":
-        if "TENSORS" in found.get("trace_level", ()):
+    def _for_spans(cls, settings: dict[str, Any]) -> "TraceFlags":
+        if "TENSORS" in settings.get("trace_level", ()):
             _refuse("level=TENSORS", "TIMESTAMPS: spans hold no tensors, which mode triton writes")
         names = {"url": "url", "resource": "resource", "bsp_max_queue_size": "queue",
                  "bsp_schedule_delay": "delay_ms", "bsp_max_export_batch_size": "batch"}  # fmt: skip
-        exporting = Exporting(**{name: found.pop(key) for key, name in names.items() if key in found})
+        exporting = OtlpSettings(**{name: settings.pop(key) for key, name in names.items() if key in settings})
         if exporting.batch > exporting.queue:
             _refuse(f"bsp_max_export_batch_size={exporting.batch}", f"at most bsp_max_queue_size, {exporting.queue}")
         check_extra()
-        return cls(found, exporting)
+        return cls(settings, exporting)
 
 
 def check_extra() -> None:
-    """raises ConfigError where it is not installed"""
+    """Check that OpenTelemetry is installed. raises ConfigError"""
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter",
                     "opentelemetry.exporter.otlp", "opentelemetry.exporter.otlp.proto",
                     "opentelemetry.exporter.otlp.proto.http"):  # fmt: skip
-        if importlib.util.find_spec(package) is None:  # each is looked for in the one before
+        if importlib.util.find_spec(package) is None:  # parent packages first
             what = f"{FLAG} mode={OTEL} without OpenTelemetry's SDK and exporter"
             raise ConfigError(what, f'pip install "{_EXTRA}"', "install it, or choose mode=triton")
 
 
 def _split(flag: str) -> tuple[str, str, str]:
-    """Its mode, "" where it names none; its key and value. raises ConfigError"""
+    """Split a flag into mode ("" if none), key and value. raises ConfigError"""
     head, comma, setting = flag.partition(",")
     if not comma or "=" in head:
         head, setting = "", flag
@@ -127,16 +127,16 @@ def _split(flag: str) -> tuple[str, str, str]:
     return head, key, value
 
 
-def _take(found: dict[str, Any], key: str, value: str) -> None:
-    """raises StatusError"""
+def _parse_setting(settings: dict[str, Any], key: str, value: str) -> None:
+    """Parse a setting. raises StatusError"""
     name = _NAMES.get(key, key)
-    taken: Mapping[str, Callable[[], Any]] = {
-        "trace_level": lambda: level_of([*found.get(name, ()), value]), "trace_file": lambda: value,
-        "trace_mode": lambda: value, "url": lambda: _like(_URL, "url", value, "http://HOST:PORT/v1/traces"),
-        "trace_rate": lambda: number_of(name, value, least=0),
-        "resource": lambda: found.get(name, {}) | dict([_like(_RESOURCE, name, value, "KEY=VALUE").split("=", 1)]),
+    parsers: Mapping[str, Callable[[], Any]] = {
+        "trace_level": lambda: parse_level([*settings.get(name, ()), value]), "trace_file": lambda: value,
+        "trace_mode": lambda: value, "url": lambda: _match(_URL, "url", value, "http://HOST:PORT/v1/traces"),
+        "trace_rate": lambda: parse_number(name, value, minimum=0),
+        "resource": lambda: settings.get(name, {}) | dict([_match(_RESOURCE, name, value, "KEY=VALUE").split("=", 1)]),
     }  # fmt: skip
-    found[name] = taken[name]() if name in taken else number_of(name, value)
+    settings[name] = parsers[name]() if name in parsers else parse_number(name, value)
 
 
 def _range(key: str) -> str:
@@ -144,7 +144,7 @@ def _range(key: str) -> str:
     return f"a whole number from {low} to {high}" if high else "one of its values"
 
 
-def _like(form: re.Pattern[str], key: str, value: str, expected: str) -> str:
+def _match(form: re.Pattern[str], key: str, value: str, expected: str) -> str:
     if not form.fullmatch(value):
         raise invalid(f"{key} is {value!r:.100}, expected: {expected}")
     return value
@@ -154,23 +154,23 @@ def _refuse(setting: str, expected: str) -> None:
     raise ConfigError(f"{FLAG} {setting}", expected, "correct it")
 
 
-def level_of(said: Sequence[str]) -> tuple[str, ...]:
-    """raises StatusError"""
-    for one in said:
+def parse_level(levels: Sequence[str]) -> tuple[str, ...]:
+    """Parse a setting. raises StatusError"""
+    for one in levels:
         if one not in LEVELS:
             raise invalid(f"Unsupported trace level: {one:.40}; expected: {', '.join(LEVELS)}")
-    if "OFF" in said and len(said) > 1:
+    if "OFF" in levels and len(levels) > 1:
         raise invalid("Expect only one trace level 'OFF' is specified")
-    return tuple(dict.fromkeys(said)) or ("OFF",)
+    return tuple(dict.fromkeys(levels)) or ("OFF",)
 
 
-def number_of(name: str, said: str, least: int | None = None) -> int:
-    """least: where that is not as usual. raises StatusError"""
+def parse_number(name: str, text: str, minimum: int | None = None) -> int:
+    """Parse a number. minimum: overrides the usual one. raises StatusError"""
     low, high = (NUMBERS | _BATCHES)[name]
-    low = low if least is None else least
-    digits = said.removeprefix("-")
+    low = low if minimum is None else minimum
+    digits = text.removeprefix("-")
     if not digits.isascii() or not digits.isdigit() or len(digits) > 20:
-        raise invalid(f"Unable to parse '{name}', got: {said:.40}")
-    if not low <= int(said) <= high:
-        raise invalid(f"Unable to parse '{name}', value is out of range [{low}, {high}], got: {said}")
-    return int(said)
+        raise invalid(f"Unable to parse '{name}', got: {text:.40}")
+    if not low <= int(text) <= high:
+        raise invalid(f"Unable to parse '{name}', value is out of range [{low}, {high}], got: {text}")
+    return int(text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope
 
 from millrace.machine.process_info import release_free_memory
-from millrace.model_repository.request.concatenation import LARGE, concatenated
+from millrace.model_repository.request.concatenation import LARGE, concatenate
 from millrace.serve.http.errors import ClientGoneError, HttpError
 from millrace.serve.http.http_request import header
 
@@ -143,7 +143,7 @@ async def read_body(scope: Scope, receive: Receive, bodies: BodyLimiter, incomin
             more = message.get("more_body", False)
     if incoming.n_bytes < LARGE:
         return b"".join(parts)
-    return await asyncio.get_running_loop().run_in_executor(bodies.thread, concatenated, parts)
+    return await asyncio.get_running_loop().run_in_executor(bodies.thread, concatenate, parts)
 
 
 def _too_many() -> HttpError:

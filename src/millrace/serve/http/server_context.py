@@ -28,7 +28,7 @@ class ServerContext:
         self.settings, self.load = settings, RequestsInFlight()
         self.admission = Admission()
         self.metrics = Metrics()
-        self.tracer = Tracer.of(settings.trace_config)
+        self.tracer = Tracer.from_flags(settings.trace_config)
         self.unsent = UnsentBytes(settings.max_unread_bytes)
         self.responses = ResponseStore()
         self._tasks: set[asyncio.Task[None]] = set()  # of what nobody waits for

@@ -24,7 +24,7 @@ def trace(tracer: Tracer, call: RequestContext, scope: Scope) -> None:
         return
     headers = combine_duplicate_headers(scope["headers"], b",")
     parent = tracer.parent(headers.get(PARENT.encode()), headers.get(STATE.encode()))
-    if tracer.spans is None or not tracer.takes(parent):
+    if tracer.spans is None or not tracer.samples_other(parent):
         return
     log = call.log
     path = log.path.partition("?")[0].rstrip("/")
@@ -32,7 +32,7 @@ def trace(tracer: Tracer, call: RequestContext, scope: Scope) -> None:
     status = log.status or CLIENT_CLOSED
     failed = log.error or ("the client has gone" if status == CLIENT_CLOSED else "")
     name, began_ns = f"{operation} {call.model}", int(call.arrived_s * 1e9)
-    tracer.spans.told(name, began_ns, parent, _attributes(call, operation, status), failed, str(status))
+    tracer.spans.record_span(name, began_ns, parent, _attributes(call, operation, status), failed, str(status))
 
 
 def _attributes(call: RequestContext, operation: str, status: int) -> dict[str, Any]:

@@ -271,7 +271,7 @@ def test_a_model_that_is_unloaded_answers_first_and_is_not_missed(root: Path, wa
 
 def test_a_reader_that_does_not_read_ends_its_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model sends a megabyte again and again: the server holds no more of it than it may."""
-    monkeypatch.setattr(response_stream, "MOST_UNREAD_BYTES", 20_000_000)
+    monkeypatch.setattr(response_stream, "MAX_UNREAD_BYTES", 20_000_000)
     with in_process(root, grpc_port=0) as served, connected(served.grpc_url) as client:
         asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         stream = client.stream(iter(asked.get, None))

@@ -171,7 +171,7 @@ def test_nothing_is_decoded_in_larger_pieces(served: Threaded, monkeypatch: pyte
 
 
 def test_too_many_strings(served: Threaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_validation, "MOST_STRINGS", 1000)
+    monkeypatch.setattr(request_validation, "MAX_STRINGS", 1000)
     for n, is_right in ((1000, True), (1001, False)):
         raw, head = bytes(4 * n), json.dumps({"inputs": [one("BYTES", [n], parameters={"binary_data_size": 4 * n})]})
         lengths = {"Inference-Header-Content-Length": str(len(head))}

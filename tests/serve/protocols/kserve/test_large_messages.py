@@ -107,8 +107,8 @@ def test_large_messages_that_are_right(client: Client) -> None:
 
 
 def test_strings_are_counted(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_validation, "MOST_STRINGS", 1000)
-    monkeypatch.setattr(message_scan, "MOST_STRINGS", 70_000)
+    monkeypatch.setattr(request_validation, "MAX_STRINGS", 1000)
+    monkeypatch.setattr(message_scan, "MAX_STRINGS", 70_000)
     given = {"name": "INPUT0", "datatype": "BYTES", "shape": [1001]}
     assert "1001 strings, at most 1000" in refusal(lambda: client.infer("strings", [given], [bytes(4004)]))[1]
     infer = client.channel.unary_unary(f"{SERVICE}ModelInfer")

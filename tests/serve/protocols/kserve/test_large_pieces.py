@@ -21,7 +21,7 @@ from millrace.bench.run.server_process import ServerProcess
 from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.python_backend.stub import bytes_tensors
 from millrace.model_repository.request import concatenation
-from millrace.model_repository.request.concatenation import concatenated
+from millrace.model_repository.request.concatenation import concatenate
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import BYTES, DTYPES, Tensor, objects
@@ -48,7 +48,7 @@ def test_concatenated_as_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(200):
         texts = [draw.randbytes(draw.choice((0, 1, 63, 64, 200))) for _ in range(draw.randrange(5))]
         parts = [memoryview(b"x" + t)[1:] if draw.random() < 0.5 else t for t in texts]
-        assert concatenated(parts) == b"".join(texts)
+        assert concatenate(parts) == b"".join(texts)
 
 
 @pytest.fixture

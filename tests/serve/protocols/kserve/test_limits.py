@@ -191,7 +191,7 @@ def test_many_names_cost_no_more_than_their_bytes() -> None:
         read_infer(json.dumps({"inputs": [], "outputs": outputs}).encode(), None, "m", checker)
     given = [RawInput(f"{i}", "FP32", (0,), memoryview(b"")) for i in range(n)]
     with pytest.raises(StatusError, match="input '99999' already exists"):
-        checker.take(InferRequest({}), [*given, given[-1]])
+        checker.attach_inputs(InferRequest({}), [*given, given[-1]])
 
 
 def test_of_several_inputs_with_faults_the_last_is_told() -> None:
@@ -201,8 +201,8 @@ def test_of_several_inputs_with_faults_the_last_is_told() -> None:
     checker = RequestValidator(replace(empty(ModelConfig), name="m", input=(said("A"), said("B"))))
     one = memoryview(b"\1\0\0\0a")
     with pytest.raises(StatusError, match="expected 2 string elements for inference input 'B' for model 'm', got 1"):
-        checker.take(InferRequest({}), [RawInput("A", "BYTES", (2,), one), RawInput("B", "BYTES", (2,), one)])
+        checker.attach_inputs(InferRequest({}), [RawInput("A", "BYTES", (2,), one), RawInput("B", "BYTES", (2,), one)])
     request = InferRequest({})
     both = memoryview(bytes(one) * 2)
-    checker.take(request, [RawInput("B", "BYTES", (2,), both), RawInput("A", "BYTES", (2,), both)])
+    checker.attach_inputs(request, [RawInput("B", "BYTES", (2,), both), RawInput("A", "BYTES", (2,), both)])
     assert list(request.inputs) == ["B", "A"], "in the request's order"

@@ -133,7 +133,7 @@ def test_an_error_names_the_id_of_its_own_message(
     client: Client, n_quick: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(request: InferRequest, outputs: object) -> None:
-        raise StatusError(Code.INTERNAL, f"{request.named}broken")
+        raise StatusError(Code.INTERNAL, f"{request.error_prefix}broken")
 
     infer = client.channel.unary_unary(f"{SERVICE}ModelInfer")
 

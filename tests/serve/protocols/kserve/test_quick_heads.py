@@ -96,7 +96,7 @@ def test_an_error_names_the_id_of_its_own_request(
     url: str, n_quick: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(request: InferRequest, outputs: object) -> None:
-        raise StatusError(Code.INTERNAL, f"{request.named}broken")
+        raise StatusError(Code.INTERNAL, f"{request.error_prefix}broken")
 
     def asked(own: str) -> bytes:
         return packet(*sums(random.Random(0), id=own, outputs=[{"name": "OUTPUT1"}]))

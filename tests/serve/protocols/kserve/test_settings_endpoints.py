@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.model_repository.lifecycle.log_settings import LogSwitches
+from millrace.model_repository.lifecycle.log_settings import LogSettings
 from millrace.serve.settings import ServerSettings
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, in_process, write_models
@@ -224,7 +224,7 @@ def test_log_settings_that_cannot_be(server: Threaded, change: Any, status: int,
 
 
 def test_the_log_is_as_it_was_when_a_server_ends(lines: list[str]) -> None:
-    switches = LogSwitches()
+    switches = LogSettings()
     switches.change({"log_error": False})
     logging.getLogger("millrace").error("unheard")
     switches.close()

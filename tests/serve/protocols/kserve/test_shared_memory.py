@@ -313,7 +313,7 @@ def test_a_region_in_use_goes_with_the_last_request() -> None:
 def test_inputs_hold_their_regions_until_the_request_is_over() -> None:
     made = Memory(create=True, size=64)
     regions = SharedMemoryRegions(1 << 20).for_tenant("")
-    model: Any = SimpleNamespace(name="m", checker=SimpleNamespace(take=lambda request, given: None))
+    model: Any = SimpleNamespace(name="m", checker=SimpleNamespace(attach_inputs=lambda request, raw_inputs: None))
     body = {"inputs": [{**placed("INPUT0", 0, 64, "a"), "datatype": "FP32", "shape": [16]}]}
     said = {"region": {"string_param": "a"}, "byte_size": {"int64_param": 64}}
     parameters = {f"shared_memory_{key}": value for key, value in said.items()}

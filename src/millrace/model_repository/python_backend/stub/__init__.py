@@ -1,5 +1,5 @@
-"""The side of a `model.py`: what it imports, and what runs it, here or in an interpreter of its own.
+"""The Python backend stub: the modules that a `model.py` imports and that run it, in this or in another process.
 
-Nothing here imports more than NumPy and the standard library, and other parts of this package only by relative names:
-the package is loaded under another name by whatever Python a model brings.
+Modules here import only NumPy, the standard library and, by relative names, each other: the package is loaded under
+another name by the model's own Python.
 """

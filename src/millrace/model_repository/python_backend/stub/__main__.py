@@ -1,6 +1,6 @@
-"""The first file that a process of a model runs: `python __main__.py FD`, the socket to the server.
+"""Entry point of a stub process: `python __main__.py FD`, with the socket to the server.
 
-Whatever Python reads it must understand it; what follows asks for 3.10 and NumPy.
+This file must parse on any Python version; the modules that it loads require 3.10 and NumPy.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036  the model's, and not ours
         sys.exit("Python " + sys.version.split()[0] + " runs no model: 3.10 or a later one is expected")
     folder = Path(__file__).resolve().parent
-    sys.path[:] = [p for p in sys.path if Path(p).resolve() != folder]  # its files are no modules of the model
+    sys.path[:] = [p for p in sys.path if Path(p).resolve() != folder]  # hide the stub's files from the model
     spec = importlib.util.spec_from_file_location(
         NAME, str(folder / "__init__.py"), submodule_search_locations=[str(folder)]
     )

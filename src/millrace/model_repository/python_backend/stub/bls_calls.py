@@ -1,39 +1,39 @@
-"""Asking other models (`exec`, `async_exec`): what comes back, for threads and for event loops."""
+"""BLS calls (`exec`, `async_exec`): responses of other models, for threads and event loops."""
 
 import asyncio
 import contextlib
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from .host_interface import Answer, BlsRequest, Host
-from .responses import InferenceResponse, response_of
+from .host_interface import BlsRequest, Host, ModelResponse
+from .responses import InferenceResponse, to_inference_response
 
 
 class Call:
-    """One request to another model, which begins at once. Read by one reader."""
+    """One request to another model, submitted on creation and read by one reader."""
 
-    def __init__(self, host: Host, asked: BlsRequest) -> None:
-        self._arrived: queue.SimpleQueue[tuple[Answer | None, bool]] = queue.SimpleQueue()
-        self._wake: Callable[[], None] | None = None  # of an event loop that waits
+    def __init__(self, host: Host, request: BlsRequest) -> None:
+        self._arrived: queue.SimpleQueue[tuple[ModelResponse | None, bool]] = queue.SimpleQueue()
+        self._wake: Callable[[], None] | None = None  # wakes a waiting event loop
         self.is_over = False
-        self._asking = host.ask(asked, self._receive)
+        self._client = host.call_model(request, self._receive)
 
-    def _receive(self, answer: Answer | None, final: bool) -> None:
-        """From another thread."""
+    def _receive(self, answer: ModelResponse | None, final: bool) -> None:
+        """Receive a response, on another thread."""
         self._arrived.put((answer, final))
         wake = self._wake
         if wake is not None:
             wake()
 
-    def next(self) -> Answer | None:
-        """Blocks. None: nothing but the end came"""
-        return self._taken(self._arrived.get())
+    def next(self) -> ModelResponse | None:
+        """Wait for the next response; None if only the end arrived."""
+        return self._unpack(self._arrived.get())
 
-    async def next_async(self) -> Answer | None:
+    async def next_async(self) -> ModelResponse | None:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(changed.set)
 
         self._wake = wake
@@ -42,34 +42,34 @@ class Call:
             if self._arrived.empty():
                 await changed.wait()
         self._wake = None
-        return self._taken(self._arrived.get())
+        return self._unpack(self._arrived.get())
 
     def cancel(self) -> None:
-        self._asking.cancel()
+        self._client.cancel()
 
-    def _taken(self, arrived: tuple[Answer | None, bool]) -> Answer | None:
+    def _unpack(self, arrived: tuple[ModelResponse | None, bool]) -> ModelResponse | None:
         answer, self.is_over = arrived
         if answer is not None:
-            self._asking.taken()
+            self._client.on_response_read()
         return answer
 
-    async def only(self) -> InferenceResponse:
-        """The one response; the model is told where nobody waits for it any more."""
+    async def single_response(self) -> InferenceResponse:
+        """Return the single response; cancel the call if the waiting task is cancelled."""
         try:
-            return response_of(await self.next_async())
+            return to_inference_response(await self.next_async())
         finally:
             if not self.is_over:
                 self.cancel()
 
 
 class ResponseIterator:
-    """The responses of a decoupled model. The last may be one without tensors: the model only said that it ends.
+    """The responses of a decoupled model. The last may be empty, if the model only signalled its end.
 
-    As Triton's, it keeps them: a loop after one that came to the end begins anew, after one that was left goes on.
+    As in Triton, responses are kept: a loop after a completed loop starts again, after an unfinished one it continues.
     """
 
     def __init__(self, call: Call) -> None:
-        self._call, self._kept, self._at = call, list[InferenceResponse](), 0
+        self._call, self._responses, self._at = call, list[InferenceResponse](), 0
 
     def __iter__(self) -> Iterator[InferenceResponse]:
         self._begin()
@@ -79,7 +79,7 @@ class ResponseIterator:
         if self._is_to_come():
             if self._call.is_over:
                 raise StopIteration
-            self._kept.append(response_of(self._call.next()))
+            self._responses.append(to_inference_response(self._call.next()))
         return self._next()
 
     def __aiter__(self) -> AsyncIterator[InferenceResponse]:
@@ -90,11 +90,11 @@ class ResponseIterator:
         if self._is_to_come():
             if self._call.is_over:
                 raise StopAsyncIteration
-            self._kept.append(response_of(await self._call.next_async()))
+            self._responses.append(to_inference_response(await self._call.next_async()))
         return self._next()
 
     def _is_to_come(self) -> bool:
-        return self._at == len(self._kept)
+        return self._at == len(self._responses)
 
     def _begin(self) -> None:
         if self._call.is_over and self._is_to_come():
@@ -102,10 +102,10 @@ class ResponseIterator:
 
     def _next(self) -> InferenceResponse:
         self._at += 1
-        return self._kept[self._at - 1]
+        return self._responses[self._at - 1]
 
     def cancel(self) -> None:
-        """Nobody wants the rest; it ends with an error of code CANCELLED."""
+        """Cancel the call; it ends with an error of code CANCELLED."""
         self._call.cancel()
 
     def __del__(self) -> None:
@@ -113,8 +113,8 @@ class ResponseIterator:
             self._call.cancel()
 
 
-async def begun(call: Call) -> ResponseIterator:
-    """Once the first response is there: a plain loop over the iterator does not hold up an event loop for it."""
-    found = ResponseIterator(call)
-    found._kept.append(response_of(await call.next_async()))
-    return found
+async def start_iterator(call: Call) -> ResponseIterator:
+    """Wait for the first response and return an iterator, so that a plain loop does not block the event loop for it."""
+    iterator = ResponseIterator(call)
+    iterator._responses.append(to_inference_response(await call.next_async()))
+    return iterator

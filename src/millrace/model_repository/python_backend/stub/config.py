@@ -1,4 +1,4 @@
-"""`pb_utils.ModelConfig`: a configuration as `auto_complete_config` is given it, and completes it."""
+"""`pb_utils.ModelConfig`: the configuration that `auto_complete_config` receives and completes."""
 
 import copy
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ _OUTPUT = ("name", "data_type", "dims")
 
 
 class ModelConfig:
-    """What `auto_complete_config` is given and gives back; what contradicts the file raises ValueError."""
+    """Argument and result of `auto_complete_config`. Values that contradict the file raise ValueError."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._model_config = dict(copy.deepcopy(config))
@@ -18,19 +18,19 @@ class ModelConfig:
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        known = self._model_config["max_batch_size"]
-        if known > max_batch_size:
+        current = self._model_config["max_batch_size"]
+        if current > max_batch_size:
             raise ValueError(
-                f"configuration specified max_batch_size {known}, but in auto_complete_config function for model "
+                f"configuration specified max_batch_size {current}, but in auto_complete_config function for model "
                 f"'{self._model_config['name']}' specified max_batch_size {max_batch_size}"
             )
         self._model_config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        found = next((s for s in ("sequence_batching", "ensemble_scheduling") if s in self._model_config), None)
-        if found is not None:
+        scheduler = next((s for s in ("sequence_batching", "ensemble_scheduling") if s in self._model_config), None)
+        if scheduler is not None:
             raise ValueError(
-                f"Configuration specified scheduling_choice as '{found}', but auto_complete_config tries to set "
+                f"Configuration specified scheduling_choice as '{scheduler}', but auto_complete_config tries to set "
                 "scheduling_choice as 'dynamic_batching'."
             )
         self._model_config.setdefault("dynamic_batching", {})
@@ -44,17 +44,17 @@ class ModelConfig:
     def set_model_transaction_policy(self, policy: Mapping[str, Any]) -> None:
         if set(policy) != {"decoupled"}:
             raise ValueError(f"model transaction policy has {sorted(policy)}, where 'decoupled' is expected")
-        known = self._model_config.get("model_transaction_policy")
-        if known is not None and known["decoupled"] != policy["decoupled"]:
+        current = self._model_config.get("model_transaction_policy")
+        if current is not None and current["decoupled"] != policy["decoupled"]:
             raise ValueError("trying to change decoupled property, which the configuration sets")
         self._model_config["model_transaction_policy"] = dict(policy)
 
-    def _add(self, side: str, tensor: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    def _add(self, side: str, tensor: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
         where = f"{side} '{tensor.get('name', '')}' in auto-complete-config function for model"
         where = f"{where} '{self._model_config['name']}'"
-        unknown = [key for key in tensor if key not in known]
+        unknown = [key for key in tensor if key not in allowed]
         if unknown:
-            listed = ", ".join(f"'{key}'" for key in known)
+            listed = ", ".join(f"'{key}'" for key in allowed)
             raise ValueError(f"{where} contains property other than {listed}: '{unknown[0]}'")
         for key in ("name", "data_type", "dims"):
             if key not in tensor:

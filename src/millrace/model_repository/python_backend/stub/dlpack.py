@@ -1,6 +1,6 @@
-"""Arrays through DLPack, BF16 among them, which NumPy neither takes nor gives.
+"""DLPack import and export of arrays, including BF16, which NumPy does not support.
 
-A capsule of BF16 is read and made as one of 16-bit integers: the type in its header is changed, not the numbers.
+BF16 capsules are read and created as 16-bit integers; only the type in the capsule's header is changed.
 """
 
 import ctypes
@@ -12,13 +12,13 @@ from .bytes_tensors import Array
 
 try:
     from ml_dtypes import bfloat16
-except ImportError:  # in an interpreter of the model's own, which may know no BF16
+except ImportError:  # the model's own interpreter may lack it
     bfloat16 = None
 
 _UNSIGNED, _BFLOAT = 1, 4  # DLDataTypeCode
 _CPU = (1, 0)  # DLDevice
-# Where a DLDataType (code, bits, lanes) lies, by the name of the capsule: behind data, device and number of dimensions
-# of the DLTensor, which in the versioned struct has the version, the context, the deleter and the flags before it.
+# Offset of the DLDataType (code, bits, lanes) by capsule name: after data, device and number of dimensions of the
+# DLTensor, which in the versioned struct follows version, context, deleter and flags.
 _TYPE_AT = {b"dltensor": 20, b"dltensor_versioned": 52}
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -27,7 +27,7 @@ _is_valid.restype, _is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.
 
 
 class _Capsule:
-    """What NumPy asks for one; where that is none, or of another device, NumPy says so."""
+    """Wrapper with the DLPack protocol; NumPy itself rejects invalid capsules and other devices."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -40,13 +40,13 @@ class _Capsule:
 
 
 class _Shared(np.ndarray[Any, np.dtype[Any]]):
-    """An array that others see, with what must live as long as it does."""
+    """An exported array, with a reference that must live as long as it does."""
 
     owner: object = None
 
 
-def imported(tensor: Any) -> Array:
-    """The numbers of another framework's tensor on the CPU, or of a capsule; memory is shared.
+def import_array(tensor: Any) -> Array:
+    """Return another framework's CPU tensor, or a capsule, as an array that shares its memory.
 
     raises AttributeError, BufferError, RuntimeError, TypeError or ValueError, as NumPy does
     """
@@ -58,7 +58,7 @@ def imported(tensor: Any) -> Array:
         if bfloat16 is None or tuple(tensor.__dlpack_device__()) != _CPU:
             raise
         try:
-            capsule = tensor.__dlpack__(max_version=(1, 0))  # whose flags say that it may be written into
+            capsule = tensor.__dlpack__(max_version=(1, 0))  # versioned, so that its flags allow writing
         except TypeError:
             capsule = tensor.__dlpack__()
         kind = _type_of(capsule)
@@ -72,12 +72,12 @@ def _of_capsule(capsule: Any) -> Array:
     if kind is None or bfloat16 is None or (kind[0], kind[1]) != (_BFLOAT, 16):
         return np.from_dlpack(_Capsule(capsule))
     kind[0] = _UNSIGNED
-    found: Array = np.from_dlpack(_Capsule(capsule)).view(bfloat16)
-    return found
+    array: Array = np.from_dlpack(_Capsule(capsule)).view(bfloat16)
+    return array
 
 
-def exported(array: Array, owner: object) -> Any:
-    """A capsule of the array, which keeps `owner`. raises BufferError for types that DLPack does not have"""
+def export_array(array: Array, owner: object) -> Any:
+    """Return a capsule of the array that keeps `owner` alive. raises BufferError for types that DLPack lacks"""
     is_bfloat = bfloat16 is not None and array.dtype == bfloat16
     shared = (array.view(np.uint16) if is_bfloat else array).view(_Shared)
     shared.owner = owner
@@ -89,7 +89,7 @@ def exported(array: Array, owner: object) -> Any:
 
 
 def _type_of(capsule: Any) -> Any:
-    """Code and bits of the numbers, as they lie in the capsule; None where it is none, or was used."""
+    """Return code and bits of the type, in the capsule's memory; None if it is invalid or consumed."""
     for name, at in _TYPE_AT.items():
         if _is_valid(capsule, name):
             return (ctypes.c_uint8 * 2).from_address(_pointer_of(capsule, name) + at)

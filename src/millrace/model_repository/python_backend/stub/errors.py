@@ -1,4 +1,4 @@
-"""How a model says what went wrong, under Triton's names."""
+"""Errors of the Python backend, with Triton's names."""
 
 from .bytes_tensors import text
 
@@ -9,15 +9,15 @@ CODES = (
 
 
 class TritonModelException(Exception):  # noqa: N818  Triton's name
-    """What a model raises to say that something of its own went wrong, and what our functions raise to it."""
+    """Raised by models for their own errors, and by pb_utils functions."""
 
 
 class ReturnedError(Exception):
-    """What `execute` returned is no answer; a client reads these words alone, which are Triton's."""
+    """An invalid return value of `execute`; clients get only this message, which is Triton's."""
 
 
 class TritonError:
-    """What a response carries in place of tensors."""
+    """The error of a response."""
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 

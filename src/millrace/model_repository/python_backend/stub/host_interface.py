@@ -1,4 +1,4 @@
-"""What a model may ask of the server that runs it, and what the server asks of it; in one process, or between two."""
+"""Interface between a Python model and the server that runs it, in one process or between two."""
 
 import os
 from abc import ABC, abstractmethod
@@ -15,8 +15,8 @@ Parameter = bool | int | float | str
 
 
 @dataclass(frozen=True)
-class Answer:
-    """outputs: by name. error: in place of them"""
+class ModelResponse:
+    """A response. outputs: by name. error: replaces the outputs"""
 
     outputs: Mapping[str, Array] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
@@ -28,26 +28,26 @@ class Incoming(ABC):
 
     id: str
     inputs: Mapping[str, Array]
-    outputs: Sequence[str]  # that are asked for; none: all
+    outputs: Sequence[str]  # requested names; empty for all
     parameters: Mapping[str, Parameter]
     correlation_id: int | str
     flags: int
     timeout_us: int
     cancelled: bool
-    trace_context: str | None  # headers of the trace that it is a part of, as JSON; None: nobody records it
+    trace_context: str | None  # trace headers as JSON; None if it is not traced
 
     @abstractmethod
-    def send(self, answer: Answer | None, final: bool) -> None:
-        """From any thread. answer: its arrays are the model's, which may write into them once this returns"""
+    def send(self, answer: ModelResponse | None, final: bool) -> None:
+        """Send a response, from any thread. The model may write into its arrays once this returns"""
 
     @abstractmethod
-    def again(self) -> None:
-        """It is to be executed again, later: whoever answers it is the next `execute`."""
+    def reschedule(self) -> None:
+        """Execute the request again later; the next `execute` answers it."""
 
 
 class BlockingCalls(IntEnum):
     NO = 0
-    PERHAPS = 1  # another thread asks while it executes
+    PERHAPS = 1  # called from another thread during `execute`
     YES = 2
 
 
@@ -55,8 +55,8 @@ class BlockingCalls(IntEnum):
 class BlsRequest:
     """One request of the model to another model.
 
-    version: None is the highest. behind: the requests for which it asks, which cancel it when all of them are.
-    waits: whether the thread that executes them goes on only when this is answered
+    version: None is the highest. parents: the requests that it serves; it is cancelled when all of these are.
+    waits: whether the thread in `execute` waits for the response
     """
 
     model: str
@@ -66,69 +66,69 @@ class BlsRequest:
     flags: int
     timeout_us: int
     parameters: Mapping[str, Parameter]
-    inputs: Sequence[tuple[str, Array]]  # as a model says them, perhaps one twice
+    inputs: Sequence[tuple[str, Array]]  # as given by the model, possibly with duplicates
     outputs: Sequence[str]
     is_decoupled: bool
-    behind: Sequence[Incoming]
+    parents: Sequence[Incoming]
     waits: BlockingCalls
 
 
-# From another thread: an answer, or nothing but the end; and whether it is the last.
-Receive = Callable[[Answer | None, bool], None]
+# Called from another thread: a response, or None for the end; and whether it is the last.
+Receive = Callable[[ModelResponse | None, bool], None]
 
 
 class BlsClient(ABC):
-    """A request to another model, from the side of who asks. Of any thread."""
+    """Caller's handle of a request to another model. Thread-safe."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the request."""
 
     @abstractmethod
-    def taken(self) -> None:
-        """Its oldest response was read."""
+    def on_response_read(self) -> None:
+        """Record that the oldest response was read."""
 
 
 class Host(ABC):
-    """Of one instance of a model. Everything here is called by the model's threads, any of them."""
+    """Server functions for one instance; called from any of the model's threads."""
 
-    is_alone = False  # in a process of its own
+    is_alone = False  # whether it has its own process
 
     def __init__(self, name: str, model: str) -> None:
-        """name: of the instance"""
+        """name: the instance's name"""
         self.name, self.model, self.pid = name, model, os.getpid()
         self.is_executing = self.is_closing = False  # between `initialize` and `finalize`; from then on
         self.is_busy = False  # in a call of `execute`
 
     @abstractmethod
-    def ask(self, asked: BlsRequest, receive: Receive) -> BlsClient:
-        """Ask another model. Errors are answers, which may come before this returns."""
+    def call_model(self, request: BlsRequest, receive: Receive) -> BlsClient:
+        """Call another model. Errors arrive as responses, possibly before this returns."""
 
-    def answering(self) -> None:
-        """A batch was computed, and the thread of `execute` sends its answers, and nothing else, before it returns."""
+    def begin_sending(self) -> None:
+        """Announce that this thread now sends only the responses of its batch, so that they may be joined."""
         return
 
     @abstractmethod
-    def control(self, what: str, **told: Any) -> Any:
-        """`load`, `unload` or `is_ready` a model, and wait until it is done. raises TritonModelException"""
+    def control(self, operation: str, **arguments: Any) -> Any:
+        """Run `load`, `unload` or `is_ready` for a model, and wait. raises TritonModelException"""
 
     def load(self, name: str, config: str, files: Mapping[str, str]) -> None:
-        """files: in base64. raises TritonModelException"""
+        """Load a model. files: in base64. raises TritonModelException"""
         is_loading = not self.is_executing and not self.is_closing
         self.control("load", name=name, config=config, files=files, is_loading=is_loading)
 
     @abstractmethod
-    def metric(self, what: str, **told: Any) -> Any:
-        """Make a `family` or a `metric` (their number), `drop` one, or change one. raises TritonModelException"""
+    def metric(self, operation: str, **arguments: Any) -> Any:
+        """Create a `family` or `metric` (returns a number), `drop` or change one. raises TritonModelException"""
 
     @abstractmethod
     def log(self, message: str, level: int) -> None:
-        """level: 0 to 3: info, warning, error, verbose"""
+        """Log a message. level: 0 to 3 for info, warning, error, verbose"""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """One call of `execute`. thread: that it runs in; None: it has returned, and goes on in an event loop"""
+    """One call of `execute`. thread: the calling thread; None if it continues in an event loop after returning"""
 
     host: Host
     requests: Sequence[Incoming]

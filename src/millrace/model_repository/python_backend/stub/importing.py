@@ -1,12 +1,10 @@
-"""Importing a model's own files: the path and the table of modules are the process's, so one model has them at a time.
+"""Imports of a model's own files. sys.path and sys.modules are shared, so models import one at a time.
 
-A model that is never done with it must not keep the others from being loaded: after PATIENCE_S its turn goes to the
-next that waits, and what it had put there is taken away. It may still come to its end; but it finds no further files of
-its own.
+A model whose import hangs must not block other loads: after PATIENCE_S the import lock passes to the next model, and
+the entries of the hanging one are removed. It may still finish, but finds no further files of its own.
 
-What a model imports later, inside of its functions, it finds by an `__import__` of its own, which its files have among
-their built-ins: there a turn is taken again, for whatever was not imported before. A process of a model's own has its
-folder on the path for good.
+Later imports inside of functions use a custom `__import__` in the built-ins of the model's files, which takes the lock
+again for modules that were not imported before. In a stub process the model's folder stays on sys.path.
 """
 
 import builtins
@@ -29,7 +27,7 @@ _numbers = itertools.count()
 
 
 class _Loader(SourceFileLoader):
-    """A file whose imports are those of its model."""
+    """Loader of a file that imports through its model's `__import__`."""
 
     built_in: Mapping[str, Any]
 
@@ -39,16 +37,21 @@ class _Loader(SourceFileLoader):
 
 
 class _Files:
-    """The files of one model, and what it made of them; while it has its turn it is a finder of `sys.meta_path`."""
+    """Files and modules of one model; a finder on `sys.meta_path` while it holds the import lock."""
 
     def __init__(
-        self, file: Path, given: Mapping[str, ModuleType], later: Mapping[str, ModuleType], is_alone: bool
+        self, file: Path, aliases: Mapping[str, ModuleType], later_aliases: Mapping[str, ModuleType], is_alone: bool
     ) -> None:
-        """given: modules that it finds under these names. later: those that are found there after its turn
+        """aliases: modules visible under these names while importing. later_aliases: the same afterwards
 
-        is_alone: in a process of its own, where its turn has no end
+        is_alone: in a stub process, where the lock is never passed on
         """
-        self.model, self._given, self._later, self._is_alone = file.parent.parent, given, later, is_alone
+        self.model, self._aliases, self._later_aliases, self._is_alone = (
+            file.parent.parent,
+            aliases,
+            later_aliases,
+            is_alone,
+        )
         self._folders = [str(file.parent), str(self.model)]
         self.package = f"millrace_model_{next(_numbers)}"
         self._modules: dict[str, ModuleType] = {}  # by the names under which it imports them
@@ -62,16 +65,16 @@ class _Files:
     def begin(self) -> None:
         self.since_s = time.monotonic()
         self._before = dict(sys.modules)
-        sys.modules.update({**self._given, **self._modules})
+        sys.modules.update({**self._aliases, **self._modules})
         sys.path[:0] = self._folders
         sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Put the path and the modules back, but for its package."""
+        """Restore sys.path and sys.modules, except for the model's package."""
         if self._is_alone:
             sys.meta_path.remove(self)
             return
-        # `copy` is one step. A list of its items is not: garbage may be collected amid it, and others import then.
+        # `copy` is atomic; listing the items is not, because a garbage collection may run code that imports.
         for name, module in sys.modules.copy().items():
             is_new = self._before.get(name) is not module
             if is_new and self._is_own(module) and name.partition(".")[0] != self.package:
@@ -81,19 +84,19 @@ class _Files:
                     sys.modules[name] = self._before[name]
         sys.meta_path.remove(self)
         for folder in self._folders:
-            with suppress(ValueError):  # the model may have changed it, too
+            with suppress(ValueError):  # the model may have changed it
                 sys.path.remove(folder)
-        sys.modules.update(self._later)
+        sys.modules.update(self._later_aliases)
         self._before = {}
 
     def _is_own(self, module: ModuleType) -> bool:
-        """Of its files, or a folder without __init__.py."""
+        """Return whether a module comes from the model's files or folders."""
         return any(place.startswith(f"{self.model}/") for place in _places(module))
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, path, target)
         if spec is None or not str(spec.origin).startswith(f"{self.model}/"):
-            return None  # whoever finds it otherwise
+            return None  # left to the other finders
         return self._with_imports(spec)
 
     def _with_imports(self, spec: ModuleSpec) -> ModuleSpec:
@@ -104,34 +107,34 @@ class _Files:
 
     # ------------------------------------------------------------------ what it imports
 
-    def executed(self, file: Path) -> ModuleType:
-        """model.py, a module of a package that has the files beside it. raises whatever it raises"""
+    def execute(self, file: Path) -> ModuleType:
+        """Execute model.py as a module of a package of its folder. raises whatever it raises"""
         package = ModuleType(self.package)
         package.__path__ = [str(file.parent)]
         name = f"{self.package}.{file.stem}"
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None, file
         module = importlib.util.module_from_spec(self._with_imports(spec))
-        with _turns.of(self):
-            sys.modules |= {self.package: package, name: module}  # its dataclasses look for it there
+        with _import_lock.hold(self):
+            sys.modules |= {self.package: package, name: module}  # dataclasses look up their module there
             spec.loader.exec_module(module)
         return module
 
     def _import(
-        self, name: str, of: Any = None, local: Any = None, wanted: Sequence[str] | None = (), level: int = 0
+        self, name: str, globals_: Any = None, locals_: Any = None, fromlist: Sequence[str] | None = (), level: int = 0
     ) -> Any:
-        """As `__import__`."""
+        """Import a module, with the signature of `__import__`."""
         top = name.partition(".")[0]
-        if level or self._is_alone or not self._has(top) or _turns.is_of(self):
-            return builtins.__import__(name, of, local, wanted or (), level)
+        if level or self._is_alone or not self._has(top) or _import_lock.is_held_by(self):
+            return builtins.__import__(name, globals_, locals_, fromlist or (), level)
         there = self._modules.get(name)
-        if there is not None and all(hasattr(there, one) for one in wanted or ()):
-            return there if wanted else self._modules[top]
-        with _turns.of(self):
-            return builtins.__import__(name, of, local, wanted or ())
+        if there is not None and all(hasattr(there, one) for one in fromlist or ()):
+            return there if fromlist else self._modules[top]
+        with _import_lock.hold(self):
+            return builtins.__import__(name, globals_, locals_, fromlist or ())
 
     def _has(self, top: str) -> bool:
-        """Whether a file or a folder beside it, or above its version, has that name."""
+        """Return whether the version's folder or the model's has a file or folder of that name."""
         if top not in self._is_file:
             paths = [Path(folder, top) for folder in self._folders]
             self._is_file[top] = top not in sys.stdlib_module_names and any(
@@ -141,21 +144,21 @@ class _Files:
 
 
 def _places(module: object) -> list[str]:
-    """The file and the folders of whatever is in `sys.modules`, without running any code of it.
+    """Return file and folders of an entry of `sys.modules`, without running its code.
 
-    A lazy module imports others, or raises, where an attribute is read; and what is there may be no module at all.
+    Reading an attribute of a lazy module may import others or raise, and an entry need not be a module.
     """
     try:
-        known = object.__getattribute__(module, "__dict__")
+        attributes = object.__getattribute__(module, "__dict__")
     except AttributeError:
         return []
-    if not isinstance(known, dict):
+    if not isinstance(attributes, dict):
         return []
-    path = known.get("__path__")
-    if type(path).__name__ == "_NamespacePath":  # of a folder without __init__.py; iterating over it imports
+    path = attributes.get("__path__")
+    if type(path).__name__ == "_NamespacePath":  # of a namespace package; iterating over it imports
         path = vars(path).get("_path")
-    found = [known.get("__file__"), *(path if isinstance(path, list | tuple) else ())]
-    return [place for place in found if isinstance(place, str)]
+    paths = [attributes.get("__file__"), *(path if isinstance(path, list | tuple) else ())]
+    return [place for place in paths if isinstance(place, str)]
 
 
 class _ImportLock:
@@ -163,11 +166,11 @@ class _ImportLock:
         self._changed = threading.Condition()
         self._now: _Files | None = None
 
-    def is_of(self, files: _Files) -> bool:
+    def is_held_by(self, files: _Files) -> bool:
         return self._now is files
 
     @contextmanager
-    def of(self, files: _Files) -> Iterator[None]:
+    def hold(self, files: _Files) -> Iterator[None]:
         with self._changed:
             while self._now is not None:
                 left_s = self._now.since_s + PATIENCE_S - time.monotonic()
@@ -183,32 +186,32 @@ class _ImportLock:
             yield
         finally:
             with self._changed:
-                if self._now is files:  # otherwise it was taken away
+                if self._now is files:  # otherwise the lock was passed on
                     files.end()
                     self._now = None
                     self._changed.notify_all()
 
 
-_turns = _ImportLock()
+_import_lock = _ImportLock()
 
 
-def imported(
-    file: Path, given: Mapping[str, ModuleType], later: Mapping[str, ModuleType], is_alone: bool
+def import_model(
+    file: Path, aliases: Mapping[str, ModuleType], later_aliases: Mapping[str, ModuleType], is_alone: bool
 ) -> ModuleType:
-    """model.py, executed; `sys.modules` has it until it is forgotten. raises whatever it raises
+    """Execute model.py; it stays in `sys.modules` until `remove_modules`. raises whatever it raises
 
-    given, later, is_alone: as `_Files` has them
+    aliases, later_aliases, is_alone: as for `_Files`
     """
-    files = _Files(file, given, later, is_alone)
+    files = _Files(file, aliases, later_aliases, is_alone)
     try:
-        return files.executed(file)
+        return files.execute(file)
     except BaseException:
-        forget(files.package)
+        remove_modules(files.package)
         raise
 
 
-def forget(module: str) -> None:
-    """A model's module by its name, with the others of its package."""
+def remove_modules(module: str) -> None:
+    """Remove a model's module and the other modules of its package from `sys.modules`."""
     package = module.partition(".")[0]
     for name in [name for name in list(sys.modules) if name.partition(".")[0] == package]:
         sys.modules.pop(name, None)

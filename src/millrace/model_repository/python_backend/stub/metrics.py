@@ -1,4 +1,4 @@
-"""`pb_utils.MetricFamily` and its metrics, which the server counts, and shows as long as the model holds them."""
+"""`pb_utils.MetricFamily` and its metrics, kept by the server and exported while the model holds them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -6,17 +6,17 @@ from typing import Any, ClassVar
 from .bytes_tensors import text
 from .errors import TritonModelException
 from .host_interface import Host
-from .requests import here
+from .requests import current_host
 
 
-class Metric:
-    """Made by `MetricFamily.Metric`."""
+class ModelMetric:
+    """A metric, created by `MetricFamily.Metric`."""
 
     def __init__(self, host: Host, family: "MetricFamily", number: int) -> None:
-        self._host, self._family, self._number = host, family, number  # the family stays as long as it
+        self._host, self._family, self._number = host, family, number  # keeps the family alive
 
     def increment(self, value: float) -> None:
-        """raises TritonModelException, as all of these do"""
+        """Increment the metric. raises TritonModelException, as all of these do"""
         self._do("increment", value, "Failed to increment metric value")
 
     def set(self, value: float) -> None:
@@ -28,9 +28,9 @@ class Metric:
     def value(self) -> float:
         return float(self._do("value", 0.0, "Failed to get metric value"))
 
-    def _do(self, what: str, value: float, failed: str) -> Any:
+    def _do(self, operation: str, value: float, failed: str) -> Any:
         try:
-            return self._host.metric(what, number=self._number, value=float(value))
+            return self._host.metric(operation, number=self._number, value=float(value))
         except TritonModelException as error:
             raise TritonModelException(f"{failed}: {error}") from None
 
@@ -45,23 +45,23 @@ class MetricFamily:
 
     def __init__(self, name: str, description: str, kind: int) -> None:
         """raises TritonModelException"""
-        self._host = here(self._bound, "a metric")
+        self._host = current_host(self._bound, "a metric")
         try:
-            told = {"name": text(name), "description": text(description), "kind": int(kind)}
-            self._number = self._host.metric("family", **told)
+            arguments = {"name": text(name), "description": text(description), "kind": int(kind)}
+            self._number = self._host.metric("family", **arguments)
         except TritonModelException as error:
             raise TritonModelException(f"Error when creating MetricFamily: {error}") from None
 
     def Metric(  # noqa: N802  Triton's name
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
-    ) -> Metric:
-        """buckets: upper bounds, of a histogram. raises TritonModelException"""
+    ) -> ModelMetric:
+        """Create a metric. buckets: upper bounds of a histogram. raises TritonModelException"""
         try:
             bounds = None if buckets is None else [float(bound) for bound in buckets]
             number = self._host.metric("metric", family=self._number, labels=dict(labels or {}), buckets=bounds)
         except TritonModelException as error:
             raise TritonModelException(f"Error when creating Metric: {error}") from None
-        return Metric(self._host, self, number)
+        return ModelMetric(self._host, self, number)
 
     def __del__(self) -> None:
         if "_number" in self.__dict__:

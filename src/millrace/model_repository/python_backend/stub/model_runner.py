@@ -1,4 +1,4 @@
-"""A model.py and its `TritonPythonModel`: loaded, asked and finalised; what runs it is the same in every process."""
+"""Runner of a model.py's `TritonPythonModel`: loads, executes and finalises it, in the server or a stub process."""
 
 import asyncio
 import inspect
@@ -12,32 +12,32 @@ from typing import Any
 
 from .config import ModelConfig
 from .errors import ReturnedError, TritonError
-from .host_interface import EXECUTION, Answer, Execution, Host, Incoming
-from .importing import forget, imported
-from .pb_utils import NAMES, utils_of
+from .host_interface import EXECUTION, Execution, Host, Incoming, ModelResponse
+from .importing import import_model, remove_modules
+from .pb_utils import NAMES, make_pb_utils
 from .requests import InferenceRequest
 from .responses import InferenceResponse, deliver
 from .tensors import NAMES as TYPE_NAMES
 from .tensors import TYPES
 
 _CLASS = "TritonPythonModel"
-_SAYS = ("is_model_ready", "is_ready")  # of Triton's tests, and of its documentation
-_ERROR = 2  # a level of the log, as `Host.log` has them
-_MOST_NAMED = 8  # requests in a line of the log
+_READINESS_METHODS = ("is_model_ready", "is_ready")  # as in Triton's tests, and in its documentation
+_ERROR = 2  # log level of `Host.log`
+_MAX_LISTED = 8  # requests listed in a log line
 _INSTALL = (
     "; install its package into the environment that runs the model: that of millrace serve, or the one that "
     "EXECUTION_ENV_PATH in config.pbtxt names"
 )
-_PATIENCE_S = 5.0  # with the thread of an event loop that a model holds up
+_PATIENCE_S = 5.0  # for the thread of a blocked event loop
 
 
-class GuestError(Exception):
-    """A model that cannot be loaded, or a batch that has no answer; the words are those that a client reads."""
+class PythonModelError(Exception):
+    """A failed load or batch of a Python model; the message is what clients read."""
 
 
 @dataclass(frozen=True)
-class RaisedByModelError:
-    """arguments: of `initialize`. outputs: all that it has"""
+class ModelDescription:
+    """A model to run. arguments: for `initialize`. outputs: all output names"""
 
     file: Path
     arguments: Mapping[str, str]
@@ -50,94 +50,98 @@ class RaisedByModelError:
 
 
 class PythonModelRunner:
-    """One instance. All but what it sends happens in the thread that makes it."""
+    """One instance. Everything except sending happens in the thread that creates it."""
 
-    def __init__(self, said: RaisedByModelError, host: Host) -> None:
-        """raises GuestError"""
-        self._said, self._host = said, host
-        self._loop: asyncio.AbstractEventLoop | None = None  # of a model whose `execute` is async
-        self._thread: threading.Thread | None = None  # that runs the loop of a decoupled one
+    def __init__(self, description: ModelDescription, host: Host) -> None:
+        """Import and initialise the model. raises PythonModelError"""
+        self._description, self._host = description, host
+        self._loop: asyncio.AbstractEventLoop | None = None  # for an async `execute`
+        self._thread: threading.Thread | None = None  # runs the loop of a decoupled model
         self._module_name = ""
         try:
-            if TYPE_NAMES.index("BF16") not in TYPES and '"TYPE_BF16"' in said.arguments["model_config"]:
-                raise GuestError(f"model '{said.name}' has tensors of BF16: install ml_dtypes where it runs")
-            pb_utils = utils_of(host)
+            if TYPE_NAMES.index("BF16") not in TYPES and '"TYPE_BF16"' in description.arguments["model_config"]:
+                raise PythonModelError(
+                    f"model '{description.name}' has tensors of BF16: install ml_dtypes where it runs"
+                )
+            pb_utils = make_pb_utils(host)
             self._request = pb_utils.InferenceRequest
-            self._module_name, made = _model_class(said.file, pb_utils, host.is_alone)
-            self._model = made()
+            self._module_name, model_class = _model_class(description.file, pb_utils, host.is_alone)
+            self._model = model_class()
             if hasattr(self._model, "initialize"):
-                self._model.initialize(dict(said.arguments))
+                self._model.initialize(dict(description.arguments))
             if not hasattr(self._model, "execute"):
-                raise GuestError(f"{_CLASS} of model '{said.name}' has no function execute")
+                raise PythonModelError(f"{_CLASS} of model '{description.name}' has no function execute")
         except BaseException as error:  # sys.exit, too
-            forget(self._module_name)
-            if isinstance(error, GuestError):
+            remove_modules(self._module_name)
+            if isinstance(error, PythonModelError):
                 raise
-            raise GuestError(told(error, said.file)) from error
+            raise PythonModelError(describe_error(error, description.file)) from error
         host.is_executing = True
 
     def execute(self, requests: Sequence[Incoming]) -> None:
-        """raises GuestError, which is the answer of those that have none"""
-        asked = [
-            self._request.given(request, self._said.outputs, self._said.name, self._said.is_decoupled)
+        """Execute a batch. raises PythonModelError, the response of unanswered requests"""
+        model_requests = [
+            self._request.from_incoming(
+                request, self._description.outputs, self._description.name, self._description.is_decoupled
+            )
             for request in requests
         ]
         token = EXECUTION.set(Execution(self._host, requests, threading.get_ident()))
         self._host.is_busy = True
         try:
-            answers = self._model.execute(asked)
+            answers = self._model.execute(model_requests)
             if inspect.iscoroutine(answers):
-                if self._said.is_decoupled:
-                    self._go_on(answers, asked)
+                if self._description.is_decoupled:
+                    self._run_async(answers, model_requests)
                     return
-                answers = self._awaited(answers, requests)
-            self._host.answering()
-            self._answer(requests, asked, answers)
+                answers = self._await(answers, requests)
+            self._host.begin_sending()
+            self._answer(requests, model_requests, answers)
         except BaseException as error:  # sys.exit, too
             failed = self._failed(error)
-            self._log_unheard(asked, failed)
-            for one in asked:
-                one.answered()
-            raise GuestError(failed) from error
+            self._log_undelivered(model_requests, failed)
+            for one in model_requests:
+                one.mark_answered()
+            raise PythonModelError(failed) from error
         finally:
             self._host.is_busy = False
             EXECUTION.reset(token)
 
     def _failed(self, error: BaseException) -> str:
-        words = told(error, self._said.file)
-        if self._said.is_decoupled:  # as Triton has it
+        words = describe_error(error, self._description.file)
+        if self._description.is_decoupled:  # as Triton has it
             return words
         return f"Failed to process the request(s) for model instance '{self._host.name}', message: {words}"
 
-    def _log_unheard(self, asked: Sequence[InferenceRequest], failed: str) -> None:
-        """An exception after the final response: its client hears of it no more, so the log has it."""
-        unheard = [one.request_id() or "<id_unknown>" for one in asked if one.is_answered]
+    def _log_undelivered(self, model_requests: Sequence[InferenceRequest], failed: str) -> None:
+        """Log an exception after the final response, which the client can no longer receive."""
+        unheard = [one.request_id() or "<id_unknown>" for one in model_requests if one.is_answered]
         if unheard:
-            what = f"model '{self._said.name}' failed after its final response to request"
-            self._host.log(f"{what} {', '.join(unheard[:_MOST_NAMED])}: {failed}", _ERROR)
+            what = f"model '{self._description.name}' failed after its final response to request"
+            self._host.log(f"{what} {', '.join(unheard[:_MAX_LISTED])}: {failed}", _ERROR)
 
-    def _go_on(self, work: Coroutine[Any, Any, Any], asked: Sequence[InferenceRequest]) -> None:
-        """A decoupled model whose `execute` is async has any number of requests at a time, in one event loop."""
+    def _run_async(self, work: Coroutine[Any, Any, Any], model_requests: Sequence[InferenceRequest]) -> None:
+        """Run an async `execute` of a decoupled model in the event loop, with any number of requests at a time."""
         loop = self._running_loop()
-        requests = [one._incoming for one in asked if one._incoming is not None]
+        requests = [one._incoming for one in model_requests if one._incoming is not None]
 
         async def run() -> None:
             EXECUTION.set(Execution(self._host, requests, None))
             try:
-                self._answer(requests, asked, await work)
+                self._answer(requests, model_requests, await work)
             except BaseException as error:  # noqa: BLE001  as in `execute`: sys.exit, too, is the answer
-                failed = Answer(error=TritonError(self._failed(error)))
-                self._log_unheard(asked, self._failed(error))
-                if not any(one.is_answered for one in asked):  # Triton logs it, too
-                    self._host.log(f"model '{self._said.name}' failed: {self._failed(error)}", _ERROR)
-                for one, request in zip(asked, requests, strict=True):
-                    one.answered()
+                failed = ModelResponse(error=TritonError(self._failed(error)))
+                self._log_undelivered(model_requests, self._failed(error))
+                if not any(one.is_answered for one in model_requests):  # Triton logs it, too
+                    self._host.log(f"model '{self._description.name}' failed: {self._failed(error)}", _ERROR)
+                for one, request in zip(model_requests, requests, strict=True):
+                    one.mark_answered()
                     request.send(failed, True)
 
         asyncio.run_coroutine_threadsafe(run(), loop)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """In a thread of its own, from now on."""
+        """Return the event loop, running in its own thread."""
         self._loop = self._loop or asyncio.new_event_loop()
         if self._thread is None:
             name = f"millrace-{self._host.name}-async"
@@ -145,13 +149,13 @@ class PythonModelRunner:
             self._thread.start()
         return self._loop
 
-    def _awaited(self, work: Coroutine[Any, Any, Any], requests: Sequence[Incoming]) -> Any:
-        """What a coroutine of a model that is not decoupled returns. Tasks that it leaves behind go on in a thread."""
+    def _await(self, work: Coroutine[Any, Any, Any], requests: Sequence[Incoming]) -> Any:
+        """Return the result of a coroutine of a non-decoupled model. Tasks it leaves behind continue in a thread."""
         if self._thread is not None:
-            of = Execution(self._host, requests, self._thread.ident)
+            execution = Execution(self._host, requests, self._thread.ident)
 
             async def run() -> Any:
-                EXECUTION.set(of)
+                EXECUTION.set(execution)
                 return await work
 
             return asyncio.run_coroutine_threadsafe(run(), self._running_loop()).result()
@@ -162,16 +166,16 @@ class PythonModelRunner:
             if asyncio.all_tasks(self._loop):
                 self._running_loop()
 
-    def _answer(self, requests: Sequence[Incoming], asked: Sequence[InferenceRequest], answers: Any) -> None:
-        if self._said.is_decoupled:
+    def _answer(self, requests: Sequence[Incoming], model_requests: Sequence[InferenceRequest], answers: Any) -> None:
+        if self._description.is_decoupled:
             if answers is not None:
                 raise ReturnedError(_ONLY_NONE.format(self._host.name))
-            for one in asked:
+            for one in model_requests:
                 if one.is_rescheduled:
-                    one.execute_again()
+                    one.reschedule()
             return
-        if answers is None and all(one.has_sender or one.is_rescheduled for one in asked):
-            answers = [None] * len(asked)
+        if answers is None and all(one.has_sender or one.is_rescheduled for one in model_requests):
+            answers = [None] * len(model_requests)
         if not isinstance(answers, list | tuple):
             raise ReturnedError(f"Expected a list in the execute return, found type '{type(answers).__name__}'.")
         if len(answers) != len(requests):
@@ -179,21 +183,21 @@ class PythonModelRunner:
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(answers)}"
             )
-        for one, answer in zip(asked, answers, strict=True):
+        for one, answer in zip(model_requests, answers, strict=True):
             if one.is_rescheduled and answer is not None:
                 raise ReturnedError(
                     "Expected a None object in the execute function return list for reschduled request, found type "
                     f"'{type(answer).__name__}'."
                 )
-        for request, one, answer in zip(requests, asked, answers, strict=True):
+        for request, one, answer in zip(requests, model_requests, answers, strict=True):
             if one.is_rescheduled:
-                one.execute_again()
+                one.reschedule()
             elif isinstance(answer, InferenceResponse):
                 if one.is_answered:
-                    self._log_unheard([one], "it returned a second response, which no client gets")
+                    self._log_undelivered([one], "it returned a second response, which no client gets")
                 else:
                     deliver(request, answer, True)
-                one.answered()
+                one.mark_answered()
             elif answer is not None or not one.has_sender:
                 raise ReturnedError(
                     f"Expected an 'InferenceResponse' object in the execute function return list, found type "
@@ -201,21 +205,21 @@ class PythonModelRunner:
                 )
 
     @property
-    def has_say(self) -> bool:
-        """Whether it says itself if it is ready."""
-        return any(hasattr(self._model, name) for name in _SAYS)
+    def reports_readiness(self) -> bool:
+        """Whether the model has a readiness method."""
+        return any(hasattr(self._model, name) for name in _READINESS_METHODS)
 
     def is_ready(self) -> bool:
-        """From any thread. raises GuestError"""
+        """Call the model's readiness method, from any thread. raises PythonModelError"""
         try:
-            name = next(name for name in _SAYS if hasattr(self._model, name))
+            name = next(name for name in _READINESS_METHODS if hasattr(self._model, name))
             answer = getattr(self._model, name)()
             answer = asyncio.run(answer) if inspect.iscoroutine(answer) else answer
             if not isinstance(answer, bool):
                 raise ReturnedError(f"{name} returned {type(answer).__name__}, where a bool is expected")
             return answer
         except BaseException as error:  # sys.exit, too
-            raise GuestError(told(error, self._said.file)) from error
+            raise PythonModelError(describe_error(error, self._description.file)) from error
 
     def close(self) -> None:
         self._host.is_executing, self._host.is_closing = False, True
@@ -228,55 +232,55 @@ class PythonModelRunner:
                 self._thread.join(_PATIENCE_S)
             if self._loop is not None and not self._loop.is_running():
                 self._loop.close()
-            forget(self._module_name)
+            remove_modules(self._module_name)
 
 
 _ONLY_NONE = "Python model '{}' is using the decoupled mode and the execute function must return None."
 
 
-def completed_by(file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the model's own `auto_complete_config` makes of its configuration; None: it has none. raises GuestError"""
+def auto_complete(file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run the model's `auto_complete_config`; None if it has none. raises PythonModelError"""
     name = ""
     try:
-        name, found = _model_class(file, utils_of(None), False)
-        if not hasattr(found, "auto_complete_config"):
+        name, model_class = _model_class(file, make_pb_utils(None), False)
+        if not hasattr(model_class, "auto_complete_config"):
             return None
-        made = found.auto_complete_config(ModelConfig(config))
-        if not isinstance(made, ModelConfig):
-            raise GuestError(f"auto_complete_config of model '{config['name']}' must return a ModelConfig")
-        return made.as_dict()
+        completed = model_class.auto_complete_config(ModelConfig(config))
+        if not isinstance(completed, ModelConfig):
+            raise PythonModelError(f"auto_complete_config of model '{config['name']}' must return a ModelConfig")
+        return completed.as_dict()
     except BaseException as error:  # sys.exit, too
-        if isinstance(error, GuestError):
+        if isinstance(error, PythonModelError):
             raise
-        raise GuestError(told(error, file)) from error
+        raise PythonModelError(describe_error(error, file)) from error
     finally:
-        forget(name)
+        remove_modules(name)
 
 
 def _model_class(file: Path, pb_utils: ModuleType, is_alone: bool) -> tuple[str, Any]:
-    """The name of its module, and the class."""
-    later = utils_of(None)
-    module = imported(file, dict.fromkeys(NAMES, pb_utils), dict.fromkeys(NAMES, later), is_alone)
-    found = getattr(module, _CLASS, None)
-    if found is None:
-        forget(module.__name__)
-        raise GuestError(f"{file.name} has no class {_CLASS}")
-    return module.__name__, found
+    """Import model.py; return the name of its module and the model class."""
+    later = make_pb_utils(None)
+    module = import_model(file, dict.fromkeys(NAMES, pb_utils), dict.fromkeys(NAMES, later), is_alone)
+    model_class = getattr(module, _CLASS, None)
+    if model_class is None:
+        remove_modules(module.__name__)
+        raise PythonModelError(f"{file.name} has no class {_CLASS}")
+    return module.__name__, model_class
 
 
-def told(error: BaseException, file: Path) -> str:
-    """With the last line of the model's own that it came through; not the folder, which is nobody's business."""
-    folder = file.absolute().parent.parent  # the import system makes names of files absolute
+def describe_error(error: BaseException, file: Path) -> str:
+    """Describe an error with the last line of the model's own code, without the folder's path."""
+    folder = file.absolute().parent.parent  # the import system makes file names absolute
     if isinstance(error, ReturnedError):
         return str(error)
     lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(folder)]
     at = f"; at {Path(lines[-1].filename).name}({lines[-1].lineno}): {lines[-1].name}" if lines else ""
     missing = isinstance(error, ModuleNotFoundError) and error.name is not None
-    return said(error) + at + (_INSTALL if missing else "")
+    return error_text(error) + at + (_INSTALL if missing else "")
 
 
-def said(error: BaseException) -> str:
-    """Its type and its words, which are a model's own, too, and may raise."""
+def error_text(error: BaseException) -> str:
+    """Return type and message of an error, whose `__str__` may itself raise."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001  what was raised first is what matters

@@ -1,4 +1,4 @@
-"""What a model.py imports as `triton_python_backend_utils`: a module of its own for each instance."""
+"""The `triton_python_backend_utils` module that a model.py imports; each instance gets its own."""
 
 import base64
 import logging
@@ -21,7 +21,7 @@ from .requests import (
     InferenceRequest,
     InferenceTrace,
     PreferredMemory,
-    here,
+    current_host,
 )
 from .responses import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, InferenceResponseSender
 from .tensors import (
@@ -35,7 +35,7 @@ from .tensors import (
 
 NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 1, 2
-_MOST_LOGGED = 4000
+_MAX_LOGGED = 4000
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 _log = logging.getLogger("millrace.serve.models")
 
@@ -85,7 +85,7 @@ class LogLevel(IntEnum):
 
 
 class Logger:
-    """Of the server's log, under the name of the models."""
+    """Logger that writes to the server's log."""
 
     INFO, WARNING, ERROR, VERBOSE = LogLevel
     _host: Host | None = None
@@ -98,9 +98,9 @@ class Logger:
         execution = EXECUTION.get()
         host = execution.host if execution is not None else cls._host
         if host is not None:
-            host.log(text(message)[:_MOST_LOGGED], int(level))
-        else:  # in `auto_complete_config`, which belongs to no instance
-            _log.log(_LEVELS[level], "%s", text(message)[:_MOST_LOGGED])
+            host.log(text(message)[:_MAX_LOGGED], int(level))
+        else:  # in `auto_complete_config`, outside of any instance
+            _log.log(_LEVELS[level], "%s", text(message)[:_MAX_LOGGED])
 
     @classmethod
     def log_info(cls, message: str) -> None:
@@ -119,27 +119,29 @@ class Logger:
         cls.log(message, cls.VERBOSE)
 
 
-def utils_of(host: Host | None) -> ModuleType:
-    """The module for one instance: what it asks of the server, it asks its own host.
+def make_pb_utils(host: Host | None) -> ModuleType:
+    """Create the module for one instance, bound to its host.
 
-    None: for imports inside of functions, which find what the thread that runs them belongs to.
+    host: None for imports inside of functions, which use the host of the executing thread
     """
-    made = ModuleType(NAMES[0], "What a model of Triton's Python backend imports.")
+    module = ModuleType(NAMES[0], "What a model of Triton's Python backend imports.")
 
     def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         """files: by names like file:1/model.onnx. raises TritonModelException"""
-        told = {text(name): base64.b64encode(data).decode() for name, data in (files or {}).items()}
-        here(host, "a model").load(text(model_name), text(config), told)
+        encoded = {text(name): base64.b64encode(data).decode() for name, data in (files or {}).items()}
+        current_host(host, "a model").load(text(model_name), text(config), encoded)
 
     def unload_model(model_name: str, unload_dependents: bool = False) -> None:
         """raises TritonModelException"""
-        here(host, "a model").control("unload", name=text(model_name), with_members=bool(unload_dependents))
+        current_host(host, "a model").control("unload", name=text(model_name), with_members=bool(unload_dependents))
 
     def is_model_ready(model_name: str, model_version: str = "") -> bool:
         """raises TritonModelException"""
-        return bool(here(host, "a model").control("is_ready", name=text(model_name), version=text(model_version)))
+        return bool(
+            current_host(host, "a model").control("is_ready", name=text(model_name), version=text(model_version))
+        )
 
-    made.__dict__.update(
+    module.__dict__.update(
         _SHARED,
         InferenceRequest=type("InferenceRequest", (InferenceRequest,), {"_host": host}),
         MetricFamily=type("MetricFamily", (MetricFamily,), {"_bound": host}),
@@ -148,4 +150,4 @@ def utils_of(host: Host | None) -> ModuleType:
         unload_model=unload_model,
         is_model_ready=is_model_ready,
     )
-    return made
+    return module

@@ -1,4 +1,4 @@
-"""`pb_utils.InferenceResponse`, and the sender of a request's answers."""
+"""`pb_utils.InferenceResponse`, and the sender of a request's responses."""
 
 import json
 import threading
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import TritonError, TritonModelException
-from .host_interface import Answer, Incoming, Parameter
-from .tensors import Tensor, held
+from .host_interface import Incoming, ModelResponse, Parameter
+from .tensors import Tensor, named_arrays
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
-_MOST_PARAMETERS = 64 << 10  # characters of those of a response
+_MAX_PARAMETERS = 64 << 10  # characters of a response's parameters
 _RESPONSE = "a response"
 _2_63, _2_64 = 1 << 63, 1 << 64
 LOST = "the model let go of {} without TRITONSERVER_RESPONSE_COMPLETE_FINAL, so that nobody can answer any more"
@@ -28,7 +28,7 @@ class InferenceResponse:
         if not all(self._tensors):
             raise TritonModelException("Output tensor for inference response should not be empty.")
         self._error = TritonError(error) if isinstance(error, str) else error
-        self._parameters = checked(parameters, _RESPONSE)
+        self._parameters = check_parameters(parameters, _RESPONSE)
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -43,24 +43,24 @@ class InferenceResponse:
         return json.dumps(self._parameters)
 
 
-def response_of(answer: Answer | None) -> InferenceResponse:
-    """What another model answered; nothing but the end is a response without tensors."""
+def to_inference_response(answer: ModelResponse | None) -> InferenceResponse:
+    """Convert another model's response; None becomes a response without tensors."""
     if answer is None:
         return InferenceResponse()
-    found = InferenceResponse([Tensor(n, a) for n, a in answer.outputs.items()], answer.error)
-    found._parameters = dict(answer.parameters)
-    return found
+    response = InferenceResponse([Tensor(n, a) for n, a in answer.outputs.items()], answer.error)
+    response._parameters = dict(answer.parameters)
+    return response
 
 
-def answer_of(response: InferenceResponse, wanted: Sequence[str]) -> Answer:
-    """wanted: names that were asked for, others are left out; none: all"""
-    arrays = dict(held(response._tensors))
-    outputs = {name: arrays[name] for name in wanted if name in arrays} if wanted else arrays
-    return Answer(outputs, response._parameters, response._error)
+def to_model_response(response: InferenceResponse, requested: Sequence[str]) -> ModelResponse:
+    """Convert a response. requested: names of outputs to include; empty for all"""
+    arrays = dict(named_arrays(response._tensors))
+    outputs = {name: arrays[name] for name in requested if name in arrays} if requested else arrays
+    return ModelResponse(outputs, response._parameters, response._error)
 
 
-def checked(parameters: str | Mapping[str, Any] | None, of: str) -> dict[str, Parameter]:
-    """parameters: an object, or its JSON; a client reads them as they are. raises TritonModelException"""
+def check_parameters(parameters: str | Mapping[str, Any] | None, owner: str) -> dict[str, Parameter]:
+    """Validate parameters given as a mapping or as JSON. raises TritonModelException"""
     if parameters is not None and not isinstance(parameters, str | Mapping):
         raise TritonModelException(f"Expect parameters to have type dict, got {type(parameters)}")
     if not parameters:
@@ -71,48 +71,48 @@ def checked(parameters: str | Mapping[str, Any] | None, of: str) -> dict[str, Pa
             raise TritonModelException(f"Expect parameters keys to have type str, found type {type(odd)}")
     try:
         text = parameters if isinstance(parameters, str) else json.dumps(dict(parameters))
-        found = json.loads(text)
+        values = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TritonModelException(f"the parameters of {of} are no JSON object: {error}") from None
-    if len(text) > _MOST_PARAMETERS:
+        raise TritonModelException(f"the parameters of {owner} are no JSON object: {error}") from None
+    if len(text) > _MAX_PARAMETERS:
         raise TritonModelException(
-            f"the parameters of {of} have {len(text)} characters; at most {_MOST_PARAMETERS} are allowed"
+            f"the parameters of {owner} have {len(text)} characters; at most {_MAX_PARAMETERS} are allowed"
         )
-    if not isinstance(found, dict):
-        raise TritonModelException(f"the parameters of {of} are a {type(found).__name__}, not an object")
-    for key, value in found.items():
-        # In Triton a response's dictionary has no floats; the text of a request's parameters, which may, is handed on.
-        has_floats = of != _RESPONSE or isinstance(parameters, str)
+    if not isinstance(values, dict):
+        raise TritonModelException(f"the parameters of {owner} are a {type(values).__name__}, not an object")
+    for key, value in values.items():
+        # In Triton a response's mapping may not contain floats, but JSON text passed on from a request may.
+        has_floats = owner != _RESPONSE or isinstance(parameters, str)
         if not isinstance(value, bool | int | str) and not (has_floats and isinstance(value, float)):
-            what = f"found type {type(value)} for parameter '{key}' of {of}"
+            what = f"found type {type(value)} for parameter '{key}' of {owner}"
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, {what}")
         if isinstance(value, int) and not -_2_63 <= value < _2_64:
-            raise TritonModelException(f"parameter '{key}' of {of} is no integer of 64 bits")
+            raise TritonModelException(f"parameter '{key}' of {owner} is no integer of 64 bits")
         try:
             f"{key}{value}".encode()
         except UnicodeEncodeError as error:
-            raise TritonModelException(f"parameter '{key}' of {of} is no text: {error}") from None
-    return found
+            raise TritonModelException(f"parameter '{key}' of {owner} is no text: {error}") from None
+    return values
 
 
 def deliver(request: Incoming, response: InferenceResponse | None, final: bool) -> None:
-    request.send(None if response is None else answer_of(response, request.outputs), final)
+    request.send(None if response is None else to_model_response(response, request.outputs), final)
 
 
 class InferenceResponseSender:
-    """Sends the answers of one request, from any thread.
+    """Sends the responses of one request, from any thread.
 
-    A model that is not decoupled sends one response, which is the answer, with FINAL or without it.
+    A model that is not decoupled sends exactly one response, with or without FINAL.
     """
 
     def __init__(self, request: Incoming, is_decoupled: bool) -> None:
         self._request, self._is_decoupled = request, is_decoupled
         self._is_closed = self._may_go = self._is_answered = False
-        self._lock = threading.RLock()  # not to be held while a destructor waits for it
+        self._lock = threading.RLock()  # reentrant, because a destructor may need it
 
     @property
     def is_answered(self) -> bool:
-        """Whether the final response was sent, so that nothing can be told to the client any more."""
+        """Whether the final response was sent."""
         return self._is_answered
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
@@ -151,13 +151,13 @@ class InferenceResponseSender:
         return self._request.cancelled
 
     def _close(self) -> None:
-        """It was answered in another way. Not `close`: as older models call that, and Triton has it no more."""
+        """Close after the request was answered elsewhere. Not named `close`, which Triton has removed."""
         self._is_closed = self._is_answered = True
 
-    def _let_go(self) -> None:
-        """Others will answer."""
+    def _detach(self) -> None:
+        """Allow dropping the sender without a final response, because the request is executed again."""
         self._may_go = True
 
     def __del__(self) -> None:
         if not self._is_answered and not self._may_go:
-            self._request.send(Answer(error=TritonError(LOST.format("its response sender"))), True)
+            self._request.send(ModelResponse(error=TritonError(LOST.format("its response sender"))), True)

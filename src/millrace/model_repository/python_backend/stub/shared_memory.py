@@ -1,7 +1,7 @@
-"""Memory that two processes share: each makes segments that the other maps, and tells which pieces it has let go of.
+"""Shared memory between two processes: each creates segments that the other maps, and reports released pieces.
 
-Segments are anonymous (memfd): nothing has a name, and nothing is left when both processes are gone, however they went.
-They are sealed, so that neither can shrink under the other's feet.
+Segments are anonymous (memfd), so nothing is left behind when both processes end, however they end. They are sealed, so
+that neither process can shrink a segment that the other has mapped.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ import numpy as np
 
 from .bytes_tensors import Array
 
-SEGMENT_BYTES = 64 << 20  # of addresses; pages come as they are written to, the lowest first
+SEGMENT_BYTES = 64 << 20  # of address space; pages are allocated on first write
 _ALIGNED = 64
 # linux/fcntl.h: Python has their names only where its C library had them.
 _ADD_SEALS, _GET_SEALS, _SEALS = 1033, 1034, 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
@@ -23,14 +23,14 @@ Place = tuple[int, int]  # segment, and the offset in it
 
 
 class _Segment:
-    """free: pieces as [offset, size], by offset, none beside another. used: sizes by offset
+    """A segment. free: pieces [offset, size] by offset, never adjacent. used: sizes by offset
 
-    raises OSError where the process may open no more files, or none of that size
+    raises OSError if no file, or none of that size, can be opened
     """
 
     def __init__(self, size: int) -> None:
         self.fd = os.memfd_create("millrace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self.fd)  # first, for what follows may fail
+        weakref.finalize(self, os.close, self.fd)  # first, because the next calls may fail
         os.ftruncate(self.fd, size)
         fcntl.fcntl(self.fd, _ADD_SEALS, _SEALS)
         self.size, self.memory = size, mmap.mmap(self.fd, size)
@@ -57,16 +57,16 @@ class _Segment:
 
 
 class Arena:
-    """The segments of this process, of at most so many bytes together. From any thread."""
+    """The segments of this process, bounded by max_bytes in total. Thread-safe."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most, self._lock = most_bytes, threading.Lock()
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._lock = max_bytes, threading.Lock()
         self._segments: dict[int, _Segment] = {}
         self._n_made = 0
         self._can = hasattr(os, "memfd_create")
 
     def put(self, array: Array) -> tuple[Place, tuple[int, int] | None] | None:
-        """Copy it there: its place, and where it lies in a new segment, its file and size; None: there is no room."""
+        """Copy an array; return its place and, for a new segment, descriptor and size. None if there is no room."""
         if not self._can:
             return None
         n = max(_ALIGNED, -(-array.nbytes // _ALIGNED) * _ALIGNED)
@@ -77,11 +77,11 @@ class Arena:
             new = None
             if not number:
                 size = max(SEGMENT_BYTES, -(-n // mmap.PAGESIZE) * mmap.PAGESIZE)
-                if size + sum(segment.size for segment in self._segments.values()) > self._most:
+                if size + sum(segment.size for segment in self._segments.values()) > self._max_bytes:
                     return None
                 try:
                     segment = _Segment(size)
-                except OSError:  # the other side is well: without this the tensor goes with its frame
+                except OSError:  # not fatal: the tensor is sent inline
                     return None
                 self._n_made += 1
                 number = self._n_made
@@ -94,7 +94,7 @@ class Arena:
         return (number, offset), new
 
     def give_back(self, places: list[list[int]]) -> list[int]:
-        """Nobody reads there any more; numbers of the segments that went with it."""
+        """Free places the peer has released; return the numbers of segments deleted thereby."""
         gone = []
         with self._lock:
             for number, offset in places:
@@ -112,15 +112,15 @@ class Arena:
 
 
 class Mapped:
-    """The segments of the other process."""
+    """The mapped segments of the other process."""
 
     def __init__(self, writable: bool) -> None:
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._segments: dict[int, mmap.mmap] = {}
-        self.released: deque[Place] = deque()  # what no array is seen of here any more; filled by destructors
+        self.released: deque[Place] = deque()  # places without an array here any more; filled by destructors
 
     def add(self, number: int, fd: int, size: int) -> None:
-        """Takes the file. raises ValueError for one that could shrink, OSError"""
+        """Map a segment and close its descriptor. raises ValueError if it could shrink, OSError"""
         try:
             if fcntl.fcntl(fd, _GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != size:
                 raise ValueError("a segment of shared memory is not sealed, or of another size than was said")
@@ -129,12 +129,12 @@ class Mapped:
             os.close(fd)
 
     def view(self, place: Place, n_bytes: int) -> Array:
-        """Bytes; once neither it nor an array made of it is held any more, its place is released."""
+        """Return bytes of a place as an array; the place is released once no array refers to it."""
         number, offset = place
-        seen = np.frombuffer(self._segments[number], np.uint8, n_bytes, offset)
-        weakref.finalize(seen, self.released.append, place).atexit = False
-        return seen
+        view = np.frombuffer(self._segments[number], np.uint8, n_bytes, offset)
+        weakref.finalize(view, self.released.append, place).atexit = False
+        return view
 
     def remove(self, number: int) -> None:
-        """Its owner is done with it, and nothing is seen of it any more."""
+        """Unmap a segment that its owner has deleted."""
         self._segments.pop(number)

@@ -1,17 +1,17 @@
-"""`pb_utils.Tensor`, and Triton's data types as NumPy has them."""
+"""`pb_utils.Tensor`, and the mapping of Triton's data types to NumPy."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .bytes_tensors import Array, joined_strings, objects, split_strings, text
-from .dlpack import exported, imported
+from .bytes_tensors import Array, join_strings, objects, split_strings, text
+from .dlpack import export_array, import_array
 from .errors import TritonModelException
 
 try:
     from ml_dtypes import bfloat16
-except ImportError:  # in an interpreter of the model's own, which may know no BF16
+except ImportError:  # the model's own interpreter may lack it
     bfloat16 = None
 
 NAMES = (
@@ -29,23 +29,23 @@ NUMBERS = {np.dtype(kind): number for number, kind in TYPES.items()}
 
 class Tensor:
     def __init__(self, name: str | bytes, array: Any) -> None:
-        """array: of numbers, or of objects: bytes as they are, anything else as the UTF-8 of its `str`"""
+        """array: numbers or objects; bytes are kept, other objects become the UTF-8 of their `str`"""
         if array is None:
             raise TypeError(f"tensor '{text(name)}' is made of an array, not of None")
-        name, found = text(name), np.asarray(array)
-        if found.dtype.kind in "SU":
-            found = found.astype(np.object_)
-        if found.dtype == np.object_:
-            found = objects([_element(value) for value in found.reshape(-1)]).reshape(found.shape)
-        if found.dtype not in NUMBERS:
-            raise TritonModelException(f"the data type {found.dtype} of tensor '{name}' has no name in Triton")
-        self._name, self._array = name, found
+        name, values = text(name), np.asarray(array)
+        if values.dtype.kind in "SU":
+            values = values.astype(np.object_)
+        if values.dtype == np.object_:
+            values = objects([_element(value) for value in values.reshape(-1)]).reshape(values.shape)
+        if values.dtype not in NUMBERS:
+            raise TritonModelException(f"the data type {values.dtype} of tensor '{name}' has no name in Triton")
+        self._name, self._array = name, values
 
     def name(self) -> str:
         return self._name
 
     def as_numpy(self) -> Array:
-        """A model may write into it."""
+        """Return the array, writable: a read-only one is copied first."""
         if not self._array.flags.writeable:
             self._array = self._array.copy()
         return self._array
@@ -63,36 +63,36 @@ class Tensor:
         return self.__dlpack__()
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        """What else a framework may ask for (a version, a device, a copy) it does not insist on."""
+        """Export through DLPack; optional requests (version, device, copy) are ignored."""
         if self._array.dtype == np.object_:
             raise TritonModelException("DLPack does not have support for string tensors.")
-        return exported(self.as_numpy(), self)
+        return export_array(self.as_numpy(), self)
 
     def __dlpack_device__(self) -> Any:
         return 1, 0  # the CPU
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """tensor: of another framework, on the CPU, or a capsule, as PyTorch's `to_dlpack` makes; memory is shared
+        """Wrap another framework's CPU tensor or a DLPack capsule, sharing its memory.
 
         raises TritonModelException
         """
         try:
-            found = imported(tensor)
+            array = import_array(tensor)
         except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TritonModelException(f"what tensor '{name}' is made of is no tensor on the CPU: {error}") from None
-        return Tensor(name, found)
+        return Tensor(name, array)
 
 
 def _element(value: Any) -> bytes:
-    """What an object is as an element of TYPE_STRING."""
+    """Convert an object to an element of TYPE_STRING."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     return str(value).encode()
 
 
-def held(tensors: Sequence[Tensor]) -> list[tuple[str, Array]]:
-    """Their names, and their arrays as they are, which nobody writes into before they were copied."""
+def named_arrays(tensors: Sequence[Tensor]) -> list[tuple[str, Array]]:
+    """Return names and uncopied arrays; nothing may write into them before they are copied."""
     return [(tensor._name, tensor._array) for tensor in tensors]
 
 
@@ -105,15 +105,15 @@ def numpy_to_triton_type(kind: Any) -> int:
 
 
 def triton_string_to_numpy(text: str) -> Any:
-    """text: TYPE_FP32, as a configuration has it"""
+    """Return the NumPy type of a configuration's data type, such as TYPE_FP32."""
     return TYPES[NAMES.index(text.removeprefix("TYPE_"))]
 
 
 def serialize_byte_tensor(array: Array) -> Array | None:
-    """Each element after its length in four bytes, as an array of one element; None of an empty one."""
+    """Encode BYTES elements into an array of one element; None for an empty array."""
     if not array.size:
         return None
-    return objects([joined_strings(Tensor("", array).as_numpy().reshape(-1))])
+    return objects([join_strings(Tensor("", array).as_numpy().reshape(-1))])
 
 
 def deserialize_bytes_tensor(data: Any) -> Array:

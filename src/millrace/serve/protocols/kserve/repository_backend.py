@@ -74,7 +74,7 @@ class RepositoryBackend(Backend):
         # and what one model does not get to other models.
         self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
         of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
-        common = RepositoryContext.of(model.operations, serving.tracer)
+        common = RepositoryContext.from_flags(model.operations, serving.tracer)
         self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one), common)
         self.http_guard, self.grpc_guard = model.guards.http(), model.guards.grpc()
         self.shared = SharedMemoryRegions(most) if model.flags.allow_client_shm else None
@@ -86,7 +86,7 @@ class RepositoryBackend(Backend):
 
     def _metrics(self) -> str:
         repository = self.repository
-        text = metrics_text(repository.models(), repository.common.measures)
+        text = metrics_text(repository.models(), repository.common.metrics_config)
         if repository.common.cache is not None:
             text += cache_text(repository.common.cache)
         return text + failed_text(repository.failed()) + self._machine.text() + repository.custom.text()
@@ -106,10 +106,10 @@ class RepositoryBackend(Backend):
         return True
 
     def current_failure(self, at_first: str) -> str:
-        return _line(self.repository.troubles())
+        return _line(self.repository.unready_reasons())
 
     def degraded_reason(self) -> str:
-        troubles = _line(self.repository.troubles())
+        troubles = _line(self.repository.unready_reasons())
         return troubles and f"tensor models are not ready: {troubles}"
 
     def health(self) -> _AlwaysHealthy:

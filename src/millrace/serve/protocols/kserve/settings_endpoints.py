@@ -8,9 +8,9 @@ from typing import Any
 
 from millrace.errors import nearest
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
-from millrace.model_repository.lifecycle.log_settings import FORMATS, LogSwitches
+from millrace.model_repository.lifecycle.log_settings import FORMATS, LogSettings
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.model_repository.tracing.trace_flags import NUMBERS, level_of, number_of
+from millrace.model_repository.tracing.trace_flags import NUMBERS, parse_level, parse_number
 from millrace.model_repository.tracing.trace_settings import FIELDS
 
 _LOG_TYPES: dict[str, type] = {"log_info": bool, "log_warning": bool, "log_error": bool, "log_verbose_level": int,
@@ -29,7 +29,7 @@ def trace(repository: ModelRepository, model: str, change: Mapping[str, Any] | N
     tracer = repository.common.tracer
     if change:
         tracer.change(_trace_change(change, least_rate=1 if tracer.spans is None else 0), model)
-    return tracer.told(model)
+    return tracer.settings_dict(model)
 
 
 def _trace_change(values: Mapping[str, Any], least_rate: int) -> dict[str, Any]:
@@ -48,11 +48,11 @@ def _trace_change(values: Mapping[str, Any], least_rate: int) -> dict[str, Any]:
                 raise StatusError(
                     Code.INTERNAL, f"Unable to parse '{name}': attempt to access JSON non-string as string"
                 )
-            change[name] = number_of(name, value, least_rate if name == "trace_rate" else None)
+            change[name] = parse_number(name, value, least_rate if name == "trace_rate" else None)
         else:
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise StatusError(Code.INTERNAL, f"Unable to parse '{name}': attempt to access JSON non-array as array")
-            change[name] = level_of(value)
+            change[name] = parse_level(value)
     return change
 
 
@@ -63,7 +63,7 @@ def _check_owner(change: Mapping[str, Any] | None, owner: str) -> None:
         raise invalid(f"{what}: a key with role=admin can")
 
 
-def log(switches: LogSwitches, change: Mapping[str, Any] | None, owner: str = "") -> dict[str, Any]:
+def log(switches: LogSettings, change: Mapping[str, Any] | None, owner: str = "") -> dict[str, Any]:
     """Return the settings after the change.
 
     owner: the API key that asks, if there are several and it is no admin's. raises StatusError
@@ -84,7 +84,7 @@ def log(switches: LogSwitches, change: Mapping[str, Any] | None, owner: str = ""
             raise invalid(f"invalid argument for log_format, got: {value:.40}; expected: {' or '.join(FORMATS)}")
     if change:
         switches.change(change)
-    return dict(switches.told())
+    return dict(switches.to_dict())
 
 
 def _fits(value: Any) -> bool:

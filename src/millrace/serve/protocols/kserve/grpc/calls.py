@@ -14,7 +14,7 @@ from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest, TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.model_repository.request.tensors import held_bytes
+from millrace.model_repository.request.tensors import memory_bytes
 from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
 from millrace.model_repository.tracing.tracer import TracedExchange
 from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
@@ -118,8 +118,8 @@ class GrpcFrontend:
             lambda: read_infer(request, model, of_tenant(self._shared, caller.tenant), cut), n_bytes
         )
         checked[0].parameters.update(caller.shown)
-        checked[0].bill, checked[0].tenant = caller.bill, caller.tenant
-        self._repository.common.tracer.came(checked[0], "GRPC", began_ns, caller.parent)
+        checked[0].token_usage, checked[0].tenant = caller.bill, caller.tenant
+        self._repository.common.tracer.trace_stream(checked[0], "GRPC", began_ns, caller.parent)
         return checked
 
     async def encode_off_loop(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
@@ -138,9 +138,9 @@ class GrpcFrontend:
         inference, output_options = await self.check_infer(request, cut, model, len(data), caller)
         with TracedExchange(self._repository.common.tracer, inference, "GRPC", came_ns, caller.parent) as call:
             response = await model.infer(inference)
-            call.answered()
+            call.on_response()
             return await self.encode_off_loop(
-                held_bytes(response.outputs.values()),
+                memory_bytes(response.outputs.values()),
                 lambda: response_bytes(model, inference, response, output_options),
             )
 

@@ -12,10 +12,10 @@ from google.protobuf.message import DecodeError
 
 from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.python_backend.stub.bytes_tensors import joined_pieces
-from millrace.model_repository.request.concatenation import concatenated
+from millrace.model_repository.python_backend.stub.bytes_tensors import join_in_pieces
+from millrace.model_repository.request.concatenation import concatenate
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.request_validation import Later, RawInput, check_shape, shown
+from millrace.model_repository.request.request_validation import DeferredData, RawInput, check_shape, format_shape
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import BYTES, DTYPES
 from millrace.serve.protocols.kserve.grpc.message_scan import PackedField, SplitInferRequest, contents_pieces
@@ -75,7 +75,7 @@ def read_infer(
     for output in proto.outputs:
         if output.parameters:
             _take_output(output, output_options, shared)
-    model.checker.take(request, list(_raw_inputs(proto, model.name, shared, cut, output_options.inputs)))
+    model.checker.attach_inputs(request, list(_raw_inputs(proto, model.name, shared, cut, output_options.inputs)))
     return request, output_options
 
 
@@ -132,10 +132,10 @@ def _raw_inputs(
             raise invalid(f"invalid datatype for input {tensor.name}")
         shape = tuple(tensor.shape)
         if shape and min(shape) < 0:
-            what = f"shape {shown(shape)} contains one or more invalid dimensions"
+            what = f"shape {format_shape(shape)} contains one or more invalid dimensions"
             raise invalid(f"invalid shape for input '{tensor.name}': {what}")
         check_shape(tensor.name, tensor.datatype, shape)
-        data: bytes | memoryview | Later
+        data: bytes | memoryview | DeferredData
         if place is not None:
             if tensor.HasField("contents"):
                 what = "unexpected 'contents' in request when using shared memory for input tensor"
@@ -143,7 +143,7 @@ def _raw_inputs(
             places.append(place)
             shared_bytes += place.byte_size
             require_shared_memory(shared).check_total(shared_bytes)
-            data = Later(place.read, place.byte_size)
+            data = DeferredData(place.read, place.byte_size)
         elif tensor.HasField("contents"):
             if raws:
                 what = "contents field must not be specified when using raw_input_contents for"
@@ -154,7 +154,9 @@ def _raw_inputs(
         else:
             what = f"unable to find data for input tensor '{tensor.name}' for model '{model}' in request."
             raise invalid(what)
-        yield RawInput(tensor.name, tensor.datatype, shape, data if isinstance(data, Later) else memoryview(data))
+        yield RawInput(
+            tensor.name, tensor.datatype, shape, data if isinstance(data, DeferredData) else memoryview(data)
+        )
     if n_raw < len(raws):
         raise invalid(f"unexpected additional input data for model '{model}'")
 
@@ -171,7 +173,7 @@ def _typed(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
             if name != CONTENTS.get(tensor.datatype):
                 raise invalid(f"{what} of type '{_KIND_OF[name]}', expected datatype '{tensor.datatype}'")
             parts += _raw_pieces(tensor.datatype, name, values)
-    return concatenated(parts)
+    return concatenate(parts)
 
 
 def _fields(contents: Any) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def _malformed(reason: object) -> StatusError:
 def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[bytes]:
     """Yield typed values as raw data, piece by piece; 8 and 16-bit types keep the lowest bits, as in Triton."""
     if datatype == BYTES:
-        yield from joined_pieces(values)
+        yield from join_in_pieces(values)
         return
     kind = DTYPES[_KIND_OF[name]]
     for i in range(0, len(values), _PIECE):
@@ -217,7 +219,7 @@ def response_bytes(
     """Return an encoded ModelInferResponse. raises StatusError"""
     proto = message("ModelInferResponse")()
     raws = fill_response(proto, model, request, response, output_options)
-    return concatenated([proto.SerializeToString(), *raws])
+    return concatenate([proto.SerializeToString(), *raws])
 
 
 def fill_response(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from millrace.checkpoint.protobuf import BYTES, MAX_VARINT, WireError, fields, key, varint
 from millrace.model_repository.request.status_code import StatusError, invalid
-from millrace.model_repository.request.tensors import MOST_STRINGS
+from millrace.model_repository.request.tensors import MAX_STRINGS
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import field_numbers
 
 LARGE = 64 << 10  # bytes of a message: smaller ones are not scanned
@@ -110,7 +110,7 @@ def contents_pieces(contents: memoryview) -> Iterator[bytes | PackedField]:
     numbers, kept_from = field_numbers("InferTensorContents"), 0
     names = {number: name for name, number in numbers.items()}
     fixed = (numbers["fp32_contents"], numbers["fp64_contents"])
-    for number, kind, start, begin, end in _fields(contents, MOST_STRINGS):
+    for number, kind, start, begin, end in _fields(contents, MAX_STRINGS):
         if kind == BYTES and end - begin > _PIECE and names.get(number, "bytes_contents") != "bytes_contents":
             yield bytes(contents[kept_from:start])
             for packed in _packed_pieces(contents[begin:end], has_varints=number not in fixed):
@@ -136,7 +136,7 @@ def _packed_pieces(packed: memoryview, *, has_varints: bool) -> Iterator[memoryv
 def _check_strings(contents: memoryview) -> None:
     """raises StatusError"""
     if len(contents) <= MAX_TYPED_BYTES:  # others are refused as a whole
-        for _ in _fields(contents, MOST_STRINGS):
+        for _ in _fields(contents, MAX_STRINGS):
             pass
 
 

@@ -225,15 +225,15 @@ def _messages(cls: type, by_name: dict[str, type]) -> dict[str, type]:
     if cls.__name__ not in by_name:
         by_name[cls.__name__] = cls
         for spec in specs(cls).values():
-            for inner in (spec, *([spec.of] if spec.kind == "map" else [])):
+            for inner in (spec, *([spec.value_type] if spec.kind == "map" else [])):
                 if inner.kind == "message":
-                    _messages(inner.of, by_name)
+                    _messages(inner.value_type, by_name)
     return by_name
 
 
 def _enums(configuration: dict[str, type]) -> Iterator[type[IntEnum]]:
     for cls in configuration.values():
-        yield from (spec.of for spec in specs(cls).values() if spec.kind == "enum")
+        yield from (spec.value_type for spec in specs(cls).values() if spec.kind == "enum")
 
 
 def _declare(to: Any, name: str, cls: type) -> None:
@@ -256,11 +256,14 @@ def _add_declared(to: Any, owner: str, spec: FieldSpec, oneofs: list[str]) -> No
         assert spec.key is not None, spec.name
         entry = _entry(to, owner, field)
         _add_declared(entry, owner, spec.key, [])
-        _add_declared(entry, owner, spec.of, [])
+        _add_declared(entry, owner, spec.value_type, [])
     elif spec.kind == "message":
-        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{spec.of.__name__}"
+        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{spec.value_type.__name__}"
     elif spec.kind == "enum":
-        field.type, field.type_name = _Field.TYPE_ENUM, f".{PACKAGE}.Scope{spec.of.__name__}.{spec.of.__name__}"
+        field.type, field.type_name = (
+            _Field.TYPE_ENUM,
+            f".{PACKAGE}.Scope{spec.value_type.__name__}.{spec.value_type.__name__}",
+        )
     else:
         field.type = getattr(_Field, f"TYPE_{spec.kind.upper()}")
 
@@ -274,7 +277,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 def _value(spec: FieldSpec, value: Any) -> Any:
     if spec.kind == "map":
-        return {key: _value(spec.of, one) for key, one in value.items()}
+        return {key: _value(spec.value_type, one) for key, one in value.items()}
     if spec.kind != "message":
         return list(value) if spec.repeated else value
     return [_plain(one) for one in value] if spec.repeated else _plain(value)

@@ -232,7 +232,7 @@ class GrpcServer:
             self._serving.load.n -= 1
             entry.prompt_tokens, entry.generated_tokens = called.bill.prompt or None, called.bill.generated or None
             if called.grant is not None:
-                called.grant.end(called.bill.settled())
+                called.grant.end(called.bill.take())
             entry.status, entry.error = code.value[0], details or None
             entry.total_ms = (time.perf_counter() - began_s) * 1e3
             log_request(entry)

@@ -318,7 +318,7 @@ class Stream:
         self._open.discard(one)
         one.admitted.close()
         if self._grant is not None:
-            self._grant.charge(self._caller.bill.settled())
+            self._grant.charge(self._caller.bill.take())
         if one.unread is not None:
             one.unread.close()
         self._room.release()

@@ -11,7 +11,7 @@ from typing import Any
 
 from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.request.concatenation import LARGE, concatenated
+from millrace.model_repository.request.concatenation import LARGE, concatenate
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import BYTES, Array, Tensor
@@ -98,7 +98,7 @@ class StreamResponses:
 
 def _framed(parts: Sequence[bytes | memoryview]) -> bytes:
     """Encode a ModelStreamInferResponse. parts: of its ModelInferResponse"""
-    return concatenated([_INFER_RESPONSE + varint(sum(map(len, parts))), *parts])
+    return concatenate([_INFER_RESPONSE + varint(sum(map(len, parts))), *parts])
 
 
 def _raw(name: str, array: Array) -> bytes:

@@ -21,7 +21,7 @@ from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.model_repository.models.model_version import Model, only_response
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse, TokenUsage
 from millrace.model_repository.request.status_code import StatusError
-from millrace.model_repository.request.tensors import held_bytes
+from millrace.model_repository.request.tensors import memory_bytes
 from millrace.serve.http.api_keys import ApiKeys, Grant
 from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
 from millrace.serve.http.fast_path import ResponseWriter
@@ -227,7 +227,7 @@ class DirectAnswer:
             request, self._output_options = read_infer(
                 body, self._head.n_json, self._model.name, self._model.checker, of_tenant(backend.shared, tenant)
             )
-            request.bill, request.tenant = TokenUsage(), tenant
+            request.token_usage, request.tenant = TokenUsage(), tenant
             self._request = request
             self._model.submit(request, only_response(self._answered))
         except StatusError as error:
@@ -242,7 +242,7 @@ class DirectAnswer:
         """Take the model's response, or the error."""
         if self._is_over:
             return
-        if response is not None and (n_bytes := held_bytes(response.outputs.values())) > LARGE_BODY:
+        if response is not None and (n_bytes := memory_bytes(response.outputs.values())) > LARGE_BODY:
             self._writing = asyncio.ensure_future(self._encode_off_loop(response, n_bytes))
         else:
             self._finish(self._reply(response, error))
@@ -303,7 +303,7 @@ class DirectAnswer:
         self._is_over = True
         direct, head, took_ms = self._direct, self._head, (time.monotonic_ns() - self._began_ns) / 1e6
         direct.backend.leave()
-        bill = self._request.bill if self._request is not None else None
+        bill = self._request.token_usage if self._request is not None else None
         prompt, generated = (bill.prompt, bill.generated) if bill is not None else (0, 0)
         self._end_grant(prompt + generated)
         if prompt or generated:

@@ -16,7 +16,7 @@ from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest, TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.model_repository.request.tensors import held_bytes
+from millrace.model_repository.request.tensors import memory_bytes
 from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
 from millrace.model_repository.tracing.tracer import TracedExchange
 from millrace.serve.http.http_request import EVENT_STREAM, UNBUFFERED
@@ -186,13 +186,13 @@ class HttpFrontend:
         inference, output_options = await self._read(request, model)
         if model.is_decoupled:
             return await self._stream(request, model, inference, output_options, accepts)
-        inference.hops = [] if TIMING_HEADER in headers else None
+        inference.timings = [] if TIMING_HEADER in headers else None
         with TracedExchange(
             self._repository.common.tracer, inference, "HTTP", request.came_ns, self._parent(request)
         ) as call:
             response = await model.infer(inference)
-            call.answered()
-            n_bytes = held_bytes(response.outputs.values())
+            call.on_response()
+            n_bytes = memory_bytes(response.outputs.values())
             answer, n_head = await self._run_off_loop(
                 lambda: encode_response(model, inference, response, output_options), n_bytes
             )
@@ -219,7 +219,7 @@ class HttpFrontend:
         inference: InferRequest
         inference, output_options = await self._run_off_loop(read, n_slow)
         self._show_headers(inference, request)
-        inference.bill, inference.tenant = request.bill, request.tenant
+        inference.token_usage, inference.tenant = request.bill, request.tenant
         return inference, output_options
 
     async def _stream(
@@ -233,7 +233,7 @@ class HttpFrontend:
         """Stream the responses of a decoupled model, each as `/infer` would answer. raises StatusError"""
         if output_options.binary_default or any(output_options.binary.values()):
             raise invalid("a stream of responses is JSON: leave binary_data and binary_data_output out of its outputs")
-        self._repository.common.tracer.came(inference, "HTTP", request.came_ns, self._parent(request))
+        self._repository.common.tracer.trace_stream(inference, "HTTP", request.came_ns, self._parent(request))
         write = lambda model, inference, response: encode_response(model, inference, response, output_options)[0]  # noqa: E731
         events = Events(model, inference, self._run_off_loop, write, lines=accepts == _LINES)
         failed = await events.begin()
@@ -245,8 +245,8 @@ class HttpFrontend:
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         inference = await self._run_off_loop(lambda: read_generate(request.body, model), len(request.body))
         self._show_headers(inference, request)
-        inference.bill, inference.tenant = request.bill, request.tenant
-        self._repository.common.tracer.came(inference, "HTTP", request.came_ns, self._parent(request))
+        inference.token_usage, inference.tenant = request.bill, request.tenant
+        self._repository.common.tracer.trace_stream(inference, "HTTP", request.came_ns, self._parent(request))
         if not streamed:
             return HttpReply(200, await generate(model, inference, self._run_off_loop), [(b"content-type", _JSON)])
         events = Events(model, inference, self._run_off_loop)

@@ -14,9 +14,9 @@ import msgspec
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.request_validation import RawInput
-from millrace.model_repository.request.response_stream import Responses
+from millrace.model_repository.request.response_stream import ResponseStream
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.model_repository.request.tensors import held_bytes, named_type
+from millrace.model_repository.request.tensors import memory_bytes, output_datatype
 from millrace.serve.http.json_scan import count_values
 from millrace.serve.protocols.kserve.http.compression import too_large
 from millrace.serve.protocols.kserve.http.infer_request import take_parameters
@@ -43,7 +43,7 @@ def read_generate(body: bytes, model: Model) -> InferRequest:
     members = _decode(body)
     request, inputs = InferRequest({}), list[RawInput]()
     for key, value in members:
-        if key == "id" and model.checker.said(key) is None:
+        if key == "id" and model.checker.declared_input(key) is None:
             if not isinstance(value, str):
                 raise unparsed("id", "attempt to access JSON non-string as string")
             request.id = value
@@ -57,7 +57,7 @@ def read_generate(body: bytes, model: Model) -> InferRequest:
                 raise StatusError(error.code, f"Converting keyword: 'parameters': {error}") from None
         else:
             _take(key, value, request, inputs, model)
-    model.checker.take(request, inputs)
+    model.checker.attach_inputs(request, inputs)
     return request
 
 
@@ -83,13 +83,13 @@ def _no_constant(text: str) -> None:
 
 
 def _take(key: str, value: Any, request: InferRequest, inputs: list[RawInput], model: Model) -> None:
-    declared = model.checker.said(key)
+    declared = model.checker.declared_input(key)
     if declared is None:
         if take_parameters(request, {key: value}):  # `binary_data_output`, which is nothing of this protocol's
             request.parameters[key] = value
         return
     if any(tensor.name == key for tensor in inputs):
-        raise invalid(f"{request.named}input '{key}' already exists in request")
+        raise invalid(f"{request.error_prefix}input '{key}' already exists in request")
     datatype, dims = declared
     shape = _shape(key, dims, value)
     inputs.append(RawInput(key, datatype, shape, from_json(key, datatype, value, prod(shape)).reshape(shape)))
@@ -126,21 +126,22 @@ def encode_generated(model: Model, request: InferRequest, response: InferRespons
     answer |= {"id": request.id} if request.id else {}
     answer |= {"model_name": model.name, "model_version": str(model.version)}
     for name, array in response.outputs.items():
-        values = flat_list(name, named_type(name, array), array)
+        values = flat_list(name, output_datatype(name, array), array)
         answer[name] = values[0] if len(values) == 1 else values
     return msgspec.json.encode(answer)
 
 
 async def generate(model: Model, request: InferRequest, run_off_loop: RunOffLoop) -> bytes:
     """Return the only response, encoded. raises StatusError if there is not exactly one"""
-    responses = Responses(model, request)
+    responses = ResponseStream(model, request)
     try:
         only = await responses.next()
         if only is None or await responses.next() is not None:
             raise StatusError(Code.INTERNAL, _NOT_ONE)
     finally:
         responses.close()
-    data: bytes = await run_off_loop(lambda: encode_generated(model, request, only), held_bytes(only.outputs.values()))
+    n_bytes = memory_bytes(only.outputs.values())
+    data: bytes = await run_off_loop(lambda: encode_generated(model, request, only), n_bytes)
     return data
 
 
@@ -162,7 +163,7 @@ class Events:
         """write: encodes a response as JSON; lines: one response per line instead of events. raises StatusError"""
         self._model, self._request, self._run_off_loop, self._write = model, request, run_off_loop, write
         self._around = (b"", b"\n") if lines else (b"data: ", b"\n\n")
-        self._responses = Responses(model, request)
+        self._responses = ResponseStream(model, request)
         self._first: bytes | None = None
 
     async def begin(self) -> Code | None:
@@ -197,7 +198,7 @@ class Events:
         if response is None:
             return b""
         data: bytes = await self._run_off_loop(
-            lambda: self._write(self._model, self._request, response), held_bytes(response.outputs.values())
+            lambda: self._write(self._model, self._request, response), memory_bytes(response.outputs.values())
         )
         return data.join(self._around)
 

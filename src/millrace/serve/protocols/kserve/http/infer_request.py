@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Later, RawInput, RequestValidator, check_shape
+from millrace.model_repository.request.request_validation import DeferredData, RawInput, RequestValidator, check_shape
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import DTYPES, Array
 from millrace.serve.protocols.kserve.http.json_spans import JsonWithSpans, Span, span_or_value
@@ -104,7 +104,7 @@ def read_infer(
         raise invalid(f"inference header size should be in range (0, {len(body)}), got: {n_json}")
     if n_json == 0:
         request = InferRequest({})
-        checker.take(request, [checker.raw(request, memoryview(body))])
+        checker.attach_inputs(request, [checker.raw_input(request, memoryview(body))])
         return request, HttpOutputOptions(binary_default=True)
     decoded, spans = _read(memoryview(body)[:n_json])
     request, output_options = InferRequest({}, request_id=decoded.id), HttpOutputOptions()
@@ -114,7 +114,7 @@ def read_infer(
     inputs = _raw_inputs(decoded.inputs, spans, behind, model, shared, output_options.inputs)
     if decoded.outputs is not UNSET:
         request.outputs = _take_outputs(decoded.outputs, output_options, shared)
-    checker.take(request, inputs)
+    checker.attach_inputs(request, inputs)
     return request, output_options
 
 
@@ -174,16 +174,16 @@ def _raw_inputs(
             raise invalid(f"invalid datatype for input {tensor.name}")
         shape = tuple(tensor.shape)
         n = check_shape(tensor.name, tensor.datatype, shape)
-        data: memoryview | Array | Later
+        data: memoryview | Array | DeferredData
         if place is not None:
             places.append(place)
             shared_bytes += place.byte_size
             require_shared_memory(shared).check_total(shared_bytes)
-            data = Later(place.read, place.byte_size)
+            data = DeferredData(place.read, place.byte_size)
         elif size is UNSET:
             values = span_or_value(tensor.data, spans)
             if isinstance(values, Span):
-                data = Later(partial(_of_span, values, tensor.name, tensor.datatype, shape, n))
+                data = DeferredData(partial(_of_span, values, tensor.name, tensor.datatype, shape, n))
             else:
                 data = from_json(tensor.name, tensor.datatype, values, n).reshape(shape)
         else:

@@ -8,10 +8,18 @@ import msgspec
 import numpy as np
 
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.request.concatenation import concatenated
+from millrace.model_repository.request.concatenation import concatenate
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import invalid
-from millrace.model_repository.request.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, named_type, objects
+from millrace.model_repository.request.tensors import (
+    BYTES,
+    ONLY_BINARY,
+    WIRE_NAMES,
+    Array,
+    Tensor,
+    objects,
+    output_datatype,
+)
 from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions
 
 _PIECE = 1 << 16  # values
@@ -27,7 +35,7 @@ def requested_outputs(
             continue
         if n := n_classes.get(name):
             array = classified(array, n, model.labels.get(name, ()), has_batch=request.batch_size > 0)
-        yield Tensor(name, named_type(name, array), array)
+        yield Tensor(name, output_datatype(name, array), array)
 
 
 def encode_error(message: str) -> bytes:
@@ -71,7 +79,7 @@ def encode_response(
         head = _with_member(msgspec.json.encode(answer), b"outputs", (b"[", *pieces[1:], b"]"))
     if not raw and len(head) == 1:
         return head[0], None
-    return concatenated([*head, *raw]), sum(map(len, head)) if raw else None
+    return concatenate([*head, *raw]), sum(map(len, head)) if raw else None
 
 
 def _with_member(encoded: bytes, name: bytes, value: Sequence[bytes]) -> Sequence[bytes]:
@@ -123,10 +131,10 @@ def server_timing(request: InferRequest, arrived_ns: int) -> list[tuple[bytes, b
 
     Milliseconds: reading the request; of each model its queue, inputs, inference, outputs; the total until writing.
     """
-    if request.hops is None:
+    if request.timings is None:
         return []
     entries = [("read", "", request.received_ns - arrived_ns)]
-    for hop in request.hops:
+    for hop in request.timings:
         phases = (("queue", hop.queued_ns, hop.started_ns), ("compute_input", hop.started_ns, hop.computing_ns),
                   ("compute_infer", hop.computing_ns or hop.started_ns, hop.computed_ns or hop.done_ns),
                   ("compute_output", hop.computed_ns, hop.done_ns))  # fmt: skip
