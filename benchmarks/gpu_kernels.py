@@ -95,7 +95,7 @@ _ROWS: dict[str, RowQuantization | None] = {
 
 
 def _row(n: int, to: str, whole: bool = False) -> dict[str, Any]:
-    shape = convert.shape_of(n, _ROWS[to], whole=whole)
+    shape = convert.shape_of(n, _ROWS[to], complete=whole)
     return {**shape.sizes, "CODED": _ROWS[to] is not None, "TO": to, "WARPS": shape.warps}
 
 

@@ -17,7 +17,7 @@ from millrace.engine.cuda.device_roofline import wait_for
 from millrace.kernels.attention.paged import LayerPages
 from millrace.kernels.matmul.coded import QuantizedRows
 
-WRITES = {"keep_rotated": slice(3, 4), "put": slice(0, 1)}  # which of what they are given they write
+WRITES = {"keep_rotated": slice(3, 4), "scatter_tokens": slice(0, 1)}  # which of what they are given they write
 
 
 class Watched:

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from millrace.compile.builder import build_engine
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.settings import BuildSettings
 from millrace.compile.tune.tuner import Tuning, tune
 from millrace.engine.artifact.engine import Engine
@@ -64,7 +64,7 @@ class Pair(Module):
 def built(built_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("networks")
     build_engine("bert", random_encoder(folder / "m"), folder / "bert", BuildSettings(tune=0))
-    network(Squared(), folder / "squared", profile={"B": SymbolBounds(1, 8, 64)})
+    network(Squared(), folder / "squared", profile={"B": Bounds(1, 8, 64)})
     return {"own": folder / "squared", "encoder": folder / "bert", "tiny": built_tiny}
 
 
@@ -120,14 +120,14 @@ def test_a_symbol_that_is_called_as_a_language_model_s_is_none(millrace: Millrac
     class Named(Digits):
         signature = Signature({"pixels": ("S", 49), "weights": ("S", 10)}, ("scores", "hidden"))
 
-    network(Named(), tmp_path / "e", profile={"S": SymbolBounds(1, 3, 7)})
+    network(Named(), tmp_path / "e", profile={"S": Bounds(1, 3, 7)})
     shown = millrace("inspect", tmp_path / "e").out
     assert "S from 1 to 7, usually 3" in shown and not OF_TEXTS.search(shown)
 
 
 def test_tune_times_the_usual_size_of_each_symbol(millrace: Millrace, tmp_path: Path) -> None:
     """As many rows as its products have: those of A are timed with A's, those of B with B's."""
-    network(Pair(), tmp_path / "e", profile={"A": SymbolBounds(1, 2, 40), "B": SymbolBounds(1, 24, 24)})
+    network(Pair(), tmp_path / "e", profile={"A": Bounds(1, 2, 40), "B": Bounds(1, 24, 24)})
     told = millrace("tune", tmp_path / "e", "--seconds", "2")
     assert told.code == 0, told.err
     (table,) = read_tables(tmp_path / "e")
@@ -159,7 +159,7 @@ class Scores(BertSentences):
 
 
 def test_rows_of_sequences_are_shared_out(millrace: Millrace, tmp_path: Path) -> None:
-    usual = {"T": SymbolBounds(1, 50, 64), "S": SymbolBounds(1, 7, 8)}
+    usual = {"T": Bounds(1, 50, 64), "S": Bounds(1, 7, 8)}
     network(Scores(SMALL), tmp_path / "e", profile=usual)
     told = json.loads(millrace("tune", tmp_path / "e", "--seconds", "2", "--json").out)
     assert {c["rows"] for r in told["regions"] for c in r["choices"] if c["compared"]} == {50}
@@ -168,14 +168,14 @@ def test_rows_of_sequences_are_shared_out(millrace: Millrace, tmp_path: Path) ->
 
 def test_a_network_that_refuses_made_up_inputs_is_not_timed(millrace: Millrace, tmp_path: Path) -> None:
     """More sequences than rows: no step is like that."""
-    network(Scores(SMALL), tmp_path / "e", profile={"T": SymbolBounds(1, 4, 64), "S": SymbolBounds(1, 7, 8)})
+    network(Scores(SMALL), tmp_path / "e", profile={"T": Bounds(1, 4, 64), "S": Bounds(1, 7, 8)})
     millrace("tune", tmp_path / "e").assert_mistake("cannot be timed", "made-up inputs")
     assert not read_tables(tmp_path / "e")
 
 
 def test_inputs_that_no_memory_holds_are_not_made_up(tmp_path: Path) -> None:
     """Whatever a manifest says of an input that nothing reads."""
-    engine = network(Squared(), tmp_path / "e", profile={"B": SymbolBounds(1, 8, 64)})
+    engine = network(Squared(), tmp_path / "e", profile={"B": Bounds(1, 8, 64)})
     unread = SlotEntry("u", [2**31 - 1] * 4, DType.F32, None)
     cpu = structs.replace(engine.manifest.cpu, inputs=[*engine.manifest.cpu.inputs, unread])
     table = tune(replace(engine, manifest=structs.replace(engine.manifest, cpu=cpu)), Tuning(0.1))

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import SCORED_ROWS, BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
@@ -26,13 +26,13 @@ def tiny() -> Source:
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ({"profile": {"S": SymbolBounds(1, 8, 64), "T": SymbolBounds(1, 16, 32)}}, 32),
-        ({"profile": {"S": SymbolBounds(1, 8, 16 + SCORED_ROWS + 1)}}, 16 + SCORED_ROWS),
-        ({"profile": {"R": SymbolBounds(1, 2, 4)}}, 4),
-        ({"profile": {"T": SymbolBounds(1, 8, 15)}}, 15),
-        ({"profile": {"T": SymbolBounds(1, 8, 15)}, "max_batch": 15}, None),
-        ({"profile": {"S": SymbolBounds(1, 8, 16 + SCORED_ROWS)}}, None),
-        ({"profile": {"R": SymbolBounds(1, 2, 16)}}, None),
+        ({"profile": {"S": Bounds(1, 8, 64), "T": Bounds(1, 16, 32)}}, 32),
+        ({"profile": {"S": Bounds(1, 8, 16 + SCORED_ROWS + 1)}}, 16 + SCORED_ROWS),
+        ({"profile": {"R": Bounds(1, 2, 4)}}, 4),
+        ({"profile": {"T": Bounds(1, 8, 15)}}, 15),
+        ({"profile": {"T": Bounds(1, 8, 15)}, "max_batch": 15}, None),
+        ({"profile": {"S": Bounds(1, 8, 16 + SCORED_ROWS)}}, None),
+        ({"profile": {"R": Bounds(1, 2, 16)}}, None),
     ],
     ids=str,
 )
@@ -62,7 +62,7 @@ def test_logits_of_other_dimensions(rows: str, tmp_path: Path) -> None:
             return self.a(x)
 
     source = Source.from_module(Scorer(), {"a.weight": np.ones((24, 32), np.float32)}, max_context=8)
-    profile = {"batch": SymbolBounds(1, 4, 8)} if rows == "batch" else {}
+    profile = {"batch": Bounds(1, 4, 8)} if rows == "batch" else {}
     plan = plan_engine(source, BuildOptions(precision=precision_map("fp32"), profile=profile))
     with pytest.raises(
         ConfigError, match="no engine can be made of Scorer: it is of a language model without T"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.errors import GraphError
 from millrace.graph.dims import value_of
 from millrace.graph.expression_types import is_integer, type_of
@@ -21,7 +21,7 @@ from millrace.model.tensor import Tensor
 from tests.compile.test_shapes import engine_of, reference, weights_of
 
 SIZES = {Symbol("A"): 3, Symbol("B"): 17, Symbol("C"): 5}
-BOUNDS = {s.name: SymbolBounds(1, n, 60) for s, n in SIZES.items()}
+BOUNDS = {s.name: Bounds(1, n, 60) for s, n in SIZES.items()}
 
 
 def random_shapes(rng: np.random.Generator, n: int) -> list[tuple[Dim, ...]]:
@@ -102,7 +102,7 @@ def test_divisions_of_whole_numbers(tmp_path: Path) -> None:
 
     x = np.array([7, -7, 7, -7, 5, -(2**63), 2**63 - 1], np.int64)
     y = np.array([2, 2, -2, -2, 0, -1, 2**62], np.int64)
-    loaded = engine_of(Divided(), tmp_path / "e", {"n": SymbolBounds(1, 4, 99)}).network()
+    loaded = engine_of(Divided(), tmp_path / "e", {"n": Bounds(1, 4, 99)}).network()
     found = loaded.run({"x": x, "y": y})
     assert found["z"].tolist() == [3, -3, -3, 3, 0, -(2**63), 1]
     with np.errstate(over="ignore"):
@@ -124,7 +124,7 @@ def test_halves_are_rounded_to_the_nearest(tmp_path: Path) -> None:
     between = np.concatenate([(numbers[1:] + numbers[:-1]) / 2, numbers * np.float32(1.0002), [1e6, -1e-9]])
     x = np.concatenate([between, -between, numbers, [np.inf, -np.inf, np.nan]]).astype(np.float32)
     h = np.resize(every, len(x))
-    engine = engine_of(Halves(), tmp_path / "e", {"n": SymbolBounds(1, 4, len(x))})
+    engine = engine_of(Halves(), tmp_path / "e", {"n": Bounds(1, 4, len(x))})
     with np.errstate(over="ignore"):
         exact = x.astype(np.float16)
     for isa in usable_isas():
@@ -148,7 +148,7 @@ def test_a_constant_where_values_are_computed(tmp_path: Path) -> None:
             return ops.batched_matmul(x, self.w.transpose(1, 0))
 
     with pytest.raises(GraphError, match=r"the constant w is read by an operator that takes computed values only"):
-        engine_of(Turned(), tmp_path / "e", {"n": SymbolBounds(1, 4, 9)}, weights_of(Turned(), seed=1))
+        engine_of(Turned(), tmp_path / "e", {"n": Bounds(1, 4, 9)}, weights_of(Turned(), seed=1))
 
 
 # ---------------------------------------------------------------- attention
@@ -178,7 +178,7 @@ class SpelledOut(Module):
 def test_attention_spelled_out(fuse: bool, tmp_path: Path) -> None:
     """As torch.nn.MultiheadAttention, at several lengths; a sequence's bits are its own."""
     weights = weights_of(SpelledOut(), seed=5)
-    profile = {"B": SymbolBounds(1, 2, 4), "L": SymbolBounds(1, 8, 33)}
+    profile = {"B": Bounds(1, 2, 4), "L": Bounds(1, 8, 33)}
     engine = engine_of(SpelledOut(), tmp_path / "e", profile, weights, fuse=fuse)
     theirs = torch.nn.MultiheadAttention(H * D, H, batch_first=True).double().eval()
     with torch.no_grad():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.artifact.engine import Engine
@@ -21,7 +21,7 @@ from millrace.model.layers import BatchNorm2d, Conv2d, Linear
 from millrace.model.module import Module, Signature
 from millrace.model.tensor import Tensor
 
-IMAGES = {"images": SymbolBounds(1, 4, 9)}
+IMAGES = {"images": Bounds(1, 4, 9)}
 
 
 class SmallNetwork(Module):

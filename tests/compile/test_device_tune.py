@@ -82,7 +82,7 @@ def test_the_clearly_faster_tile_is_chosen(executor: CudaExecutor) -> None:
 
 def test_what_is_within_noise_stays_by_the_rule(executor: CudaExecutor) -> None:
     found = tuner(Device(lambda tile: 8.8 if tile == WIDE else 9.0))(executor)
-    assert {tile for tiles_ in found.found.values() for _, tile in tiles_} == {None}
+    assert {tile for tiles_ in found.result.values() for _, tile in tiles_} == {None}
 
 
 def test_what_was_timed_is_not_timed_again(executor: CudaExecutor, tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_no_time_is_the_rule_and_the_next_start_goes_on(executor: CudaExecutor, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_tune.time, "perf_counter", clock)
         some = tuner(Ends(lambda tile: 1.0), path)(executor)
-    assert 0 < sum(map(len, some.found.values())) < len(works)
+    assert 0 < sum(map(len, some.result.values())) < len(works)
     rest = Device(lambda tile: 1.0)
     whole = tuner(rest, path)(executor)
-    assert sum(map(len, whole.found.values())) == len(works) and rest.timed
+    assert sum(map(len, whole.result.values())) == len(works) and rest.timed
 
 
 class Now:
@@ -133,7 +133,7 @@ class Now:
 def test_a_tile_that_the_device_cannot_run_is_left_out(executor: CudaExecutor) -> None:
     device = Device(lambda tile: 5.0 if tile == WIDE else 9.0, lacks=(WIDE,))
     found = tuner(device)(executor)
-    assert WIDE not in {tile for tiles_ in found.found.values() for _, tile in tiles_}
+    assert WIDE not in {tile for tiles_ in found.result.values() for _, tile in tiles_}
 
 
 @pytest.mark.parametrize("knobs", [{"tile": 99}, {"depth": 1}])

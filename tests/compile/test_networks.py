@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.compile.build import BuildOptions, plan_engine
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
@@ -130,17 +130,17 @@ def test_wrong_inputs_say_what_was_expected(inputs: Arrays, says: str, tmp_path:
 def test_every_dimension_has_bounds(tmp_path: Path) -> None:
     for profile, says in (
         ({}, "'images' has no bounds"),
-        ({**IMAGES, "pages": SymbolBounds(1, 1, 1)}, "'pages' is none of this network's"),
-        ({"images": SymbolBounds(0, 1, 2)}, "1 <= low"), ({"images": SymbolBounds(1, 9, 8)}, "usual <= high"),
-        ({"images": SymbolBounds(1, 1, 2**30)}, "high <="),
+        ({**IMAGES, "pages": Bounds(1, 1, 1)}, "'pages' is none of this network's"),
+        ({"images": Bounds(0, 1, 2)}, "1 <= low"), ({"images": Bounds(1, 9, 8)}, "usual <= high"),
+        ({"images": Bounds(1, 1, 2**30)}, "high <="),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             network(Digits(), tmp_path / "never", profile=profile)
     assert not (tmp_path / "never").exists()
 
 
-@pytest.mark.parametrize("profile", [{}, {"pages": SymbolBounds(1, 1, 1)}, {**IMAGES, "pages": SymbolBounds(1, 1, 1)}])
-def test_missing_bounds_say_what_to_write(profile: dict[str, SymbolBounds], tmp_path: Path) -> None:
+@pytest.mark.parametrize("profile", [{}, {"pages": Bounds(1, 1, 1)}, {**IMAGES, "pages": Bounds(1, 1, 1)}])
+def test_missing_bounds_say_what_to_write(profile: dict[str, Bounds], tmp_path: Path) -> None:
     """The dimension, the inputs that have it, and a call that mends it: the call is tried."""
     with pytest.raises(ConfigError) as error:
         network(Digits(), tmp_path / "never", profile=profile)
@@ -218,7 +218,7 @@ class Same(Module):
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
-    loaded = network(Same(), tmp_path / "same", profile={"n": SymbolBounds(1, 1, 5)}).network()
+    loaded = network(Same(), tmp_path / "same", profile={"n": Bounds(1, 1, 5)}).network()
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     assert (loaded.run({"x": x})["x2"] == x).all()
     loaded.close()

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.compile.lower_cpu.lower import lower
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.expressions import fold_constants, fuse_elementwise, gather_early
 from millrace.compile.passes.fusions import fuse_convert, fuse_residual
 from millrace.compile.passes.pipeline import Pass, pipeline, run_passes
@@ -338,7 +338,7 @@ def test_any_rows_are_an_output() -> None:
 
     model = Headless()
     graph = run_passes(trace_model(model, ones(model), operators()), pipeline(precision_map("fp32")))
-    program = lower(graph, dict.fromkeys(graph.symbols, SymbolBounds(1, 2, 8)), KvFormat.F32, "f32")
+    program = lower(graph, dict.fromkeys(graph.symbols, Bounds(1, 2, 8)), KvFormat.F32, "f32")
     assert [slot.shape for slot in program.outputs] == [(T, N)]
 
 

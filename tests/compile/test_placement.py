@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.lower_cpu.program_builder import ProgramBuilder
 from millrace.engine.cache_specs import CacheSpec, KvFormat
 from millrace.graph.types import DType, Graph, Node, Port, Symbol, Value
@@ -19,7 +19,7 @@ def test_pages_of_one_run_live_as_long_as_calls_are_given_their_cache() -> None:
     x, lengths = Value((T, 16)), Value((S,), DType.I32)
     node = Node(operators()["elementwise"], (x,), (Value((T, 16)),), {"tree": 0})
     graph = Graph((Port("x", x), Port("lengths", lengths)), (Port("y", node.output),), (node,))
-    placement = ProgramBuilder(graph, {T: SymbolBounds(1, 8, 128), S: SymbolBounds(1, 2, 4)}, KvFormat.BF16, "bf16")
+    placement = ProgramBuilder(graph, {T: Bounds(1, 8, 128), S: Bounds(1, 2, 4)}, KvFormat.BF16, "bf16")
     cache, kept = (placement.cache(2, 16, 24, persistent=kept) for kept in (False, True))
     assert (cache.number, cache.layer, cache.format, kept.number, kept.buffer) == (0, 0, "bf16", 1, None)
     for given in (cache, None, cache, kept, None):
@@ -35,7 +35,7 @@ def test_pages_of_one_run_live_as_long_as_calls_are_given_their_cache() -> None:
 def test_layers_of_one_shape_share_a_cache() -> None:
     x, lengths = Value((T, 16)), Value((S,), DType.I32)
     graph = Graph((Port("x", x), Port("lengths", lengths)), (Port("x", x),), ())
-    placement = ProgramBuilder(graph, {T: SymbolBounds(1, 8, 128), S: SymbolBounds(1, 2, 4)}, KvFormat.F32, "f32")
+    placement = ProgramBuilder(graph, {T: Bounds(1, 8, 128), S: Bounds(1, 2, 4)}, KvFormat.F32, "f32")
     found = [placement.cache(heads, 16, 16, persistent=True) for heads in (1, 2, 1, 1)]
     assert [(c.number, c.layer) for c in found] == [(0, 0), (1, 0), (0, 1), (0, 2)]
 

@@ -8,7 +8,7 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower_cpu.lower import lower
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
@@ -25,7 +25,7 @@ from tests.support.networks import IMAGES, Digits, parameters
 
 
 def lowered(graph: Graph, engine: Engine, precision: str, kv: KvFormat) -> bytes:
-    bounds = {Symbol(s.name): SymbolBounds(s.low, s.usual, s.high) for s in engine.manifest.symbols}
+    bounds = {Symbol(s.name): Bounds(s.low, s.usual, s.high) for s in engine.manifest.symbols}
     passed = run_passes(graph, pipeline(precision_map(precision)))
     return lower(passed, bounds, kv, "f32" if precision == "fp32" else "bf16").encoded()
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from torch.nn import functional
 
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
@@ -31,7 +31,7 @@ from millrace.model.module import Module, Parameter, Signature, Table, trace_mod
 from millrace.model.tensor import Tensor
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-IMAGES = {"N": SymbolBounds(1, 2, 3), "H": SymbolBounds(4, 8, 12), "W": SymbolBounds(3, 8, 10)}
+IMAGES = {"N": Bounds(1, 2, 3), "H": Bounds(4, 8, 12), "W": Bounds(3, 8, 10)}
 
 
 class Masked(Module):
@@ -52,9 +52,7 @@ class Masked(Module):
         return ops.where(mask, rows + self.bias, -1.0), ops.max_pool(self.down(x), 2, stride=1)
 
 
-def engine_of(
-    model: Module, out: Path, profile: Mapping[str, SymbolBounds], weights: Any = None, **options: Any
-) -> Engine:
+def engine_of(model: Module, out: Path, profile: Mapping[str, Bounds], weights: Any = None, **options: Any) -> Engine:
     source = Source.from_module(model, {} if weights is None else weights)
     asked = BuildOptions(precision=precision_map("fp32"), profile=profile, **options)
     write_engine(source, plan_engine(source, asked), out, name="shapes")
@@ -147,18 +145,16 @@ class Rows(Module):
 
 def test_quotients_are_exact(tmp_path: Path) -> None:
     """What is no whole number is said: of bounds when it is built, of inputs when it runs."""
-    loaded = engine_of(
-        Rows(), tmp_path / "e", {"N": SymbolBounds(1, 1, 3), "W": SymbolBounds(2, 4, 9999 + 1)}
-    ).network()
+    loaded = engine_of(Rows(), tmp_path / "e", {"N": Bounds(1, 1, 3), "W": Bounds(2, 4, 9999 + 1)}).network()
     x = np.arange(6000, dtype=np.float32).reshape(3, 2000)
     assert (loaded.run({"x": x})["y"] == (x.reshape(6, 1000) + 1) * 2).all()
     with pytest.raises(RequestError, match=r"the dimension W/2 is no whole number where W = 7"):
         loaded.run({"x": x[:, :7]})
     loaded.close()
     with pytest.raises(ConfigError, match="the dimension W/2 is not an integer for W = 5"):
-        engine_of(Rows(), tmp_path / "f", {"N": SymbolBounds(1, 1, 3), "W": SymbolBounds(2, 5, 10)})
+        engine_of(Rows(), tmp_path / "f", {"N": Bounds(1, 1, 3), "W": Bounds(2, 5, 10)})
     with pytest.raises(ConfigError, match=r"up to N\*W = 281,474,976,710,656 elements"):
-        engine_of(Rows(), tmp_path / "f", dict.fromkeys("NW", SymbolBounds(2, 2, 2**24)))
+        engine_of(Rows(), tmp_path / "f", dict.fromkeys("NW", Bounds(2, 2, 2**24)))
 
 
 TEXTS = ["N", "H*N/2", "2*(H - 2)", "(H + 1)//2", "N/(2*H*W)", "3*((H + 1)//2)/W", "(3*H/W - 1)//2", "H//3"]
@@ -180,7 +176,7 @@ def test_dimensions_have_one_form() -> None:
     (["N", "W - 4"], "the dimension W - 4, which may be less than 1"), (["N/(0*W)"], "divided by 0"),
 ])  # fmt: skip
 def test_a_manifest_of_impossible_shapes(tmp_path: Path, shape: list[str], why: str) -> None:
-    engine = engine_of(Rows(), tmp_path / "e", {"N": SymbolBounds(1, 1, 3), "W": SymbolBounds(2, 4, 8)})
+    engine = engine_of(Rows(), tmp_path / "e", {"N": Bounds(1, 1, 3), "W": Bounds(2, 4, 8)})
     (y,), cpu = engine.manifest.cpu.outputs, engine.manifest.cpu
     bad = structs.replace(engine.manifest, cpu=structs.replace(cpu, outputs=[structs.replace(y, shape=shape)]))
     assert why in contradiction(bad) and not contradiction(engine.manifest)
@@ -220,7 +216,7 @@ def typed_inputs(n: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_values_of_every_type(fuse: bool, tmp_path: Path) -> None:
-    engine, inputs = engine_of(Typed(), tmp_path / "e", {"n": SymbolBounds(1, 4, 300)}, fuse=fuse), typed_inputs(300)
+    engine, inputs = engine_of(Typed(), tmp_path / "e", {"n": Bounds(1, 4, 300)}, fuse=fuse), typed_inputs(300)
     x, h, b, i, l, m = inputs.values()  # noqa: E741
     steps, set_flags = Typed().steps.compute(), Typed().flags.compute()
     flags = (i < b) | (m & set_flags)
@@ -265,4 +261,4 @@ def test_what_types_and_shapes_refuse(forward: Callable[..., Tensor], says: str)
 
     source = Source.from_module(One(), {})
     with pytest.raises(GraphError, match=says):
-        plan_engine(source, BuildOptions(profile={"n": SymbolBounds(1, 1, 2)}))
+        plan_engine(source, BuildOptions(profile={"n": Bounds(1, 1, 2)}))

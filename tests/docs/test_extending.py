@@ -21,7 +21,7 @@ import pytest
 
 from millrace import LLM, SamplingParams
 from millrace.compile.lower_cpu.lower import lower
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, run_passes, unfused
 from millrace.compile.precision import precision_map
@@ -173,7 +173,7 @@ class Scores(Module):
 
 def test_a_backend(tmp_path: Path) -> None:
     assert write("backend", tmp_path) == ["digits.py", "classifier.py"]
-    engine = network(Scores(), tmp_path / "engine", profile={"images": SymbolBounds(1, 4, 8)})
+    engine = network(Scores(), tmp_path / "engine", profile={"images": Bounds(1, 4, 8)})
     rows = np.random.default_rng(0).standard_normal((3, 7)).astype(np.float32)
     opened = engine.network()
     expected = opened.run({"x": rows})["scores"].argmax(axis=1).tolist()
@@ -286,7 +286,7 @@ def check_lowering(known: Operators, params: set[str]) -> None:
     """One call of the kernel, with the parameters that it declares."""
     traced = trace_model(Softmin(), Weights({}, lambda name: np.zeros(0)), known)
     graph = run_passes(traced, unfused(precision_map("fp32")))
-    (call,) = lower(graph, {Symbol("B"): SymbolBounds(1, 4, 8)}, KvFormat.F32, "f32").calls
+    (call,) = lower(graph, {Symbol("B"): Bounds(1, 4, 8)}, KvFormat.F32, "f32").calls
     assert call.kernel == "softmin" and set(call.params) == params and set(call.operands) == {"x", "y"}
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.config.model_config import RopeConfig
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower_cpu.lower import lower
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
@@ -284,7 +284,7 @@ def test_layers_share_a_cache_for_the_same_keys_alone() -> None:
     nodes = [node for node in graph.nodes if node.op == "attention"]
     nodes[2].attrs["layer"] = nodes[0].attrs["layer"]  # type: ignore[index]
     with pytest.raises(GraphError, match="attention in one and in three share a cache for different keys"):
-        lower(graph, {s: SymbolBounds(1, 2, 4) for s in graph.symbols}, KvFormat.F32, "f32")
+        lower(graph, {s: Bounds(1, 2, 4) for s in graph.symbols}, KvFormat.F32, "f32")
 
 
 def test_an_engine_without_adapters_refuses_them(source: Source, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compile.build import BuildOptions, plan_pieces
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.source import Source
 from millrace.evaluate.fake_quant_activations import fp8_rows, read_with_fp8
 from millrace.evaluate.piecewise_forward import read
@@ -62,7 +62,7 @@ def test_a_text_is_read_with_them(tmp_path: Path, kind: Kind) -> None:
     write_compressed(tmp_path / "c", write_checkpoint(tmp_path / "source", width=64, inner=64), kind)
     source = Source.from_checkpoint(Checkpoint.open(tmp_path / "c"))
     ids = np.random.default_rng(2).integers(0, 320, (2, 70)).astype(np.int32)
-    text, step = Windows(ids, 32), BuildOptions(max_batch=1, max_step_tokens=70, profile={"R": SymbolBounds(1, 64, 64)})
+    text, step = Windows(ids, 32), BuildOptions(max_batch=1, max_step_tokens=70, profile={"R": Bounds(1, 64, 64)})
     assert len(fp8_rows(source)) == 7 * len({name.split(".")[2] for name in fp8_rows(source)})
     kernels = read(tuple(plan_pieces(source, step)), text, source.vocab_size, lambda: None).carried
     simulated = read_with_fp8(source, step, text, lambda *_: None).carried

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, plan_pieces, write_engine
-from millrace.compile.lower_cpu.program import Program, SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import precision_map
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
@@ -33,7 +33,7 @@ def text(vocab: int, n_windows: int = 2) -> Windows:
 
 def planned(source: Source, options: BuildOptions) -> tuple[Program, ...]:
     return tuple(
-        plan_pieces(source, replace(options, max_batch=1, max_step_tokens=N, profile={"R": SymbolBounds(1, 13, 13)}))
+        plan_pieces(source, replace(options, max_batch=1, max_step_tokens=N, profile={"R": Bounds(1, 13, 13)}))
     )
 
 
@@ -57,7 +57,7 @@ def piecewise(
             assert (found == reference).all()
             seen.append(found)
 
-    monkeypatch.setattr(piecewise_forward, "Score", Spy)
+    monkeypatch.setattr(piecewise_forward, "DivergenceScore", Spy)
     one = read(planned(source, options), found, source.vocab_size, lambda: None)
     with answers(one, source.vocab_size) as found_again:
         score(found_again, found_again, found)

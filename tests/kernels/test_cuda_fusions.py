@@ -129,7 +129,7 @@ def silu_mul(kernels: object) -> Callable[..., Matrix]:
 def test_a_thread_has_what_its_registers_hold() -> None:
     """Of Llama's rows: 8B's have 14,336 elements, 70B's 28,672; a program has at most 1,024 threads."""
     assert [shape_of(n, AS_E4M3).warps for n in (64, 4096, 14336, 28672, 65536)] == [4, 4, 16, 32, 32]
-    assert [shape_of(n, whole=True).warps for n in (4096, 8192)] == [4, 8]
+    assert [shape_of(n, complete=True).warps for n in (4096, 8192)] == [4, 8]
 
 
 @pytest.mark.parametrize("n", [1, 40, 4096, 4097, 14336, 28672])
@@ -137,7 +137,7 @@ def test_a_thread_has_what_its_registers_hold() -> None:
 def test_programs_have_all_of_a_row_once(n: int, coding: RowQuantization | None) -> None:
     """One has it where it has one scale, or is asked for whole; else parts of some thousands."""
     for whole in (False, True):
-        shape = shape_of(n, coding, whole=whole)
+        shape = shape_of(n, coding, complete=whole)
         each = shape.sizes["GROUPS"] * shape.sizes["GROUP"]
         assert each * (shape.parts - 1) < n <= each * shape.parts
         alone = whole or (coding is not None and not coding.group)

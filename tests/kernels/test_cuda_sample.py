@@ -30,7 +30,7 @@ def test_the_likeliest(kernels: object, vocab: int, dtype: torch.dtype) -> None:
         logits[row, rng.integers(vocab)] = float(bad)
     logits[7, 0], logits[8, vocab - 1] = float("nan"), float("nan")
     with np.errstate(invalid="ignore"):  # the interpreter's own
-        found = kernels.best(logits, -1)  # type: ignore[attr-defined]
+        found = kernels.argmax(logits, -1)  # type: ignore[attr-defined]
     want = [int(np.argmax(row)) if np.isfinite(row).all() else -1 for row in logits.double().numpy()]
     assert found.dtype == torch.int32 and found.tolist() == want and want[1:3] == [0, 0] and want[4:] == [-1] * 5
 
@@ -46,7 +46,7 @@ def test_what_the_step_before_draws_is_put_in(kernels: object, n: int) -> None:
     want = tokens.copy()
     want[at] = np.maximum(drawn[rows], 0)
     found = torch.from_numpy(tokens.copy())
-    kernels.put(found, *(torch.from_numpy(x) for x in (at, drawn, rows)))  # type: ignore[attr-defined]
+    kernels.scatter_tokens(found, *(torch.from_numpy(x) for x in (at, drawn, rows)))  # type: ignore[attr-defined]
     np.testing.assert_array_equal(found.numpy(), want)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.artifact.engine import Engine
@@ -55,7 +55,7 @@ def arrays(**changed: Any) -> dict[str, Any]:
 
 def planned(forward: Callable[[Any, Tensor], Any] = right, weights: Any = None, profile: Any = None) -> Any:
     source = Source.from_module(Net(forward), arrays() if weights is None else weights, max_context=0)
-    profile = {"batch": SymbolBounds(1, 4, 8)} if profile is None else profile
+    profile = {"batch": Bounds(1, 4, 8)} if profile is None else profile
     return source, plan_engine(source, BuildOptions(precision=precision_map("fp32"), profile=profile))
 
 
@@ -116,7 +116,7 @@ def test_weights_are_arrays_of_numbers(bad: Any) -> None:
     ],
 )
 def test_options_of_a_build(options: Any, what: str, mend: str) -> None:
-    given: Any = {"profile": {"batch": SymbolBounds(1, 4, 8)}, **options}
+    given: Any = {"profile": {"batch": Bounds(1, 4, 8)}, **options}
     with pytest.raises(ConfigError) as error:
         plan_engine(Source.from_module(Net(right), arrays()), BuildOptions(**given))
     assert what in error.value.what and mend in error.value.mend

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.artifact.engine import Engine
@@ -55,7 +55,7 @@ def test_an_operator_computes_what_its_name_says(name: str, tmp_path: Path) -> N
     x = np.random.default_rng(0).normal(0, 3, (40, N)).astype(np.float32)
     x[7, :2] = 0.0, -0.0
     source = Source.from_module(Model(operator), {})
-    options = BuildOptions(precision=precision_map("fp32"), profile={"rows": SymbolBounds(1, 40, 40)})
+    options = BuildOptions(precision=precision_map("fp32"), profile={"rows": Bounds(1, 40, 40)})
     write_engine(source, plan_engine(source, options), tmp_path / "engine", name=name)
     network = Engine.open(tmp_path / "engine").network(threads=1)
     found = network.run({"x": x})["y"].astype(np.float64)

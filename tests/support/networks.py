@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.artifact.engine import Engine
@@ -19,7 +19,7 @@ from millrace.model.module import Module, Signature
 from millrace.model.tensor import Tensor
 
 Arrays = dict[str, NDArray[Any]]
-IMAGES = {"images": SymbolBounds(1, 8, 40)}
+IMAGES = {"images": Bounds(1, 8, 40)}
 
 
 class Digits(Module):

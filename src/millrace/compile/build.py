@@ -13,7 +13,7 @@ import millrace
 from millrace.compile.bounds import check_openable, check_sequences, unbounded
 from millrace.compile.disk_space_check import cannot_write, check_new
 from millrace.compile.lower_cpu.lower import lower
-from millrace.compile.lower_cpu.program import Program, SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.lower_cpu.program_report import program_table
 from millrace.compile.lower_cpu.sizes import check_dims
 from millrace.compile.passes.expressions import fold_constants, fuse_elementwise
@@ -78,7 +78,7 @@ class BuildOptions:
     max_step_tokens: int = STEP_TOKENS
     kv_format: KvFormat | None = None  # None: float32 for such an engine, else the checkpoint's own, or bfloat16
     fuse: bool = True
-    profile: Mapping[str, SymbolBounds] = field(default_factory=dict)
+    profile: Mapping[str, Bounds] = field(default_factory=dict)
     tiles: bool = False  # products of bfloat16 are summed as the tiles of AMX do it, and not in pairs
     keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names; values by their numbers
 
@@ -98,7 +98,7 @@ class ResolvedOptions:
     max_batch: int
     max_step_tokens: int
     fuse: bool
-    profile: Mapping[str, SymbolBounds]
+    profile: Mapping[str, Bounds]
     keep: tuple[str, ...]
 
     @property
@@ -206,15 +206,15 @@ def _check_context(graph: Graph, max_context: int) -> None:
         )  # fmt: skip
 
 
-def _bounds(graph: Graph, chosen: ResolvedOptions) -> dict[Symbol, SymbolBounds]:
+def _bounds(graph: Graph, chosen: ResolvedOptions) -> dict[Symbol, Bounds]:
     """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
     tokens, batch = max(chosen.max_step_tokens, chosen.max_batch), chosen.max_batch
     if any(runnable(node).whole_sequences for node in graph.nodes):  # a sequence is in one step, or not at all
         tokens = max(tokens, chosen.max_context)
     symbol_bounds = {
-        "T": SymbolBounds(1, tokens, tokens),
-        "S": SymbolBounds(1, batch, batch),
-        "R": SymbolBounds(1, batch, batch + SCORED_ROWS),
+        "T": Bounds(1, tokens, tokens),
+        "S": Bounds(1, batch, batch),
+        "R": Bounds(1, batch, batch + SCORED_ROWS),
     }
     symbol_bounds |= chosen.profile
     names = [s.name for s in graph.symbols]
@@ -244,7 +244,7 @@ def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
 
 def _check(options: BuildOptions) -> None:
     for name, bounds in options.profile.items():
-        if not isinstance(bounds, SymbolBounds):
+        if not isinstance(bounds, Bounds):
             raise ConfigError(
                 f"the bounds of {name} are a {type(bounds).__qualname__}", "Bounds of three numbers",
                 f'write profile={{"{name}": Bounds(smallest, usual, largest)}}',

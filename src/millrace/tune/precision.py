@@ -12,7 +12,7 @@ import numpy as np
 
 from millrace.compile.accuracy_pricing import AccuracyQuery
 from millrace.compile.build import BuildOptions, plan_pieces, resolve_options
-from millrace.compile.lower_cpu.program import Program, SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap, StoredMatrix
 from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation, rounded
 from millrace.engine.cache_specs import KV_FORMATS, KvFormat
@@ -110,7 +110,7 @@ class _CandidateSearch:
     def _pieces(self, options: BuildOptions) -> tuple[Program, ...]:
         """Plan programs with one window per step; the split into steps does not change results."""
         length = int(self._text.ids.shape[1])
-        step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": SymbolBounds(1, _ROWS, _ROWS)})
+        step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
         return tuple(plan_pieces(self._question.source, step))
 
     def _read(self, pieces: Sequence[Program], name: str) -> ReadText:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from millrace.compile.lower_cpu.program import Program, SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.lower_cpu.program_builder import ProgramBuilder
 from millrace.engine.cache_specs import KvFormat
 from millrace.graph.types import Graph, Symbol
@@ -10,7 +10,7 @@ from millrace.kernels.operators import runnable
 
 
 def lower(
-    graph: Graph, bounds: Mapping[Symbol, SymbolBounds], kv_format: KvFormat, table: str, *, tiles: bool = False
+    graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, *, tiles: bool = False
 ) -> Program:
     """Placement says what the arguments are. raises GraphError for a graph that no program can be of"""
     placement, read = ProgramBuilder(graph, bounds, kv_format, table, tiles), {*graph.consumers(), *graph.results}

@@ -24,7 +24,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class SymbolBounds:
+class Bounds:
     """An optimisation profile of one symbol: how small and how large it may be, and for what an engine is tuned."""
 
     low: int
@@ -39,7 +39,7 @@ class Program:
     calls: tuple[Call, ...]
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    symbols: Mapping[Symbol, SymbolBounds]
+    symbols: Mapping[Symbol, Bounds]
     sizes: tuple[Size, ...]  # numbered behind the symbols
     weights: tuple[PackedPlace, ...]
     weights_offsets: tuple[int, ...]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.compile.lower_cpu.memory import Buffer, plan_memory
-from millrace.compile.lower_cpu.program import Call, Program, SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds, Call, Program
 from millrace.compile.lower_cpu.sizes import SizeTable
 from millrace.engine.cache_specs import PAGE_TOKENS, CacheSpec, KvFormat, StateSpec
 from millrace.engine.io_slots import Slot
@@ -62,7 +62,7 @@ class ProgramBuilder(ProgramWriter):
     """
 
     def __init__(
-        self, graph: Graph, bounds: Mapping[Symbol, SymbolBounds], kv_format: KvFormat, table: str, tiles: bool = False
+        self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, tiles: bool = False
     ) -> None:
         self.graph, self.table_format, self.tiles = graph, table, tiles
         self._bounds, self._sizes, self._kv_format = bounds, SizeTable(bounds), kv_format

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from millrace.compile.lower_cpu.program import SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.engine.io_slots import Size
 from millrace.errors import ConfigError
 from millrace.graph.dims import Dim, NotWholeError, Symbol, operands, range_of, symbols_of, value_of
@@ -15,7 +15,7 @@ MOST = 2**31 - 1  # of anything that a run counts
 class SizeTable:
     """Numbers are given in the order in which dimensions are asked for; a dimension comes behind what it is made of."""
 
-    def __init__(self, bounds: Mapping[Symbol, SymbolBounds]) -> None:
+    def __init__(self, bounds: Mapping[Symbol, Bounds]) -> None:
         self._ranges = {symbol: (b.low, b.high) for symbol, b in bounds.items()}
         self._numbers: dict[Dim, int] = {symbol: i for i, symbol in enumerate(bounds)}
         self._derived: list[Size] = []
@@ -49,7 +49,7 @@ class SizeTable:
         return tuple(self._derived)
 
 
-def check_dims(graph: Graph, bounds: Mapping[Symbol, SymbolBounds]) -> None:
+def check_dims(graph: Graph, bounds: Mapping[Symbol, Bounds]) -> None:
     """Check that each dimension is a whole number from 1 on, where symbols are at their bounds. raises ConfigError"""
     dims = {d for v in _values(graph) for d in v.shape if not isinstance(d, int | Symbol)}
     for dim in sorted(dims, key=repr):

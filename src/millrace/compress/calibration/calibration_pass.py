@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.build import BuildOptions, plan_pieces
-from millrace.compile.lower_cpu.program import Program, SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
@@ -77,7 +77,7 @@ def collect(
         precision=PrecisionMap(precision),
         max_batch=1,
         max_step_tokens=length,
-        profile={"T": SymbolBounds(1, length, length)},
+        profile={"T": Bounds(1, length, length)},
     )
     readers: Readers = {}
     programs = list(plan_pieces(source, options, lambda piece: _ports(piece, readers)))

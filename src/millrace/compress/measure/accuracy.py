@@ -7,7 +7,7 @@ from functools import partial
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_pieces
-from millrace.compile.lower_cpu.program import Program, SymbolBounds
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
@@ -197,7 +197,7 @@ def pieces_of(source: Source, text: Windows, options: BuildOptions) -> tuple[Pro
 
 def _one_window(text: Windows, options: BuildOptions) -> BuildOptions:
     length = int(text.ids.shape[1])
-    return replace(options, max_batch=1, max_step_tokens=length, profile={"R": SymbolBounds(1, _ROWS, _ROWS)})
+    return replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
 
 
 def _read(pieces: Sequence[Program], text: Windows, vocab_size: int, doing: str, progress: Progress) -> ReadText:

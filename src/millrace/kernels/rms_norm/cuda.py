@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x (..., N), w (N,) float32 -> (..., N) of `dtype`."""
     x = x.contiguous()
     n = x.shape[-1]
-    shape = shape_of(n, whole=True)
+    shape = shape_of(n, complete=True)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     normalise[(x.numel() // n,)](
         x, w, y, eps, N=n, WIDTH=shape.sizes["WIDTH"], **overlapping(x.device), num_warps=shape.warps,
@@ -73,7 +73,7 @@ def add_norm(
     total = torch.empty_like(residual)
     result = empty_rows(m, n, coding, x.device) if coding else torch.empty((m, n), dtype=dtype, device=x.device)
     y, scales = (result.codes, result.scales) if coding else (result, result)
-    shape = shape_of(n, coding, whole=True)
+    shape = shape_of(n, coding, complete=True)
     add_normalise[(m,)](
         x, residual, w, total, y, scales, eps, **shape.sizes, CODED=coding is not None, **overlapping(x.device),
         num_warps=shape.warps, enable_fp_fusion=True,
