@@ -26,15 +26,11 @@ from millrace.serve.protocols.ollama.endpoints import OLLAMA
 from millrace.serve.protocols.openai.endpoints import OPENAI
 from millrace.serve.settings import ServerSettings
 
-PROTOCOLS: tuple[Protocol, ...] = (
-    OPENAI,
-    ANTHROPIC,
-    OLLAMA,
-)  # the first writes the errors of requests that are nobody's
+PROTOCOLS: tuple[Protocol, ...] = (OPENAI, ANTHROPIC, OLLAMA)  # the first writes errors of requests to unknown paths
 # a page's script and style are in the page; it may fetch from this server and from nowhere else
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"  # a page that takes an API key is in nobody else's frame
+    "form-action 'none'; frame-ancestors 'none'"  # a page that takes an API key must not be framed
 )
 
 

@@ -31,7 +31,7 @@ MIN_STOP_S = 1.0  # time for a step in progress, even if the time to drain is sh
 MAX_FLUSH_S = 5.0  # time at the end for complete answers to reach their clients
 log = logging.getLogger(__name__)
 
-Announce = Callable[..., None]  # with the base URL, and those of what is open beside
+Announce = Callable[..., None]  # called with the base URL, and with the URLs of further listeners
 
 
 def serve(
@@ -43,11 +43,11 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the models' engines.
 
-    protocols: the endpoints; the first writes the errors of requests that are nobody's
-    announce: called with the base URL once the server is ready for requests, and with the url of each door beside
-        (grpc_url, metrics_url); nobody need listen (BrokenPipeError)
-    last: the process ends afterwards: both signals stay ignored, for one more while it unloads is no failure
-    raises ConfigError where it cannot listen
+    protocols: the endpoints; the first writes the errors of requests to unknown paths
+    announce: called with the base URL once the server is ready, and with the URLs of further listeners by name
+        (grpc_url, metrics_url); it may raise BrokenPipeError
+    last: the process ends afterwards, so both signals stay ignored: one more during the exit is no failure
+    raises ConfigError if it cannot listen
     """
     import uvloop
 
@@ -65,7 +65,7 @@ def serve(
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(_with_signals(server))
-        if server.stuck:  # whoever gave its memory back now would pull it away from under the step
+        if server.stuck:  # releasing memory now would pull it away from the running step
             log.critical("the process ends without waiting for the engine")
             os._exit(1)
     for number in () if last else _SIGNALS:

@@ -196,7 +196,7 @@ class ApiKeys:
         self._look_at_s = now_s + LOOK_S
         if self._file is None or not self._file.stamp or (stamp := stamp_of(self._file.path)) == self._file.stamp:
             return
-        self._file = replace(self._file, stamp=stamp)  # one that is wrong is told of once
+        self._file = replace(self._file, stamp=stamp)  # an invalid file is reported once
         try:
             self._file = KeyFile.read(self._file.path)
         except ConfigError as error:

@@ -201,7 +201,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
             self._field_bytes += len(name) + len(value) + HEADER_BYTES
             self._check_head(self._field_bytes)
-        elif self._state is _ParserState.BODY:  # behind the body, where nobody looks at it
+        elif self._state is _ParserState.BODY:  # a trailer, which is ignored
             self._add_trailer(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
@@ -376,7 +376,7 @@ class Connection(HttpToolsProtocol):
 
     def _stop_reading(self) -> None:
         """Discard all further input. The requests so far are answered, then the connection closes."""
-        if self._state is _ParserState.BODY and self.pipeline:  # that of a request of which nobody has begun anything
+        if self._state is _ParserState.BODY and self.pipeline:  # an incomplete request that has not been started
             self.pipeline.popleft()
             assert self._running is not None
             self.cycle = self.pipeline[0][0] if self.pipeline else self._running

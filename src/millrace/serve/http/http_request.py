@@ -47,7 +47,7 @@ class RequestLog:
     ttft_ms: float | None = None
     finish_reason: str | None = None
     ignored: str | None = None  # fields that change nothing here
-    error: str | None = None  # why it was refused, in short
+    error: str | None = None  # the reason of a refusal, in short
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields that apply, rounded."""
@@ -234,10 +234,10 @@ class RequestContext:
     body_bytes: int = 0
     ignored: tuple[str, ...] = ()  # fields of the request that change nothing
     names: Mapping[str, str] = field(default_factory=dict)  # once it is read: our fields -> as its client knows them
-    model: str = ""  # the name that it asked for, or that of the model which answers
-    tenant: str = ""  # whose key it came with, where there are several
-    is_admin: bool = False  # that key may see what others do, and change every model
-    ended: Callable[[int], None] | None = None  # who grants a key's limits is told how many tokens it took
+    model: str = ""  # the requested name, or that of the model which answers
+    tenant: str = ""  # name of its API key, if there are several keys
+    is_admin: bool = False  # its key may see all requests, and change every model
+    ended: Callable[[int], None] | None = None  # called with the tokens used, for the limits of its API key
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

@@ -46,7 +46,7 @@ class Operation:
     reply: type[msgspec.Struct] | None
     event: type[msgspec.Struct] | None = None
     same_as: str | None = None  # the path of which this is another name
-    example: Mapping[str, object] = field(default_factory=dict)  # a request's fields, beside the model's name
+    example: Mapping[str, object] = field(default_factory=dict)  # a request's fields, without the model's name
     error: type[msgspec.Struct] = ErrorReply  # as its protocol writes one
     stream_type: str = "text/event-stream"
 

@@ -39,7 +39,7 @@ class BodyLimiter:
         self.max_bytes, self.timeout_s = max_bytes, timeout_s
         self._left_bytes = max_receiving_bytes
         self._arriving: dict[IncomingBody, asyncio.Timeout] = {}  # in the order in which they began
-        self.thread = ThreadPoolExecutor(1, "millrace-bodies")  # copies large bodies beside the event loop
+        self.thread = ThreadPoolExecutor(1, "millrace-bodies")  # copies large bodies off the event loop
         self._n_large, self._is_release_due = 0, False  # bodies so far, whose memory may be free now
 
     @contextmanager

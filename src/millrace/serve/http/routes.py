@@ -116,7 +116,7 @@ class Handler:
     models: Models
     keys: ApiKeys | None  # None: anyone may ask
     bodies: BodyLimiter
-    all_endpoints: Sequence[HttpEndpoint]  # for whoever asks a model for what it cannot do
+    all_endpoints: Sequence[HttpEndpoint]  # suggested if a model does not support this one
 
     def route(self) -> Route:
         path = self.endpoint.path.replace("{model}", "{model:path}")  # names of models may have slashes

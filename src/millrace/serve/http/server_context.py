@@ -31,7 +31,7 @@ class ServerContext:
         self.tracer = Tracer.from_flags(settings.trace_config)
         self.unsent = UnsentBytes(settings.max_unread_bytes)
         self.responses = ResponseStore()
-        self._tasks: set[asyncio.Task[None]] = set()  # of what nobody waits for
+        self._tasks: set[asyncio.Task[None]] = set()  # background work
         self._bodies = BoundedExecutor("bodies", settings.max_preparing)
         self._replies = BoundedExecutor("replies", settings.max_preparing)
 

@@ -13,7 +13,7 @@ from millrace.errors import ConfigError
 from millrace.serve.settings import ServerSettings
 
 _BOUND: "WeakSet[socket.socket]" = WeakSet()  # of this process's servers
-_ONLY_US = 0o600  # of a Unix socket: who may write to it may ask
+_ONLY_US = 0o600  # mode of a Unix socket: users who may write to it may send requests
 _PROBE_S = 1.0
 
 
@@ -93,7 +93,7 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
             yield sock
         finally:
             with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_ino == own:  # somebody else's may stand there by now
+                if path.stat().st_ino == own:  # another process may have replaced it
                     path.unlink()
 
 

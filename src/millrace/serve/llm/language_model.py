@@ -394,5 +394,5 @@ class TextBackend(Backend):
             return
         try:
             await self.texts.encode_chat([Message(role="user", content="Hi")])
-        except MillraceError as error:  # completions work all the same, and every chat is told
+        except MillraceError as error:  # completions still work, and every chat gets the error
             log.warning("the chat template does not render a greeting: %s", error)

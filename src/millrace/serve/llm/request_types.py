@@ -114,7 +114,7 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     tool_call_id: str | None = None  # of a tool's result: which call it answers
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of it
-    prefix: bool | None = None  # of the last: the answer goes on with it, as Mistral's and DeepSeek's clients say it
+    prefix: bool | None = None  # of the last message: the answer continues it; Mistral's and DeepSeek's name
     partial: bool | None = None  # and Qwen's
     # what clients send back with an answer of ours, or of another server: empty, or refused
     refusal: str | None = None

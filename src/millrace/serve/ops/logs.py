@@ -106,7 +106,7 @@ class Logging:
     def _set_level(self, name: str, level: int) -> None:
         logger = logging.getLogger(name)
         self._levels[name] = logger.level
-        if name != LOGGER or logger.level == logging.NOTSET:  # whoever asked for DEBUG gets it
+        if name != LOGGER or logger.level == logging.NOTSET:  # keep a level that the program has set, such as DEBUG
             logger.setLevel(level)
 
 

@@ -1,4 +1,4 @@
-"""A port where nothing but /metrics is, for whoever may see the figures and ask nothing else."""
+"""A separate port that serves only /metrics, for monitoring without access to the API."""
 
 import asyncio
 import contextlib

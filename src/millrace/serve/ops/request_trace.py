@@ -27,7 +27,7 @@ class StepReply(Struct):
     drawn_tokens: int
     all_tokens: int  # with those of others in the same step
     n_others: int = field(name="others")  # sequences of other requests
-    waiting: int  # that nobody computed anything for
+    waiting: int  # sequences that were not in the step
 
 
 class TraceReply(Struct):

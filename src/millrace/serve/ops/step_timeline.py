@@ -39,7 +39,7 @@ class StepEntry(Struct):
     step: int
     at_s: float
     took_s: float
-    turn_s: float | None  # until the next one began; null where that may have waited for somebody to ask
+    turn_s: float | None  # until the next one began; null if the engine may have been idle in between
     waiting: int
     prompts: list[tuple[int, int]]
     rows: int

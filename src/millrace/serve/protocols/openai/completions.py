@@ -155,7 +155,7 @@ class _Answer:
         seed_echo: SeedEcho | None = self._generation.seed_echo  # told in the first event
         is_plain = not (self._offsets or self._prompt_only or self._with_ids or usage.always)
         plain = TextDeltaEncoder(b'"text"', partial(self._empty, usage)) if is_plain else None
-        head = b""  # goes out with the first token: whoever takes the first event for it is not misled
+        head = b""  # sent with the first token, so that clients do not take it for the first token
         if self._echoes is not None:
             echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._generation.n_choices)]
             for choice, piece in self._first_logprobs():

@@ -74,7 +74,7 @@ class ActiveResponse:
         head = self._event("response.created", response=self.reply) + self._event(
             "response.in_progress", response=self.reply
         )
-        if self.reply.background:  # whoever is cut off early has to know its id
+        if self.reply.background:  # a client that is disconnected early needs its id
             yield head
             head = b""
         async for deltas in self.generation:

@@ -199,7 +199,7 @@ class EventBroadcast:
         self._changed.set()
 
     async def blocks(self, too_slow_event: Callable[[], bytes]) -> AsyncIterator[bytes]:
-        """too_slow_event: what is said to one who is too far behind"""
+        """Yield the events. too_slow_event: returns the last event for a reader that is too slow"""
         try:
             while True:
                 while self._blocks:
@@ -212,7 +212,7 @@ class EventBroadcast:
                     return
                 self._changed.clear()
                 await self._changed.wait()
-        finally:  # gone, or at the end: nothing is kept for nobody
+        finally:  # the reader is gone, or has everything
             self._left_behind = True
             self._blocks.clear()
 

@@ -81,7 +81,7 @@ class ResponseStore:
         self._count(response, response.n_bytes)
         while len(self._responses) > MAX_RESPONSES or self.n_bytes > MAX_STORED_BYTES:
             totals = self._number if len(self._responses) > MAX_RESPONSES else self._bytes
-            ended = (other for other in self._responses.values() if not other.is_under_way)  # the rest is somebody's
+            ended = (other for other in self._responses.values() if not other.is_under_way)  # the rest is in use
             evicted = max(ended, key=lambda other: totals[other.tenant], default=None)  # of equals the first
             if evicted is None:
                 return

@@ -144,7 +144,7 @@ class GrpcFrontend:
                 lambda: response_bytes(model, inference, response, output_options),
             )
 
-    # ------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------ metadata
 
     def _health(self, request: Any) -> Any:
         if request.service not in _HEALTHY:

@@ -87,7 +87,7 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", self._max_bytes), ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", int(settings.reuse_port)),  # by default a port that is taken would be shared
                 ("grpc.max_allowed_incoming_connections", max_connections),
-                ("grpc.keepalive_time_ms", int(settings.keep_alive_s * 1e3)),  # who does not answer is gone
+                ("grpc.keepalive_time_ms", int(settings.keep_alive_s * 1e3)),  # clients that do not answer are gone
                 ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_S * 1000),
             ],
             maximum_concurrent_rpcs=max_connections,
@@ -171,7 +171,7 @@ class GrpcServer:
         stream = Stream(self._front, admit, share, write_s, ends_with_error, caller, called.grant)
         self._streams.add(stream)
         try:
-            # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
+            # Before the responses: gRPC does not report a call's end while its head waits for the first of them.
             await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
         except StatusError:
             share().keep(context, stream.n_writing)

@@ -245,7 +245,7 @@ class Stream:
             pass
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  what gRPC says of a call that is over
             self._break(error)
-        else:  # as a task goes on with a coroutine: after a future, or where there is none a turn of the loop later
+        else:  # as a task continues a coroutine: after a future, or without one in the next turn of the event loop
             later = partial(self._go_on, writing, one, n_bytes)
             if waits_for is None:
                 asyncio.get_running_loop().call_soon(later)

@@ -51,11 +51,11 @@ class HttpCall:
     path: str
     headers: Mapping[bytes, bytes]
     body: bytes
-    grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
+    grew: Callable[[int], None] = lambda n_bytes: None  # called with memory held in addition to `body`; may raise
     came_ns: int = 0  # time.monotonic_ns(), before its body
     bill: TokenUsage = field(default_factory=TokenUsage)
-    tenant: str = ""  # whose API key it came with, where there are several
-    owner: str = ""  # whose models it may change; "" for all of them
+    tenant: str = ""  # name of its API key, if there are several
+    owner: str = ""  # the tenant whose models it may change; "" for all of them
 
 
 @dataclass(slots=True)
@@ -260,7 +260,7 @@ class HttpFrontend:
 
     def _show_headers(self, inference: InferRequest, request: HttpCall) -> None:
         """Pass forwarded headers to the model as parameters. raises StatusError"""
-        if self._guard.forward is not None:  # otherwise nobody looks at them
+        if self._guard.forward is not None:  # otherwise they are not needed
             inference.parameters.update(self._guard.forwarded_headers(headers_as_text(request.headers.items())))
 
     async def _decompress(self, request: HttpCall, coding: str) -> bytes:

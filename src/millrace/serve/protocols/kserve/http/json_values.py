@@ -97,7 +97,7 @@ def too_deep() -> StatusError:
 
 
 def no_json(reason: object) -> StatusError:
-    """reason: what is wrong, or what a parser raised, whose place is told as Triton tells it"""
+    """Return the error of invalid JSON. reason: what is wrong, or the error of a parser, whose position is kept"""
     at = _PLACE.search(str(reason))
     where = f"Invalid value. at {at[1] or at[2]} " if at is not None else ""
     return invalid(f"failed to parse the request JSON buffer: {where}{f'({reason})' if where else reason}")
