@@ -53,12 +53,12 @@ def serve(
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
-    def announced(url: str, **also: str) -> None:
+    def announce_ready(url: str, **also: str) -> None:
         gc.freeze()  # what exists now stays: later collections need not look at it
         if announce is not None:
             announce(url, **also)
 
-    server = Server(models, settings, announced, protocols)
+    server = Server(models, settings, announce_ready, protocols)
     with (
         Logging(settings.log_format),
         use_short_switch_interval(),
@@ -85,7 +85,7 @@ class Server:
     ) -> None:
         self._served, self._settings, self._announce, self._protocols = models, settings, announce, protocols
         self.stuck = False  # an engine's step did not end: its memory must not be given back
-        self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
+        self._stopping, self._abort_requested = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self) -> None:
@@ -97,29 +97,31 @@ class Server:
     async def _run(self, sock: socket.socket, url: str) -> None:
         models = Models(ServerContext(self._settings), self._served)
         settings = models.serving.settings
-        app, shortcut = create_app(models, self._protocols), create_fast_path(models)
-        web, doors = (
-            UvicornServer.from_settings(app, settings, settings.max_connections, shortcut),
+        app, fast_path = create_app(models, self._protocols), create_fast_path(models)
+        web, listeners = (
+            UvicornServer.from_settings(app, settings, settings.max_connections, fast_path),
             create_listeners(models),
         )
         try:
-            for door in doors:
-                await door.open()
+            for listener in listeners:
+                await listener.open()
             async with contextlib.AsyncExitStack() as started:
                 for backend in models.backends:
                     backend.start()
                     started.push_async_callback(backend.abort, STOP_S)
                 started.pop_all()  # from here on `_serve` does that
-            await self._serve(models, web, sock, url, doors)
+            await self._serve(models, web, sock, url, listeners)
         finally:
-            await asyncio.gather(*(door.close(0) for door in doors))
+            await asyncio.gather(*(listener.close(0) for listener in listeners))
             models.close()
 
     async def _serve(
-        self, models: Models, web: UvicornServer, sock: socket.socket, url: str, doors: Sequence[Listener]
+        self, models: Models, web: UvicornServer, sock: socket.socket, url: str, listeners: Sequence[Listener]
     ) -> None:  # fmt: skip
         web_ends = asyncio.create_task(web.serve(sockets=[sock]))
-        warming = asyncio.create_task(self._get_ready(models, web, url, {door.name: door.url for door in doors}))
+        warming = asyncio.create_task(
+            self._get_ready(models, web, url, {listener.name: listener.url for listener in listeners})
+        )
         for task in (web_ends, warming):
             task.add_done_callback(self._stop_on_bug)
         try:
@@ -127,10 +129,10 @@ class Server:
             await self._drain(models)
         finally:
             warming.cancel()
-            hurrying, until_s = self._hurrying.is_set(), time.monotonic() + self._flush_s
+            hurrying, until_s = self._abort_requested.is_set(), time.monotonic() + self._flush_s
             await self._abort(models, STOP_S if hurrying else max(MIN_STOP_S, self._flush_s))
             flush_s = MIN_FLUSH_S if hurrying else max(MIN_FLUSH_S, until_s - time.monotonic())
-            await asyncio.gather(web.end(web_ends, flush_s), *(door.close(flush_s) for door in doors))
+            await asyncio.gather(web.end(web_ends, flush_s), *(listener.close(flush_s) for listener in listeners))
             await asyncio.wait((warming, web_ends))
         for task in (warming, web_ends):
             if not task.cancelled():
@@ -143,7 +145,7 @@ class Server:
 
     def stop_here(self) -> None:
         """Do as `stop`, from the event loop's thread."""
-        (self._hurrying if self._stopping.is_set() else self._stopping).set()
+        (self._abort_requested if self._stopping.is_set() else self._stopping).set()
 
     def _stop_on_bug(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -155,7 +157,7 @@ class Server:
         self.stuck = any(backend.stuck for backend in models.backends)
         models.serving.close()
 
-    async def _get_ready(self, models: Models, web: UvicornServer, url: str, also: Mapping[str, str]) -> None:
+    async def _get_ready(self, models: Models, web: UvicornServer, url: str, listener_urls: Mapping[str, str]) -> None:
         heartbeat = models.heartbeat
         troubles = await asyncio.gather(*(b.warm_up() for b in models.backends))
         while not web.started:
@@ -174,7 +176,7 @@ class Server:
         log.info("serving %s at %s", ", ".join(b.model.name for b in models.backends), url)
         if self._announce is not None:
             try:
-                self._announce(url, **also)
+                self._announce(url, **listener_urls)
             except BrokenPipeError:  # `millrace serve | head -1`
                 log.warning("whoever read this server's output has gone; it serves all the same")
 
@@ -188,7 +190,7 @@ class Server:
         timeout_s = max(0.0, self._settings.drain_timeout_s - self._flush_s)
         log.info("draining: running requests have %g s to finish", timeout_s)
         draining = asyncio.create_task(models.serving.admission.drain(timeout_s))
-        hurrying = asyncio.create_task(self._hurrying.wait())
+        hurrying = asyncio.create_task(self._abort_requested.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         if not draining.done() or not draining.result():
             log.warning("draining was cut short: unfinished requests are aborted")

@@ -62,7 +62,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-def _key(where: str, secret: str, *words: str) -> Key:
+def _key(location: str, secret: str, *words: str) -> Key:
     """Parse a line. Errors never contain the key. raises ConfigError"""
     name, limits, is_admin = "", dict[str, int](), False
     for word in words:
@@ -74,13 +74,13 @@ def _key(where: str, secret: str, *words: str) -> Key:
         elif what == "role" and value in ("admin", "user"):
             is_admin = value == "admin"
         elif what == "role":
-            raise ConfigError(f"{where}: role is '{value:.40}'", "admin or user", "correct it")
+            raise ConfigError(f"{location}: role is '{value:.40}'", "admin or user", "correct it")
         elif what in ("name", *LIMITS):
             expected = "letters, digits, _, . or -" if what == "name" else f"a number from 1 to {_MAX_LIMIT}"
-            raise ConfigError(f"{where}: {what} is '{value:.40}'", expected, "correct it")
+            raise ConfigError(f"{location}: {what} is '{value:.40}'", expected, "correct it")
         else:
             raise ConfigError(
-                f"{where} has something behind its key that is no setting", nearest(what, ("name", "role", *LIMITS)),
+                f"{location} has something behind its key that is no setting", nearest(what, ("name", "role", *LIMITS)),
                 "a key has no spaces; write settings as name=web requests_per_minute=60",
             )  # fmt: skip
     return Key(secret.encode(), name, limits, is_admin)

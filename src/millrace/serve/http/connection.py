@@ -48,17 +48,17 @@ class Connection(HttpToolsProtocol):
         super().__init__(**uvicorn_options)
         self._fast_path = fast_path() if fast_path is not None else None
         self.parser = Parser(self)
-        self._all, self._limits = connections, connections.limits
+        self._connections, self._limits = connections, connections.limits
         self._state = _ParserState.START
         self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
         self._field_bytes = self._waiting_bytes = 0  # of this head's headers; of requests behind others
         self._trailer_bytes = 0  # of this body: headers behind it, and what came since its last content
-        self._understood = False  # whether the parser made something of the last packet
+        self._parsed_something = False  # whether the parser made something of the last packet
         self._admitted = True
         self._head = b""  # that came alone: most clients send their body after it
         self._head_timer: asyncio.TimerHandle | None = None  # the usual path has not read `_head`, and will then
         self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle`: what came last
-        self._sends_no_more = self._was_probed = False  # the client has closed its side; and was told that we are here
+        self._is_half_closed = self._was_probed = False  # the client has closed its side; and was told that we are here
         self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
         self.n_unread = 0  # bytes of replies that the client has not taken, at the last sweep
         self.unread_since_s = 0.0  # when it last took some
@@ -68,24 +68,24 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.since_s = time.monotonic()
-        self._admitted = self._all.admit(self)
+        self._admitted = self._connections.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._head_timer is not None:
             self._take_head()
         self._abandon()
         super().connection_lost(exc)
-        self._all.remove(self)
+        self._connections.remove(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks for this; uvicorn gives nothing
         """Handle a half-closed connection: complete requests are still answered (`nc -N`)."""
         if self._head_timer is not None:
             self._read_head()
         http_1_1 = self._running is not None and self._running.scope["http_version"] == "1.1"  # see _look_for_client
-        self._sends_no_more = http_1_1 and not self.is_waiting and not self.is_incomplete
-        if self._sends_no_more:
+        self._is_half_closed = http_1_1 and not self.is_waiting and not self.is_incomplete
+        if self._is_half_closed:
             self._stop_reading()
-        return self._sends_no_more
+        return self._is_half_closed
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None:
@@ -175,9 +175,9 @@ class Connection(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         this_head = self._n_heads + (self._state is _ParserState.START)
-        in_body, self._understood = self._state is _ParserState.BODY, False
+        in_body, self._parsed_something = self._state is _ParserState.BODY, False
         super().data_received(data)
-        if in_body and self._state is _ParserState.BODY and not self._understood:  # a line without an end
+        if in_body and self._state is _ParserState.BODY and not self._parsed_something:  # a line without an end
             self._add_trailer(len(data))
         if self._state is _ParserState.HEAD and self._n_heads == this_head:  # it holds nothing else
             self._head_bytes += len(data)
@@ -223,7 +223,7 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         if self._state is not _ParserState.BODY:
             return
-        self._understood, self._trailer_bytes = True, 0
+        self._parsed_something, self._trailer_bytes = True, 0
         if not self.pipeline or self._has_pipeline_room(len(body)):
             super().on_body(body)
 
@@ -293,7 +293,7 @@ class Connection(HttpToolsProtocol):
     def _set_state(self, state: _ParserState) -> None:
         """Set the parser's state, and restart the timeout."""
         self._state, self.since_s = state, time.monotonic()
-        self._all.touch(self)
+        self._connections.touch(self)
 
     def check(self, now_s: float) -> None:
         """Check the timeouts; called by the sweep."""
@@ -302,11 +302,11 @@ class Connection(HttpToolsProtocol):
             self.unread_since_s = now_s
         self.n_unread = n_unread
         if n_unread and now_s - self.unread_since_s > self._limits.write_timeout_s:
-            self._all.seldom.warn("a reader took nothing for too long, so that its connection is closed")
+            self._connections.seldom.warn("a reader took nothing for too long, so that its connection is closed")
             self.abort()
         elif self.is_waiting and not self.transport.is_closing():
             self._check_idle_time(now_s - self.since_s)
-        elif self._sends_no_more:
+        elif self._is_half_closed:
             self._probe_half_closed_client()
 
     def close_gracefully(self) -> None:
@@ -348,7 +348,7 @@ class Connection(HttpToolsProtocol):
             case _ParserState.START if not self._admitted and silent_s > LINGER_S:
                 self.transport.close()
             case _ParserState.START if self.cycle is None and silent_s > limits.header_timeout_s:
-                self._all.seldom.warn("a connection without a request was closed")
+                self._connections.seldom.warn("a connection without a request was closed")
                 self.transport.close()
             case _ParserState.START if silent_s > limits.keep_alive_s:
                 self.transport.close()
@@ -370,7 +370,7 @@ class Connection(HttpToolsProtocol):
         in_head, n_waiting = self._state is _ParserState.HEAD, len(self.pipeline)
         if self._waiting_bytes <= MAX_WAITING_BYTES and n_waiting + in_head <= MAX_PIPELINED:
             return True
-        self._all.seldom.warn("too many requests came at once, so that only the first ones are answered")
+        self._connections.seldom.warn("too many requests came at once, so that only the first ones are answered")
         self._stop_reading()
         return False
 
@@ -385,7 +385,7 @@ class Connection(HttpToolsProtocol):
         self._set_state(_ParserState.NOTHING)
 
     def _add_trailer(self, n_bytes: int) -> None:
-        self._understood = True
+        self._parsed_something = True
         self._trailer_bytes += n_bytes
         self._check_head(self._trailer_bytes)
 
@@ -395,7 +395,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, code: str, what: str, expected: str) -> None:
         """Answer with an error and stop reading; answers to earlier requests are not affected."""
-        self._all.seldom.warn(f"{status} {code}: {what}")
+        self._connections.seldom.warn(f"{status} {code}: {what}")
         is_own = (
             self._state is _ParserState.BODY and not self.pipeline
         )  # it is about the request that is being answered

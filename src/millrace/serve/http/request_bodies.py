@@ -110,9 +110,9 @@ class BodyLimiter:
         self._left_bytes -= more
         incoming.counted_bytes += more
 
-    def _evict_largest_client(self, incoming: IncomingBody, more: int) -> None:
+    def _evict_largest_client(self, incoming: IncomingBody, n_bytes: int) -> None:
         """Evict the oldest body of the client with most bytes; it may be `incoming` itself."""
-        held_bytes = Counter({incoming.client: more})
+        held_bytes = Counter({incoming.client: n_bytes})
         for body in self._arriving:
             held_bytes[body.client] += body.counted_bytes
         largest = max(held_bytes.values())

@@ -74,7 +74,7 @@ class HttpEndpoint:
     def path(self) -> str:
         return self.operation.path
 
-    def also(self, method: str, path: str) -> "HttpEndpoint":
+    def alias(self, method: str, path: str) -> "HttpEndpoint":
         """Return the same endpoint under another path, as other servers have it."""
         summary = f"The same as {self.path}"
         operation = replace(self.operation, method=method, path=path, summary=summary, same_as=self.path)

@@ -31,29 +31,29 @@ _MEDIA = frozenset(["image", "images", "image_url", "audio", "input_audio", "vid
 def ignored_names(
     fields: Mapping[str, object],
     known_names: Collection[str],
-    where: str,
+    prefix: str,
     param: str = "",
     harmless: set[str] | None = None,
     useful: Collection[str] | None = None,
 ) -> list[str]:
     """Remove the unknown names from `fields`, and return them as they are reported to the client.
 
-    where: the path of `fields`, "" for the request itself; param: the field that an error is about
+    prefix: the path of `fields`, "" for the request itself; param: the field that an error is about
     harmless: names unlike all of `useful`, which is extended; useful: the known names that do something, by default all
     raises RequestError for a name that was probably meant to be a known one, or for too many of them
     """
     harmless = set() if harmless is None else harmless
     unknown = [name for name in fields if name not in known_names]
     if len(unknown) > MAX_UNKNOWN:
-        what = f"{where or 'the request'} has {len(unknown)} unknown fields"
-        raise RequestError(what, f"at most {MAX_UNKNOWN}", "leave them out", (param or where)[:100] or None)
+        what = f"{prefix or 'the request'} has {len(unknown)} unknown fields"
+        raise RequestError(what, f"at most {MAX_UNKNOWN}", "leave them out", (param or prefix)[:100] or None)
     ignored = [name for name in unknown if fields[name] is not None]
     for name in unknown:
         if name in harmless:
             del fields[name]  # type: ignore[attr-defined]
             continue
         if (meant := closest_name(name, known_names if useful is None else useful)) is not None:
-            path = f"{where}.{name}" if where else name
+            path = f"{prefix}.{name}" if prefix else name
             raise unknown_field(path, f'did you mean "{meant}"?', param=param)
         harmless.add(name)
         del fields[name]  # type: ignore[attr-defined]
@@ -62,8 +62,8 @@ def ignored_names(
             f"the request has more than {MAX_DIFFERENT} different unknown fields",
             f"at most {MAX_DIFFERENT}",
         )
-        raise RequestError(what, expected, "leave them out", (param or where)[:100] or None)
-    field = re.sub(r"\[\d+\]", "", where)
+        raise RequestError(what, expected, "leave them out", (param or prefix)[:100] or None)
+    field = re.sub(r"\[\d+\]", "", prefix)
     return [header_name(f"{field}.{name}" if field else name) for name in ignored]
 
 
@@ -204,20 +204,20 @@ def _fix_hint(name: str, neutral: tuple[object, ...]) -> str:
 
 
 def _structs(
-    kind: inspect.Type | None, value: object, where: str
+    kind: inspect.Type | None, value: object, path: str
 ) -> Iterator[tuple[str, dict[str, object], type[msgspec.Struct]]]:
     """Yield the path, the object and the struct of every object in `value` that becomes a struct."""
     match kind:
         case inspect.UnionType():
             for one in kind.types:
-                yield from _structs(one, value, where)
+                yield from _structs(one, value, path)
         case inspect.ListType() if isinstance(value, list):
             for i, item in enumerate(value):
-                yield from _structs(kind.item_type, item, f"{where}[{i}]")
+                yield from _structs(kind.item_type, item, f"{path}[{i}]")
         case inspect.StructType() if isinstance(value, dict):
-            yield where, value, kind.cls
+            yield path, value, kind.cls
             for name, part in list(value.items()):
-                yield from _structs(_field_types(kind.cls).get(name), part, f"{where}.{name}")
+                yield from _structs(_field_types(kind.cls).get(name), part, f"{path}.{name}")
 
 
 @cache

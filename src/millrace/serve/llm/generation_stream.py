@@ -229,7 +229,7 @@ async def start_chat_generation(
         conversation.messages, conversation.rendering, tools=specs, body_bytes=call.body_bytes
     )
     prompt = list(ids)
-    begun = conversation.answer_prefix if conversation.rendering.continued else ""
+    answer_prefix = conversation.answer_prefix if conversation.rendering.continued else ""
     conversation.messages = ()  # they may be many times the body, and the answer may take minutes
     params = capped(params, len(prompt), backend.model.engine.limits.context_tokens) if conversation.capped else params
     check_context(len(prompt), params.max_tokens, backend.model.engine.limits.context_tokens, "messages")
@@ -239,7 +239,9 @@ async def start_chat_generation(
         )
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
     params = await backend.off_loop(is_large, partial(speech.params, params, tools))
-    readers = speech.reader_factory(tools, speech.reasoning_state(prompt, begun), params.structured_outputs is not None)
+    readers = speech.reader_factory(
+        tools, speech.reasoning_state(prompt, answer_prefix), params.structured_outputs is not None
+    )
     conversation.tools = None  # of them names are enough from here on
     return await submit_prompts(
         backend, [prompt], params, call, conversation.terms, whole_bytes=conversation.whole_bytes, readers=readers

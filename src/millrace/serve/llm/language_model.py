@@ -65,7 +65,7 @@ class TextProcessor:
         """folder: the tokenizer's files; if given, long texts are tokenised in processes of their own"""
         self.tokenizer = tokenizer
         self._max_context = max_context
-        self._least = TokenLowerBound(tokenizer, max_context)
+        self._lower_bound = TokenLowerBound(tokenizer, max_context)
         self._medium = _Encoder(tokenizer, None, BoundedExecutor("text", max_pending, N_THREADS))
         self._decoding = BoundedExecutor("decode", max_pending)
         self._long, self._very_long = (_make_encoder(tokenizer, folder, n, max_pending) for n in ("long", "very-long"))
@@ -76,7 +76,9 @@ class TextProcessor:
             OutputFormat(template.source_for(True), tokenizer) if template and has_own else self.speech
         )
         self._chats = None if template is None else _Renderer(template, "chat", max_pending)
-        self.never_thinks = self._chats is None or all(one.changes_nothing for one in self._chats.switches.values())
+        self.never_thinks = self._chats is None or all(
+            switch.changes_nothing for switch in self._chats.switches.values()
+        )
         self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
 
     async def encode(
@@ -95,7 +97,7 @@ class TextProcessor:
         def work() -> list[Sequence[int]]:
             if bounded_field is not None and n > LONG_CHARACTERS:
                 for text in texts:
-                    self._least.check(text, bounded_field)
+                    self._lower_bound.check(text, bounded_field)
             return [encoder.encode(text, add_special_tokens) for text in texts]
 
         return await encoder.lane.run(work, n)
@@ -155,7 +157,7 @@ class TextProcessor:
 
         def render() -> str:
             if bounded and body_bytes > LONG_CHAT_BYTES:
-                self._least.check("".join(_contents(messages)), "messages")
+                self._lower_bound.check("".join(_contents(messages)), "messages")
             if (n_bytes := len(msgspec.json.encode(rendering.extra))) > MAX_EXTRA_BYTES:
                 raise RequestError(
                     f"chat_template_kwargs has {n_bytes} bytes", f"at most {MAX_EXTRA_BYTES}", "send less", _EXTRA

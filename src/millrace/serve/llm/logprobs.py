@@ -48,14 +48,14 @@ class Echo:
     offsets: Sequence[int]  # where each of its tokens begins
 
     @classmethod
-    def of_text(cls, tokenizer: Tokenizer, text: str, ids: Sequence[int], around: tuple[int, int]) -> "Echo":
-        """Return the echo of a text. around: how many special tokens were added before and after it, and are not shown
+    def of_text(cls, tokenizer: Tokenizer, text: str, ids: Sequence[int], n_special: tuple[int, int]) -> "Echo":
+        """Return the echo of a text. n_special: special tokens added before and after it, which are not shown
 
         Special tokens lie where the text spells them; between two of them, offsets count decoded characters, which a
         normaliser may make more or fewer than the text has.
         """
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-        shown, spelled = range(around[0], len(ids) - around[1]), set(tokenizer.special_ids)
+        shown, spelled = range(n_special[0], len(ids) - n_special[1]), set(tokenizer.special_ids)
         offsets: list[int] = []
         n_settled = at = spelled_to = 0
         for i, token_id in enumerate(ids):
@@ -144,10 +144,10 @@ class ContentLogprobs:
             self._tokens.append((begin, self._n_text, token))
         own: list[TokenLogprobs] = []
         for begin, end in self._spans(parsed):
-            self._leave(begin)
+            self._drop_before(begin)
             while self._tokens and self._tokens[0][0] < end:
                 own.append(self._tokens.popleft()[2])
-        self._leave(parsed.n_settled)
+        self._drop_before(parsed.n_settled)
         return own
 
     def _spans(self, parsed: ParsedDelta) -> Sequence[tuple[int, int]]:
@@ -156,9 +156,9 @@ class ContentLogprobs:
         begin, self._n_content = self._n_content, self._n_content + len(parsed.content)
         return [(begin, self._n_content)]
 
-    def _leave(self, at: int) -> None:
-        """Drop the tokens that end before `at`; a token that reaches beyond it stays."""
-        while self._tokens and self._tokens[0][0] < at and self._tokens[0][1] <= at:
+    def _drop_before(self, offset: int) -> None:
+        """Drop the tokens that end before `offset`; a token that reaches beyond it stays."""
+        while self._tokens and self._tokens[0][0] < offset and self._tokens[0][1] <= offset:
             self._tokens.popleft()
 
 

@@ -116,15 +116,15 @@ class OutputFormat:
         token = self._id(text)
         return token if token in self._tokenizer.special_ids else None
 
-    def reasoning_state(self, prompt: list[int], begun: str) -> ReasoningState:
-        """Return the reasoning state at the end of a prompt. begun: the beginning of the answer in the last message"""
+    def reasoning_state(self, prompt: list[int], answer_prefix: str) -> ReasoningState:
+        """Return the reasoning state at a prompt's end. answer_prefix: beginning of the answer in the last message"""
         if self.thoughts is None:
             return ReasoningState.BEFORE
         begin, end = self.thoughts.begin, self.thoughts.end
         tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-        if begun.rfind(begin) > begun.rfind(end) or tail.endswith(begin):
+        if answer_prefix.rfind(begin) > answer_prefix.rfind(end) or tail.endswith(begin):
             return ReasoningState.WITHIN
-        return ReasoningState.BEHIND if end in begun or tail.endswith(end) else ReasoningState.BEFORE
+        return ReasoningState.BEHIND if end in answer_prefix or tail.endswith(end) else ReasoningState.BEFORE
 
     def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
         """Return the parameters with the tools' constraint, and with the special tokens that the parser needs."""
@@ -134,21 +134,21 @@ class OutputFormat:
         shown = (tools is not None and self._has_special_marks) or self._thought_marks_are_special
         return replace(params, skip_special_tokens=False) if shown else params
 
-    def reader_factory(self, tools: Tools | None, place: ReasoningState, is_held: bool) -> OutputReaderFactory:
-        """Return the parsers' factory. place: the state at the prompt's end; is_held: the answer is constrained"""
-        names, most = (frozenset(tools.schemas), tools.max_calls(self.calls)) if tools else (None, 0)
-        free, is_thinking = self._free_thoughts(place), place is ReasoningState.WITHIN
-        if is_held and free is None:  # the form begins with the first token: there is no thought before it
+    def reader_factory(self, tools: Tools | None, state: ReasoningState, is_constrained: bool) -> OutputReaderFactory:
+        """Return the factory of parsers. state: at the prompt's end; is_constrained: the output is structured"""
+        names, max_calls = (frozenset(tools.schemas), tools.max_calls(self.calls)) if tools else (None, 0)
+        free, is_thinking = self._reasoning_span(state), state is ReasoningState.WITHIN
+        if is_constrained and free is None:  # the form begins with the first token: there is no thought before it
             is_thinking = False
-        return OutputReaderFactory(partial(self._reader, names, most, is_thinking), free)
+        return OutputReaderFactory(partial(self._reader, names, max_calls, is_thinking), free)
 
-    def _free_thoughts(self, place: ReasoningState) -> ReasoningSpan | None:
+    def _reasoning_span(self, state: ReasoningState) -> ReasoningSpan | None:
         """Return the reasoning that may precede a structured output, or None."""
-        if self.thoughts is None or None in self._around_ids or place is ReasoningState.BEHIND:
+        if self.thoughts is None or None in self._around_ids or state is ReasoningState.BEHIND:
             return None
         begin, end = self._around_ids
         assert begin is not None and end is not None
-        return ReasoningSpan(begin, end, place is ReasoningState.WITHIN, self._gap_ids, len(self.thoughts.gap))
+        return ReasoningSpan(begin, end, state is ReasoningState.WITHIN, self._gap_ids, len(self.thoughts.gap))
 
     def _gap(self, text: str) -> dict[int, int]:
         """Return the tokens that make up a text and its suffixes, each with its number of characters."""
@@ -157,7 +157,7 @@ class OutputFormat:
         pieces = {token: self._tokenizer.token_bytes(token) for token in ids}
         return {token: len(piece) for token, piece in pieces.items() if piece and text.encode().endswith(piece)}
 
-    def _reader(self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool) -> OutputParser:
+    def _reader(self, tools: frozenset[str] | None, max_calls: int, is_thinking: bool) -> OutputParser:
         """Create the parser of one answer. tools: their names"""
         counted = None
         if self.thoughts is not None:
@@ -165,7 +165,7 @@ class OutputFormat:
             counted = ThoughtTokens(self.thoughts, shown, is_thinking)
         if tools is None:
             return OutputParser(AnswerParser(None, self.thoughts, thinks=is_thinking), counted)
-        reader = AnswerParser(self.calls, self.thoughts, tools=tools, most_calls=most_calls, thinks=is_thinking)
+        reader = AnswerParser(self.calls, self.thoughts, tools=tools, most_calls=max_calls, thinks=is_thinking)
         return OutputParser(reader, counted)
 
     def _id(self, text: str) -> int | None:

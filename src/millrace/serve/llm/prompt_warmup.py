@@ -37,7 +37,7 @@ class WarmLine(Body, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class WarmPrompt:
-    where: str  # file and line
+    location: str  # file and line
     line: WarmLine
     cache: CacheOptions
     n_bytes: int
@@ -60,24 +60,24 @@ def read_warm_prompts(path: Path) -> tuple[WarmPrompt, ...]:
     return tuple(_read(f"{path}, line {n}", line) for n, line in lines)
 
 
-def _read(where: str, data: bytes) -> WarmPrompt:
+def _read(location: str, data: bytes) -> WarmPrompt:
     try:
         kind = type(msgspec.json.decode(data))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}", _EXPECTED, "correct the line") from None
+        raise ConfigError(f"{location} is not JSON: {error}", _EXPECTED, "correct the line") from None
     if kind not in (str, dict):
-        raise ConfigError(f"{where} is neither a text nor an object", _EXPECTED, "correct the line")
+        raise ConfigError(f"{location} is neither a text nor an object", _EXPECTED, "correct the line")
     try:
         line = WarmLine(prompt=msgspec.json.decode(data)) if kind is str else decode(data, WarmLine)
         cache = cache_options(line)
     except MillraceError as error:
-        raise ConfigError(f"{where}: {error.what}", error.expected, error.mend) from None
+        raise ConfigError(f"{location}: {error.what}", error.expected, error.mend) from None
     if (line.prompt is None) == (line.messages is None):
         has = "neither a prompt nor messages" if line.prompt is None else "a prompt and messages"
-        raise ConfigError(f"{where} has {has}", "one of them", "correct the line")
+        raise ConfigError(f"{location} has {has}", "one of them", "correct the line")
     if line.chat_template_kwargs is not None and line.messages is None:
-        raise ConfigError(f"{where} has chat_template_kwargs, but no messages", "both", "correct the line")
-    return WarmPrompt(where, line, cache, len(data))
+        raise ConfigError(f"{location} has chat_template_kwargs, but no messages", "both", "correct the line")
+    return WarmPrompt(location, line, cache, len(data))
 
 
 async def warm_prefix_cache(
@@ -94,9 +94,9 @@ async def warm_prefix_cache(
                 async for deltas in handle:
                     for delta in deltas:
                         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                            return f"{prompt.where}: {delta.error or 'it was aborted'}"
+                            return f"{prompt.location}: {delta.error or 'it was aborted'}"
         except MillraceError as error:
-            return f"{prompt.where}: {error}"
+            return f"{prompt.location}: {error}"
         n_tokens += len(ids)
     if prompts:
         stats = engine.stats()

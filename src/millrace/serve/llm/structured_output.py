@@ -17,7 +17,7 @@ _OF_SCHEMA = {"name": str, "schema": dict, "strict": bool, "description": str}
 def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | None:
     """Return the constraint of a request; None if it has none. raises RequestError naming the field"""
     names = [name for name in FIELDS if getattr(request, name) is not None]
-    formats = {name: _one(name, getattr(request, name)) for name in names}
+    formats = {name: _field_constraint(name, getattr(request, name)) for name in names}
     constraining = [name for name, one in formats.items() if one is not None]
     if len(constraining) > 1:
         first, second = constraining[:2]
@@ -27,7 +27,7 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | Non
     return formats[constraining[0]] if constraining else None
 
 
-def _one(name: str, value: object) -> StructuredOutputsParams | None:
+def _field_constraint(name: str, value: object) -> StructuredOutputsParams | None:
     if name == "response_format":
         return response_format(value)
     if name == "structured_outputs":

@@ -178,6 +178,6 @@ def usable_tools(
     return usable, ignored
 
 
-def remove_unknown(value: Mapping[str, Any] | None, known_names: Collection[str], where: str) -> list[str]:
+def remove_unknown(value: Mapping[str, Any] | None, known_names: Collection[str], path: str) -> list[str]:
     """Remove unknown names from an object, and return their paths. raises RequestError as `ignored_names`"""
-    return ignored_names(value, known_names, where, where.partition(".")[0]) if isinstance(value, dict) else []
+    return ignored_names(value, known_names, path, path.partition(".")[0]) if isinstance(value, dict) else []

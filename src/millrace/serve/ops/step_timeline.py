@@ -80,7 +80,7 @@ class StepList(Struct):
 
 def steps(models: Models, scope: Scope) -> Response:
     """Return the last steps; if there are several API keys, only of the client's own requests. raises RequestError"""
-    after, replies = _after(scope), []
+    after, replies = _after_step(scope), []
     for backend in models.of_kind(TextBackend):
         loop, about = backend.model.engine.loop, backend.model.metadata
         visible = _visible_steps(loop, scope[CALL])
@@ -119,7 +119,7 @@ def _step_entry(step: StepRecord, turn_s: float | None) -> StepEntry:
     )  # fmt: skip
 
 
-def _after(scope: Scope) -> int:
+def _after_step(scope: Scope) -> int:
     after = 0
     for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
         if name != "after" or not re.fullmatch("[0-9]{1,15}", value):

@@ -16,7 +16,7 @@ from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, running
 from tests.support.repository import identity, in_process, write_models
 
-PATHS = [(route, path) for route in ROUTES for path in (route.path, *route.like)]
+PATHS = [(route, path) for route in ROUTES for path in (route.path, *route.aliases)]
 # What these examples ask of a server without shared memory, of a model that is not decoupled, and has no text.
 REFUSED = {"generate": 400, "generate_stream": 400, "sharedmemory": 501}
 

@@ -159,7 +159,7 @@ def _choice(choice: Mapping[str, object] | None) -> tuple[object, bool]:
     raise RequestError(f"tool_choice is {choice!r:.80}", TOOL_SHAPE.choices, "correct tool_choice", "tool_choice")
 
 
-def _messages(message: InMessage, where: str) -> Iterator[Message]:
+def _messages(message: InMessage, path: str) -> Iterator[Message]:
     """Yield the messages of one message; tool results become separate messages before the rest of the text."""
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
@@ -177,12 +177,12 @@ def _messages(message: InMessage, where: str) -> Iterator[Message]:
                 calls.append(ToolCall(CalledFunction(name, json.dumps(given)), call_id))
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
                 content = block.get("content")
-                text = "" if content is None else _text(content, f"{where}[{i}].content")
+                text = "" if content is None else _text(content, f"{path}[{i}].content")
                 yield Message("tool", text, tool_call_id=call_id)
             case _:
-                raise _no_block(f"{where}[{i}]", block)
+                raise _no_block(f"{path}[{i}]", block)
     if calls and message.role != "assistant":
-        raise RequestError(f"{where} has a tool_use", "one of the assistant", "correct the messages", "messages")
+        raise RequestError(f"{path} has a tool_use", "one of the assistant", "correct the messages", "messages")
     if texts or calls or thoughts:
         yield Message(
             message.role, "\n".join(texts) if texts or not calls else None, tool_calls=calls or None,
@@ -190,28 +190,28 @@ def _messages(message: InMessage, where: str) -> Iterator[Message]:
         )  # fmt: skip
 
 
-def _text(content: object, where: str) -> str:
+def _text(content: object, path: str) -> str:
     """Return a text, or the text of blocks. raises RequestError for other blocks"""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _no_block(where, content)
+        raise _no_block(path, content)
     texts = []
     for i, block in enumerate(content):
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case _:
-                raise _no_block(f"{where}[{i}]", block)
+                raise _no_block(f"{path}[{i}]", block)
     return "\n".join(texts)
 
 
-def _no_block(where: str, block: object) -> RequestError:
-    param = where.partition("[")[0]
+def _no_block(path: str, block: object) -> RequestError:
+    param = path.partition("[")[0]
     if isinstance(block, dict) and block.get("type") in ("image", "document", "search_result", "container_upload"):
-        return RequestError(f"{where} is of the type {block['type']}", "text", "send text only", param)
+        return RequestError(f"{path} is of the type {block['type']}", "text", "send text only", param)
     expected = "a block of the type text, thinking, tool_use or tool_result, with its fields"
-    return RequestError(f"{where} is {block!r:.100}", expected, "correct it", param)
+    return RequestError(f"{path} is {block!r:.100}", expected, "correct it", param)
 
 
 class _Answer:

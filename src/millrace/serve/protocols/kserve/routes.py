@@ -21,12 +21,12 @@ _ONE = {"inputs": [{"name": "INPUT0", "shape": [1, 4], "datatype": "FP32", "data
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route. methods: each with its summary; like: further paths of the route; body: example of a POST"""
+    """One route. methods: each with its summary; aliases: further paths of the route; body: example of a POST"""
 
     path: str
     methods: Mapping[str, str]
     body: Mapping[str, object] | None = None
-    like: tuple[str, ...] = field(default=())
+    aliases: tuple[str, ...] = field(default=())
 
 
 def _of_model(action: str, method: str, what: str, body: Mapping[str, object] | None = None) -> Route:
@@ -41,7 +41,7 @@ def _settings(path: str, what: str, body: Mapping[str, object]) -> Route:
 def _shared(kind: str, body: Mapping[str, object]) -> Iterator[Route]:
     above = f"{BELOW}/{kind}sharedmemory"
     what = f"memory that clients share ({kind})"
-    yield Route(f"{above}/status", {"GET": f"Regions of {what}"}, like=(f"{above}{_REGION}/status",))
+    yield Route(f"{above}/status", {"GET": f"Regions of {what}"}, aliases=(f"{above}{_REGION}/status",))
     yield Route(f"{above}{_REGION}/register", {"POST": f"Register a region of {what}"}, body)
     yield Route(
         f"{above}/unregister", {"POST": f"Unregister all regions of {what}"}, {}, (f"{above}{_REGION}/unregister",)
@@ -72,7 +72,7 @@ ROUTES = (
     *_shared("system", {"key": "/name", "offset": 0, "byte_size": 4096}),
     *_shared("cuda", {"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 4096}),
 )  # fmt: skip
-_PATHS = {path: route.path for route in ROUTES for path in (route.path, *route.like)}
+_PATHS = {path: route.path for route in ROUTES for path in (route.path, *route.aliases)}
 
 
 def pattern_of(path: str) -> str:
@@ -94,7 +94,7 @@ def openapi_paths(needs_key: bool) -> dict[str, dict[str, Any]]:
     return {
         path: {method.lower(): _operation(route, path, method, needs_key) for method in route.methods}
         for route in ROUTES
-        for path in (route.path, *route.like)
+        for path in (route.path, *route.aliases)
     }
 
 

@@ -119,12 +119,12 @@ class SharedMemoryRegions:
     def unregister(self, tenant: str, name: str) -> None:
         """Unregister a region, or all of a tenant's (name: ""). One in use goes when no request uses it any more."""
         with self._lock:
-            for region in self._of(tenant):
+            for region in self._regions_of(tenant):
                 if name in ("", region.name):
                     region.is_leaving = True
                     self._release_if_unused(region)
 
-    def _of(self, tenant: str) -> list[SharedMemoryRegion]:
+    def _regions_of(self, tenant: str) -> list[SharedMemoryRegion]:
         return [region for region in self._regions.values() if region.tenant == tenant]
 
     def _release_if_unused(self, region: SharedMemoryRegion) -> None:
@@ -142,7 +142,7 @@ class SharedMemoryRegions:
 
     def status(self, tenant: str, name: str) -> list[dict[str, Any]]:
         """Describe a region, or all of a tenant's (name: ""). raises StatusError"""
-        regions = [region.to_dict() for region in self._of(tenant) if name in ("", region.name)]
+        regions = [region.to_dict() for region in self._regions_of(tenant) if name in ("", region.name)]
         if name and not regions:
             raise StatusError(Code.NOT_FOUND, f"Unable to find system shared memory region: '{name}'")
         return regions

@@ -142,7 +142,7 @@ _ALIASES: tuple[tuple[str, str, str], ...] = (
 
 def _aliases() -> tuple[HttpEndpoint, ...]:
     by_path = {endpoint.path: endpoint for endpoint in _MAIN}
-    return tuple(by_path[same_as].also(method, path) for method, path, same_as in _ALIASES)
+    return tuple(by_path[same_as].alias(method, path) for method, path, same_as in _ALIASES)
 
 
 OPENAI = Protocol((*_MAIN, *_aliases()), HttpProblem.body)

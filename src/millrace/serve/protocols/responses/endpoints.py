@@ -57,7 +57,7 @@ async def create(backend: TextBackend, call: RequestContext, request: ResponsesR
     conversation, messages_json, reply = await backend.off_loop(is_large, partial(_read, request, previous, call.model))
     drop_large_fields(request)
     own = StoredResponse(reply.id, call.tenant, messages_json)
-    _fit(own, reply)
+    _check_storable(own, reply)
     generation = await start_chat_generation(backend, call, conversation)
     answer = ActiveResponse(backend, generation, reply)
     stored = _storing(answer, own, backend.responses if reply.store else None)
@@ -76,7 +76,7 @@ async def create(backend: TextBackend, call: RequestContext, request: ResponsesR
     return json_reply(answer.reply)
 
 
-def _fit(stored: StoredResponse, reply: ResponseReply) -> None:
+def _check_storable(stored: StoredResponse, reply: ResponseReply) -> None:
     """Do not store a response that is too large before its answer. raises RequestError for a background response"""
     if not reply.store:
         return

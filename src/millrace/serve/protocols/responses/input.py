@@ -82,36 +82,36 @@ def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     thoughts = ""  # of the assistant's next message
     for i, item in enumerate(items):
-        where = f"input[{i}]"
+        path = f"input[{i}]"
         match item:
             case {"type": "reasoning"}:
-                thoughts = _texts(item.get("content") or [], f"{where}.content")
+                thoughts = _texts(item.get("content") or [], f"{path}.content")
                 continue
             case {"type": str(kind)} if kind in CALLS or kind in OUTPUTS:
-                _add_call(messages, item, where, thoughts)
+                _add_call(messages, item, path, thoughts)
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
                 if role not in _ROLES:
-                    raise _wrong(f"{where}.role is {role!r:.60}", ", ".join(_ROLES))
-                text = _texts(content, f"{where}.content")
+                    raise _wrong(f"{path}.role is {role!r:.60}", ", ".join(_ROLES))
+                text = _texts(content, f"{path}.content")
                 is_ours = role == "assistant"
                 message = Message(role, text, reasoning_content=(thoughts or None) if is_ours else None)  # type: ignore[arg-type]
                 message.prefix, message.partial = item.get("prefix") is True, item.get("partial") is True
                 messages.append(message)
             case {"type": "item_reference"}:
-                raise RequestError(f"{where} is an item_reference", "the item itself", "send the item", "input")
+                raise RequestError(f"{path} is an item_reference", "the item itself", "send the item", "input")
             case _:
-                raise _wrong(f"{where} is {item!r:.100}", "a message, a function_call, or a function_call_output")
+                raise _wrong(f"{path} is {item!r:.100}", "a message, a function_call, or a function_call_output")
         thoughts = ""
     if not messages:
         raise _wrong("input has no messages", "at least one")
     return messages
 
 
-def _add_call(messages: list[Message], item: Mapping[str, Any], where: str, thoughts: str) -> None:
+def _add_call(messages: list[Message], item: Mapping[str, Any], path: str, thoughts: str) -> None:
     """Add a tool call or a tool's output. raises RequestError for an incomplete item"""
     call_fields, result = call_of(item), output_of(item)
     if call_fields is None and (result is None or item["type"] in CALLS):
-        raise _wrong(f"{where} is {item!r:.100}", "a whole call with its call_id, or the output of one")
+        raise _wrong(f"{path} is {item!r:.100}", "a whole call with its call_id, or the output of one")
     if call_fields is not None:
         call_id, name, arguments = call_fields
         call = ToolCall(CalledFunction(name, arguments), call_id)
@@ -122,15 +122,15 @@ def _add_call(messages: list[Message], item: Mapping[str, Any], where: str, thou
         else:
             messages.append(Message("assistant", None, tool_calls=[call], reasoning_content=thoughts or None))
     if result is not None:
-        messages.append(Message("tool", _texts(result[1], f"{where}.output"), tool_call_id=result[0]))
+        messages.append(Message("tool", _texts(result[1], f"{path}.output"), tool_call_id=result[0]))
 
 
-def _texts(content: object, where: str) -> str:
+def _texts(content: object, path: str) -> str:
     """Return a content as one text. raises RequestError for parts that are not text"""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(f"{where} is of type {type(content).__name__}", "a text, or parts of it")
+        raise _wrong(f"{path} is of type {type(content).__name__}", "a text, or parts of it")
     texts = []
     for i, part in enumerate(content):
         match part:
@@ -139,7 +139,7 @@ def _texts(content: object, where: str) -> str:
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
-                raise _wrong(f"{where}[{i}] is {part!r:.100}", '{"type": "input_text", "text": ...}')
+                raise _wrong(f"{path}[{i}] is {part!r:.100}", '{"type": "input_text", "text": ...}')
     return "\n".join(texts)
 
 

@@ -49,7 +49,7 @@ class _CachedRequest:
     model: "ref[Model]"
     n_bytes: int  # of its tensors
     places: Sequence[InputPlace]
-    like: InferRequest  # but for its inputs
+    template: InferRequest  # without its inputs
     output_options: GrpcOutputOptions
     last_outputs: Sequence[_OutputSignature] | None = None  # of the last answer
     front: bytes = b""
@@ -71,7 +71,7 @@ class GrpcFastPath:
         raw = list(proto.raw_input_contents)
         if len(data) > FREE_BYTES or not model.can_run_inline(sum(map(len, raw))):
             return
-        front, fixed = _around(data, _RAW_INPUT, raw)
+        front, fixed = _split_tensors(data, _RAW_INPUT, raw)
         if len(raw) != len(proto.inputs) or not _is_whole(front) or len(front) > MAX_HEAD_BYTES:
             return
         own = _place_of_id(front, proto)
@@ -93,7 +93,7 @@ class GrpcFastPath:
         self._requests[n_bytes] = [cached, *older][:MAX_PER_LENGTH]
 
     def _read(
-        self, proto: Any, raw: Sequence[bytes], fixed: Sequence[tuple[int, bytes]], own: slice | None, model: Model
+        self, proto: Any, raw: Sequence[bytes], fixed: Sequence[tuple[int, bytes]], id_span: slice | None, model: Model
     ) -> _CachedRequest | None:
         try:
             version = version_of(proto.model_version) if proto.model_version else None
@@ -110,11 +110,11 @@ class GrpcFastPath:
             begin = at + len(before)
             places.append(InputPlace(name, array.dtype, array.shape, begin, begin + len(data)))
         request.inputs = {}
-        if own is not None:
+        if id_span is not None:
             (_, front), *rest = fixed
-            fixed = [(0, front[: own.start]), (own.stop, front[own.stop :]), *rest]
+            fixed = [(0, front[: id_span.start]), (id_span.stop, front[id_span.stop :]), *rest]
         return _CachedRequest(
-            fixed, own, proto.model_name, version, ref(model), sum(map(len, raw)), places, request, output_options
+            fixed, id_span, proto.model_name, version, ref(model), sum(map(len, raw)), places, request, output_options
         )
 
     # ------------------------------------------------------------------ what comes again
@@ -134,12 +134,12 @@ class GrpcFastPath:
                     own = data[cached.id_span]
                     if not own.isascii():  # which may be no UTF-8
                         continue
-                    cached.like.id = own.decode()
+                    cached.template.id = own.decode()
                 model = fast_path_model(self._backend, cached.name, cached.version, cached.model, cached.n_bytes)
                 if model is None:
                     return None
                 inputs = {name: ndarray(shape, dtype, data[at:end]) for name, dtype, shape, at, end in cached.places}
-                outputs, parameters = model.infer_inline(cached.like, inputs, came_ns)
+                outputs, parameters = model.infer_inline(cached.template, inputs, came_ns)
                 if cached.last_outputs is not None and not parameters:
                     response = _reuse_response(cached.last_outputs, outputs, cached.front + own)
                     if response is not None:
@@ -148,7 +148,7 @@ class GrpcFastPath:
         return None
 
 
-def _around(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[tuple[int, bytes]]]:
+def _split_tensors(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[tuple[int, bytes]]]:
     """Return the bytes before a message's tensors, and all bytes that are not tensor data, by where they begin.
 
     Both are empty if the tensors are not at the end, or there are none.
@@ -202,12 +202,12 @@ def _reuse_response(signatures: Sequence[_OutputSignature], outputs: Mapping[str
 def _encode_response(cached: _CachedRequest, model: Model, response: InferResponse) -> bytes:
     """Encode a response, and remember its framing for the next one."""
     proto = message("ModelInferResponse")()
-    raws = fill_response(proto, model, cached.like, response, cached.output_options)
+    raws = fill_response(proto, model, cached.template, response, cached.output_options)
     data = b"".join((proto.SerializeToString(), *raws))
     plain = not (response.parameters or cached.output_options.n_classes)
     arrays = list(response.outputs.values())
     if plain and not any(array.dtype == np.object_ for array in arrays):
-        _, fixed = _around(data, _RAW_OUTPUT, [array.tobytes() for array in arrays])
+        _, fixed = _split_tensors(data, _RAW_OUTPUT, [array.tobytes() for array in arrays])
         befores = [part for _, part in fixed]
         if cached.id_span is not None and befores:
             own = _place_of_id(befores[0], proto)

@@ -126,9 +126,9 @@ def build_message(name: str, fields: Mapping[str, Any]) -> Any:
     return proto
 
 
-def _fill(to: Any, fields: Mapping[str, Any]) -> None:
+def _fill(target: Any, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
-        inner = getattr(to, name)
+        inner = getattr(target, name)
         if hasattr(inner, "append"):
             for one in value:
                 if isinstance(one, Mapping):
@@ -143,15 +143,15 @@ def _fill(to: Any, fields: Mapping[str, Any]) -> None:
         elif isinstance(value, Mapping):
             _fill_map(inner, value)
         else:
-            setattr(to, name, value)
+            setattr(target, name, value)
 
 
-def _fill_map(to: Any, values: Mapping[Any, Any]) -> None:
+def _fill_map(target: Any, values: Mapping[Any, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, Mapping):
-            _fill(to[key], value)
+            _fill(target[key], value)
         else:
-            to[key] = value
+            target[key] = value
 
 
 def config_message(config: ModelConfig) -> Any:
@@ -188,17 +188,17 @@ def _pool() -> Any:
     return pool
 
 
-def _add(to: Any, name: str, text: str, names: set[str]) -> None:
+def _add(target: Any, name: str, text: str, names: set[str]) -> None:
     """Add a field, given as in the table."""
     kind, field_name, number = text.strip().split(" ")
-    field = to.field.add(name=field_name, number=int(number), label=_Field.LABEL_OPTIONAL)
+    field = target.field.add(name=field_name, number=int(number), label=_Field.LABEL_OPTIONAL)
     kind, _, of_map = kind.partition(":")
     if kind.startswith("*") or of_map:
         field.label, kind = _Field.LABEL_REPEATED, kind.removeprefix("*")
     if name in _ONE_OF:
         field.oneof_index = 0
     if of_map:
-        entry = _entry(to, name, field)
+        entry = _entry(target, name, field)
         entry.field.add(name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING)
         _add(entry, "", f"{of_map} value 2", names)
     elif kind in names or f"{name}.{kind}" in names:
@@ -208,11 +208,11 @@ def _add(to: Any, name: str, text: str, names: set[str]) -> None:
         field.type = getattr(_Field, f"TYPE_{kind.upper()}")
 
 
-def _entry(to: Any, owner: str, field: Any) -> Any:
+def _entry(target: Any, owner: str, field: Any) -> Any:
     """Add the message of a map's entries, named as protobuf does."""
     name = "".join(part.capitalize() for part in field.name.split("_")) + "Entry"
     field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{owner}.{name}"
-    entry = to.nested_type.add(name=name)
+    entry = target.nested_type.add(name=name)
     entry.options.map_entry = True
     return entry
 
@@ -236,16 +236,16 @@ def _enums(configuration: dict[str, type]) -> Iterator[type[IntEnum]]:
         yield from (spec.value_type for spec in specs(cls).values() if spec.kind == "enum")
 
 
-def _declare(to: Any, name: str, cls: type) -> None:
+def _declare(target: Any, name: str, cls: type) -> None:
     oneofs: list[str] = []
     for spec in specs(cls).values():
-        _add_declared(to, name, spec, oneofs)
+        _add_declared(target, name, spec, oneofs)
     for oneof in oneofs:
-        to.oneof_decl.add(name=oneof)
+        target.oneof_decl.add(name=oneof)
 
 
-def _add_declared(to: Any, owner: str, spec: FieldSpec, oneofs: list[str]) -> None:
-    field = to.field.add(name=spec.name, number=spec.number, label=_Field.LABEL_OPTIONAL)
+def _add_declared(target: Any, owner: str, spec: FieldSpec, oneofs: list[str]) -> None:
+    field = target.field.add(name=spec.name, number=spec.number, label=_Field.LABEL_OPTIONAL)
     if spec.repeated or spec.kind == "map":
         field.label = _Field.LABEL_REPEATED
     if spec.oneof:
@@ -254,7 +254,7 @@ def _add_declared(to: Any, owner: str, spec: FieldSpec, oneofs: list[str]) -> No
         field.oneof_index = oneofs.index(spec.oneof)
     if spec.kind == "map":
         assert spec.key is not None, spec.name
-        entry = _entry(to, owner, field)
+        entry = _entry(target, owner, field)
         _add_declared(entry, owner, spec.key, [])
         _add_declared(entry, owner, spec.value_type, [])
     elif spec.kind == "message":

@@ -282,12 +282,12 @@ class _InferHandler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has
 class _InferMethod:
     """grpcio's RpcMethodHandler of one call. It has the metadata, which the context would read once more."""
 
-    __slots__ = ("_metadata", "_of")
+    __slots__ = ("_handler", "_metadata")
     request_streaming = response_streaming = False
     request_deserializer = response_serializer = None
 
-    def __init__(self, of: _InferHandler, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        self._of, self._metadata = of, metadata
+    def __init__(self, handler: _InferHandler, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        self._handler, self._metadata = handler, metadata
 
     @property
     def unary_unary(self) -> "_InferMethod":
@@ -296,11 +296,11 @@ class _InferMethod:
     async def __call__(self, data: bytes, context: Any) -> bytes:
         came_ns, code, details = time.monotonic_ns(), _OK, ""
         try:
-            response = self._of.fast_path.answer(data, came_ns)
+            response = self._handler.fast_path.answer(data, came_ns)
         except StatusError as error:
             response, code, details = b"", STATUS[error.code], error.message
         if response is None:
-            answer = self._of.fallback(data, context)
+            answer = self._handler.fallback(data, context)
             del data  # as in `_unary`
             return await answer
         del data
@@ -309,7 +309,7 @@ class _InferMethod:
             if key == "x-request-id":
                 request_id = request_id_of(value.encode() if isinstance(value, str) else bytes(value))
         took_ms = (time.monotonic_ns() - came_ns) / 1e6
-        self._of.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
+        self._handler.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
         if details:
             await _abort(context, code, details)
         return response

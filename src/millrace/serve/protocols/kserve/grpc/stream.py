@@ -62,7 +62,7 @@ class Stream:
     """One ModelStreamInfer call, to be used in the event loop; `run` serves it to its end."""
 
     def __init__(
-        self, front: GrpcFrontend, admit: Admit, share: Callable[[], ResponseSidecar], write_s: float,
+        self, frontend: GrpcFrontend, admit: Admit, share: Callable[[], ResponseSidecar], write_s: float,
         ends_with_error: bool,
         caller: GrpcCallContext, grant: Grant | None = None,
     ) -> None:  # fmt: skip
@@ -71,7 +71,7 @@ class Stream:
         write_s: timeout for the client to read a response
         ends_with_error: the first error ends the stream with its status, as a client may request
         grant: charged when a request has ended, because a stream may never end"""
-        self._front, self._admit, self._write_s, self._ends_with_error = front, admit, write_s, ends_with_error
+        self._frontend, self._admit, self._write_s, self._ends_with_error = frontend, admit, write_s, ends_with_error
         self._share, self._caller, self._grant = share, caller, grant
         self._open: set[_OpenRequest] = set()
         self._in_order: deque[_OpenRequest] = deque()  # those of models that are not decoupled
@@ -84,7 +84,7 @@ class Stream:
         self._room = asyncio.Semaphore(MAX_OPEN_REQUESTS)
         self._all_read = self._is_beginning = self.stopped = False
         self._reading: asyncio.Task[None] | None = None
-        self._broken: BaseException | None = None  # it ends with it, once the answer that is being written is
+        self._error: BaseException | None = None  # it ends with it, once the answer that is being written is
 
     async def run(self, begin: Begin, read: Read, write: Write) -> None:
         """Serve the stream. begin: called before the first response; read: returns the next request, None at the end
@@ -94,11 +94,11 @@ class Stream:
         self._reading = asyncio.ensure_future(self._read_all(read))
         try:
             await self._write_all(begin, write)
-            if self._broken is not None:
-                raise self._broken
+            if self._error is not None:
+                raise self._error
         finally:
             self._reading.cancel()
-            self._give_up()  # first: while this waits gRPC may cancel it, of which a write may have told before
+            self._cancel_all()  # first: while this waits gRPC may cancel it, of which a write may have told before
             await asyncio.wait((self._reading,))
 
     def stop(self) -> None:
@@ -110,14 +110,14 @@ class Stream:
             self._reading.cancel()
         self._read_to_the_end()
 
-    def _give_up(self) -> None:
+    def _cancel_all(self) -> None:
         """Cancel all open requests."""
-        for one in list(self._open):
-            self._ended(one)
-            if one.task is not None:
-                one.task.cancel()
-            elif one.model is not None and one.inference is not None:
-                one.model.cancel(one.inference)
+        for request in list(self._open):
+            self._end_request(request)
+            if request.task is not None:
+                request.task.cancel()
+            elif request.model is not None and request.inference is not None:
+                request.model.cancel(request.inference)
 
     # ------------------------------------------------------------------ requests
 
@@ -132,7 +132,7 @@ class Stream:
                 await self._begin(data)
                 self._is_beginning = False
         except Exception as error:  # noqa: BLE001  a bug of ours ends the stream, which would wait for ever
-            self._break(error)
+            self._fail(error)
         self._read_to_the_end()
 
     def _read_to_the_end(self) -> None:
@@ -140,113 +140,115 @@ class Stream:
         self._end_if_done()
 
     async def _begin(self, data: bytes) -> None:
-        one = _OpenRequest(None, ExitStack())
-        self._open.add(one)
+        request = _OpenRequest(None, ExitStack())
+        self._open.add(request)
         try:
-            one.proto, cut = await self._front.decode_infer(data)  # first, for a refusal has its id
+            request.proto, cut = await self._frontend.decode_infer(data)  # first, for a refusal has its id
             if self._grant is not None and (above := self._grant.limit_reached):
                 raise StatusError(Code.UNAVAILABLE, above)
-            one.admitted.enter_context(self._admit(len(data)))
-            model = self._front.model(one.proto)
+            request.admitted.enter_context(self._admit(len(data)))
+            model = self._frontend.model(request.proto)
             if model.is_decoupled:
-                one.model = model
-            one.inference, output_options = await self._front.check_infer(
-                one.proto, cut, model, len(data), self._caller
+                request.model = model
+            request.inference, output_options = await self._frontend.check_infer(
+                request.proto, cut, model, len(data), self._caller
             )
-            one.answers, one.empty_final = (
-                StreamResponses(one.proto, model, one.inference, output_options),
+            request.answers, request.empty_final = (
+                StreamResponses(request.proto, model, request.inference, output_options),
                 output_options.empty_final,
             )
             if model.is_decoupled:
-                model.submit(one.inference, lambda *answer: self._put(one, _Answer(*answer)))
+                model.submit(request.inference, lambda *answer: self._put(request, _Answer(*answer)))
             else:
-                one.model = model
-                self._in_order.append(one)
-                one.task = asyncio.ensure_future(self._infer(one, model, one.inference))
+                request.model = model
+                self._in_order.append(request)
+                request.task = asyncio.ensure_future(self._infer(request, model, request.inference))
         except (StatusError, MillraceError) as error:
-            one.inference = one.answers = None
-            if one.model is None:  # of a model that is not decoupled, or of none: its turn comes, too
-                self._in_order.append(one)
-                self._answered(one, _Answer(None, as_status(error), True))
+            request.inference = request.answers = None
+            if request.model is None:  # of a model that is not decoupled, or of none: its turn comes, too
+                self._in_order.append(request)
+                self._put_in_order(request, _Answer(None, as_status(error), True))
             else:
-                self._put(one, _Answer(None, as_status(error), True))
+                self._put(request, _Answer(None, as_status(error), True))
 
-    async def _infer(self, one: _OpenRequest, model: Model, inference: InferRequest) -> None:
+    async def _infer(self, request: _OpenRequest, model: Model, inference: InferRequest) -> None:
         try:
             answer = _Answer(await model.infer(inference), None, True)
         except StatusError as error:
             answer = _Answer(None, as_status(error), True)
         except Exception as error:  # noqa: BLE001  as above
-            self._break(error)
+            self._fail(error)
             return
-        self._answered(one, answer)
+        self._put_in_order(request, answer)
 
-    def _break(self, error: BaseException) -> None:
-        if self._broken is None:
-            self._broken = error
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
             if self._reading is not None:
                 self._reading.cancel()  # or what it begins would not be given up
-            self._give_up()
-            self._tell(None)
+            self._cancel_all()
+            self._queue_message(None)
 
-    def _answered(self, one: _OpenRequest, answer: _Answer) -> None:
+    def _put_in_order(self, request: _OpenRequest, answer: _Answer) -> None:
         """Take the only response of a request, which waits for those of earlier requests."""
-        one.answer = self._counted(one, answer)
+        request.answer = self._count_unread(request, answer)
         while self._in_order and (first := self._in_order[0].answer) is not None:
-            self._hand(self._in_order.popleft(), *first)
+            self._write_or_queue(self._in_order.popleft(), *first)
 
     # ------------------------------------------------------------------ answers
 
-    def _put(self, one: _OpenRequest, answer: _Answer) -> None:
-        if not one.is_over:
-            self._hand(one, *self._counted(one, answer))
+    def _put(self, request: _OpenRequest, answer: _Answer) -> None:
+        if not request.is_over:
+            self._write_or_queue(request, *self._count_unread(request, answer))
 
-    def _counted(self, one: _OpenRequest, answer: _Answer) -> tuple[_Answer, int]:
+    def _count_unread(self, request: _OpenRequest, answer: _Answer) -> tuple[_Answer, int]:
         """Return a message with its bytes, counted until it is written; too many end the request, not the stream."""
-        if one.model is None or one.inference is None or one not in self._open:
+        if request.model is None or request.inference is None or request not in self._open:
             return answer, 0
-        one.unread = one.unread or UnreadBytes(one.model, self._share())
+        request.unread = request.unread or UnreadBytes(request.model, self._share())
         try:
-            return answer, one.unread.add(one.inference, answer.response)
+            return answer, request.unread.add(request.inference, answer.response)
         except StatusError as too_much:
-            one.is_over = True
-            one.model.cancel(one.inference)  # which an ensemble answers at once
+            request.is_over = True
+            request.model.cancel(request.inference)  # which an ensemble answers at once
             return _Answer(None, too_much, True), 0
 
-    def _hand(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> None:
+    def _write_or_queue(self, request: _OpenRequest, answer: _Answer, n_bytes: int) -> None:
         """Write or queue a message, unless its request or the stream has ended."""
-        if one not in self._open:
+        if request not in self._open:
             return
-        if self._waiting is None or self._waiting.done() or not self._write_at_once(one, answer, n_bytes):
-            self._tell((one, answer, n_bytes))
+        if self._waiting is None or self._waiting.done() or not self._write_at_once(request, answer, n_bytes):
+            self._queue_message((request, answer, n_bytes))
 
-    def _write_at_once(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> bool:
+    def _write_at_once(self, request: _OpenRequest, answer: _Answer, n_bytes: int) -> bool:
         """Write a short response at once; waking the writer would delay it by a turn of the event loop.
 
         gRPC's write coroutine is started here and continued by callbacks. Return False if that is not possible.
         """
         if answer.response is None or answer.final or n_bytes > FREE_BYTES or self._is_writing or self._ready:
             return False
-        assert one.answers is not None
+        assert request.answers is not None
         try:
-            data = one.answers.response(answer.response, final=False)
+            data = request.answers.response(answer.response, final=False)
         except Exception:  # noqa: BLE001  the normal path reports it; raised here it would reach the model
             return False
         writing = self._write(data).__await__()
         self._is_writing = True
         self._deadline.begin()
-        self._go_on(writing, one, n_bytes)
+        self._continue_write(writing, request, n_bytes)
         return True
 
-    def _go_on(self, writing: Generator[Any, None, None], one: _OpenRequest, n_bytes: int, _: Any = None) -> None:
+    def _continue_write(
+        self, writing: Generator[Any, None, None], request: _OpenRequest, n_bytes: int, _: Any = None
+    ) -> None:
         try:
             waits_for = writing.send(None)
         except StopIteration:
             pass
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  what gRPC says of a call that is over
-            self._break(error)
+            self._fail(error)
         else:  # as a task continues a coroutine: after a future, or without one in the next turn of the event loop
-            later = partial(self._go_on, writing, one, n_bytes)
+            later = partial(self._continue_write, writing, request, n_bytes)
             if waits_for is None:
                 asyncio.get_running_loop().call_soon(later)
             else:
@@ -255,12 +257,12 @@ class Stream:
             return
         self._is_writing = False
         self._deadline.end()
-        if one.unread is not None and one in self._open:
-            one.unread.take_off(n_bytes)
+        if request.unread is not None and request in self._open:
+            request.unread.take_off(n_bytes)
         if self._ready:
             self._wake()
 
-    def _tell(self, item: tuple[_OpenRequest, _Answer, int] | None) -> None:
+    def _queue_message(self, item: tuple[_OpenRequest, _Answer, int] | None) -> None:
         self._ready.append(item)
         if not self._is_writing:
             self._wake()
@@ -282,51 +284,51 @@ class Stream:
                 self._deadline.begin()
                 await begin()
                 self._deadline.end()
-                while (item := await self._next()) is not None and self._broken is None:
-                    one, answer, n_bytes = item
+                while (item := await self._next()) is not None and self._error is None:
+                    request, answer, n_bytes = item
                     if answer.error is not None and self._ends_with_error:
                         raise answer.error
-                    data = await self._message(one, answer, n_bytes)
+                    data = await self._message(request, answer, n_bytes)
                     if data is not None:
                         self._deadline.begin()
                         self.n_writing = len(data)
                         await write(data)
                         self.n_writing = 0
                         self._deadline.end()
-                    if one.unread is not None and one in self._open:  # it may have been given up meanwhile
-                        one.unread.take_off(n_bytes)
+                    if request.unread is not None and request in self._open:  # it may have been given up meanwhile
+                        request.unread.take_off(n_bytes)
                     if answer.final:
-                        self._ended(one)
+                        self._end_request(request)
         except TimeoutError:
             raise StatusError(Code.UNAVAILABLE, f"the stream was not read for {self._write_s:g} s") from None
 
-    async def _message(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> bytes | None:
+    async def _message(self, request: _OpenRequest, answer: _Answer, n_bytes: int) -> bytes | None:
         """Return an encoded message, or None if there is nothing to report. n_bytes: approximate size"""
-        if answer.response is None and answer.error is None and not one.empty_final:
+        if answer.response is None and answer.error is None and not request.empty_final:
             return None
         try:
             if n_bytes <= FREE_BYTES:
-                return _packed(one, answer)
-            return await self._front.encode_off_loop(n_bytes, lambda: _packed(one, answer))
+                return _packed(request, answer)
+            return await self._frontend.encode_off_loop(n_bytes, lambda: _packed(request, answer))
         except (StatusError, MillraceError) as error:
             failed = as_status(error)
             if self._ends_with_error:
                 raise failed from None
-            return _packed(one, _Answer(None, failed, answer.final))
+            return _packed(request, _Answer(None, failed, answer.final))
 
-    def _ended(self, one: _OpenRequest) -> None:
-        self._open.discard(one)
-        one.admitted.close()
+    def _end_request(self, request: _OpenRequest) -> None:
+        self._open.discard(request)
+        request.admitted.close()
         if self._grant is not None:
             self._grant.charge(self._caller.bill.take())
-        if one.unread is not None:
-            one.unread.close()
+        if request.unread is not None:
+            request.unread.close()
         self._room.release()
         self._end_if_done()
 
     def _end_if_done(self) -> None:
         if self._all_read and not self._open:
-            self._tell(None)
+            self._queue_message(None)
 
 
 def as_status(error: StatusError | MillraceError) -> StatusError:
@@ -337,11 +339,11 @@ def as_status(error: StatusError | MillraceError) -> StatusError:
     return StatusError(Code.UNAVAILABLE, problem_of(error, accepting=True).message)
 
 
-def _packed(one: _OpenRequest, answer: _Answer) -> bytes:
+def _packed(request: _OpenRequest, answer: _Answer) -> bytes:
     """Encode a ModelStreamInferResponse. raises StatusError"""
-    if one.answers is None:
+    if request.answers is None:
         assert answer.error is not None, "what was not begun has failed"
-        return error_answer(one.proto, answer.error)
+        return error_answer(request.proto, answer.error)
     if answer.error is not None:
-        return one.answers.error(answer.error, answer.final)
-    return one.answers.end() if answer.response is None else one.answers.response(answer.response, answer.final)
+        return request.answers.error(answer.error, answer.final)
+    return request.answers.end() if answer.response is None else request.answers.response(answer.response, answer.final)

@@ -9,25 +9,25 @@ PIECE, _AT_A_TIME = 1 << 20, 1 << 16  # bytes that come out, and that go in
 _QUICK = 1  # a level that costs about what it saves on a local network
 
 
-def too_large(what: str, n: object, most: int) -> StatusError:
+def too_large(what: str, n: object, limit: int) -> StatusError:
     return invalid(
-        f"{what} of {n} bytes exceeds the maximum allowed value of {most} bytes. Use --http-max-input-size to "
+        f"{what} of {n} bytes exceeds the maximum allowed value of {limit} bytes. Use --http-max-input-size to "
         "increase the limit."
     )
 
 
-def load_too_large(n: object, most: int) -> StatusError:
+def load_too_large(n: object, limit: int) -> StatusError:
     """Return the error of a load request that is too large."""
     return invalid(
-        f"request JSON size of {n} bytes exceeds the maximum allowed input size. It is {most} bytes: use "
+        f"request JSON size of {n} bytes exceeds the maximum allowed input size. It is {limit} bytes: use "
         "--http-max-input-size to increase the limit."
     )
 
 
-def raw_too_large(n: object, most: int) -> StatusError:
+def raw_too_large(n: object, limit: int) -> StatusError:
     """Return the error of a raw binary request that is too large."""
     return invalid(
-        f"Raw input has a byte_size ({n} bytes) that exceeds the maximum allowed value of {most} bytes. Use "
+        f"Raw input has a byte_size ({n} bytes) that exceeds the maximum allowed value of {limit} bytes. Use "
         "--http-max-input-size to increase the limit."
     )
 
@@ -35,13 +35,13 @@ def raw_too_large(n: object, most: int) -> StatusError:
 class BodyDecompressor:
     """Decompressor of a body, piece by piece, so that its size can be counted as it grows."""
 
-    def __init__(self, body: bytes, coding: str, most: int) -> None:
+    def __init__(self, body: bytes, coding: str, limit: int) -> None:
         """coding: the value of Content-Encoding. raises StatusError for an unknown one"""
         if coding not in CODINGS:
             raise StatusError(Code.UNSUPPORTED, "Unsupported compression type")
-        self._body, self._coding, self._most = memoryview(body), coding, most
+        self._body, self._coding, self._limit = memoryview(body), coding, limit
         self._reader = zlib.decompressobj(CODINGS[coding])
-        self._n_read = self._n_found = 0
+        self._n_read = self._n_written = 0
 
     @property
     def is_done(self) -> bool:
@@ -64,9 +64,9 @@ class BodyDecompressor:
                 raise self._broken("it ends too early")
             parts.append(part)
             room -= len(part)
-        self._n_found += PIECE - room
-        if self._n_found > self._most:
-            raise too_large("decompressed request JSON size", f"more than {self._most}", self._most)
+        self._n_written += PIECE - room
+        if self._n_written > self._limit:
+            raise too_large("decompressed request JSON size", f"more than {self._limit}", self._limit)
         if self._reader.eof and (self._reader.unused_data or self._n_read < len(self._body)):
             raise self._broken("there are bytes after its end")
         return b"".join(parts)
@@ -77,15 +77,15 @@ class BodyDecompressor:
 
 def choose_coding(accepted: str) -> str:
     """Return the coding of Accept-Encoding with the largest weight, the first of several; "identity": none."""
-    best, most = "identity", 0.0
+    best, best_weight = "identity", 0.0
     for part in accepted.split(","):
         name, _, weight = part.strip().partition(";q=")
         try:
             value = float(weight) if weight else 1.0
         except ValueError:
             continue
-        if value > most and (name in CODINGS or name == "identity"):
-            best, most = name, value
+        if value > best_weight and (name in CODINGS or name == "identity"):
+            best, best_weight = name, value
     return best
 
 

@@ -60,7 +60,7 @@ class InputPlace(NamedTuple):
 class _CachedReply:
     """A response without its numbers. front, back: its JSON before and after the id of n_id bytes"""
 
-    like: TensorSignature
+    signature: TensorSignature
     n_id: int
     headers: bytes
     front: bytes
@@ -77,7 +77,7 @@ class _CachedRequest:
     infer_head: InferHead
     model: "ref[Model]"  # weak, so that unloading frees its memory although connections remember it
     tensors: Sequence[InputPlace]
-    like: InferRequest  # but for its inputs
+    template: InferRequest  # without its inputs
     output_options: HttpOutputOptions
     last: _CachedReply | None = None  # the last answer
 
@@ -120,7 +120,7 @@ class ConnectionFastPath:
             model = self._server.repository.get(infer_head.name, infer_head.version)
         except StatusError:
             return
-        # where nothing is JSON, heads of different lengths are alike
+        # without JSON, heads of different lengths are equal
         if not model.can_run_inline(infer_head.n_body - infer_head.n_json):
             return
         head = head_of(packet, infer_head.headers)
@@ -197,13 +197,13 @@ class ConnectionFastPath:
         began_ns, front = time.monotonic_ns(), cached.filled.end
         request_id = request_id_of(holes.get(REQUEST_ID) or cached.infer_head.headers.get(REQUEST_ID))
         if (own := holes.get(ID)) is not None:
-            cached.like.id = own.decode()
+            cached.template.id = own.decode()
         try:
             inputs = {
                 name: ndarray(shape, dtype, packet[front + at : front + end])
                 for name, dtype, shape, at, end in cached.tensors
             }
-            answered = model.infer_inline(cached.like, inputs, began_ns)
+            answered = model.infer_inline(cached.template, inputs, began_ns)
             status, (head, body) = 200, _encode_reply(cached, model, own or b"", *answered)
         except StatusError as error:
             refused = error_of(error)
@@ -246,33 +246,37 @@ def _address(array: Array) -> int:
 
 
 def _encode_reply(
-    cached: _CachedRequest, model: Model, own: bytes, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
+    cached: _CachedRequest,
+    model: Model,
+    request_id: bytes,
+    outputs: Mapping[str, Array],
+    parameters: Mapping[str, Parameter],
 ) -> tuple[bytes, bytes]:
     """Return headers and body, with the last framing if names, dtypes and shapes of the outputs are unchanged.
 
-    own: the id, if it differs each time
+    request_id: the id, if it differs each time
     """
     last_reply = cached.last
     if (
         last_reply is not None
         and not parameters
-        and len(own) == last_reply.n_id
-        and matches_signature(last_reply.like, outputs)
+        and len(request_id) == last_reply.n_id
+        and matches_signature(last_reply.signature, outputs)
     ):
         return last_reply.headers, b"".join(
-            (last_reply.front, own, last_reply.back, *[array.tobytes() for array in outputs.values()])
+            (last_reply.front, request_id, last_reply.back, *[array.tobytes() for array in outputs.values()])
         )
-    body, n_json = encode_response(model, cached.like, InferResponse(outputs, parameters), cached.output_options)
+    body, n_json = encode_response(model, cached.template, InferResponse(outputs, parameters), cached.output_options)
     headers, _ = _with_head(infer_headers(n_json), body)
     is_plain = not (
         parameters or cached.output_options.n_classes or any(a.dtype == np.object_ for a in outputs.values())
     )
-    # all of them, and nothing else, in binary: then what is in front of them depends on `like` alone
+    # all of them, and nothing else, in binary: then what is in front of them depends on `template` alone
     if n_json is not None and is_plain and body[n_json:] == b"".join(a.tobytes() for a in outputs.values()):
-        front = b'{"id":"' if own else b""
-        assert body.startswith(front + own), body[:80]
+        front = b'{"id":"' if request_id else b""
+        assert body.startswith(front + request_id), body[:80]
         cached.last = _CachedReply(
-            tensor_signature(outputs), len(own), headers, front, body[len(front) + len(own) : n_json]
+            tensor_signature(outputs), len(request_id), headers, front, body[len(front) + len(request_id) : n_json]
         )
     return headers, body
 
@@ -282,11 +286,11 @@ def tensor_signature(outputs: Mapping[str, Array]) -> TensorSignature:
     return [(name, array.dtype, array.shape) for name, array in outputs.items()]
 
 
-def matches_signature(like: TensorSignature, outputs: Mapping[str, Array]) -> bool:
-    """Return whether outputs have the signature `like`."""
-    if len(like) != len(outputs):
+def matches_signature(signature: TensorSignature, outputs: Mapping[str, Array]) -> bool:
+    """Return whether outputs have the signature `signature`."""
+    if len(signature) != len(outputs):
         return False
-    for (name, dtype, shape), (output_name, array) in zip(like, outputs.items(), strict=True):
+    for (name, dtype, shape), (output_name, array) in zip(signature, outputs.items(), strict=True):
         if name != output_name or dtype != array.dtype or shape != array.shape:
             return False
     return True

@@ -110,8 +110,8 @@ def read_infer(
     request, output_options = InferRequest({}, request_id=decoded.id), HttpOutputOptions()
     if decoded.parameters is not UNSET:
         output_options.binary_default = take_parameters(request, decoded.parameters)
-    behind = memoryview(body)[len(body) if n_json is None else n_json :]
-    inputs = _raw_inputs(decoded.inputs, spans, behind, model, shared, output_options.inputs)
+    binary = memoryview(body)[len(body) if n_json is None else n_json :]
+    inputs = _raw_inputs(decoded.inputs, spans, binary, model, shared, output_options.inputs)
     if decoded.outputs is not UNSET:
         request.outputs = _take_outputs(decoded.outputs, output_options, shared)
     checker.attach_inputs(request, inputs)
@@ -159,12 +159,12 @@ def id_place(head: bytes) -> tuple[int, int] | None:
 def _raw_inputs(
     inputs: Sequence[InferInput],
     spans: list[Span],
-    behind: memoryview,
+    binary: memoryview,
     model: str,
     shared: TenantRegions | None,
     places: list[RegionPlace],
 ) -> list[RawInput]:
-    """Return the inputs. behind: the bytes after the JSON, of binary inputs in order; places: receives those used"""
+    """Return the inputs. binary: the bytes after the JSON, of binary inputs in order; places: receives those used"""
     raw_inputs, at, shared_bytes = list[RawInput](), 0, 0
     for tensor in inputs:
         size = tensor.parameters.binary_data_size if tensor.parameters is not UNSET else UNSET
@@ -187,13 +187,13 @@ def _raw_inputs(
             else:
                 data = from_json(tensor.name, tensor.datatype, values, n).reshape(shape)
         else:
-            data = behind[at : at + size]
+            data = binary[at : at + size]
             if len(data) < size:
                 what = f"unexpected size for input '{tensor.name}', expecting {size - len(data)} additional bytes"
                 raise invalid(f"{what} for model '{model}'")
             at += size
         raw_inputs.append(RawInput(tensor.name, tensor.datatype, shape, data))
-    if at != len(behind):
+    if at != len(binary):
         raise invalid(f"unexpected additional input data for model '{model}'")
     return raw_inputs
 
@@ -298,14 +298,14 @@ def _member(mapping: Mapping[str, Any], members: Sequence[tuple[str, str, type]]
     return None
 
 
-def _sizes(tensor: Mapping[str, Any], size: str, other: str) -> StatusError | None:
+def _sizes(tensor: Mapping[str, Any], size: str, other_field: str) -> StatusError | None:
     parameters = tensor.get("parameters", {})
     if not isinstance(parameters, dict):
         return unparsed("parameters", not_a("object", "object"))
     if size in parameters and not _is_size(parameters[size]):
         return unparsed(size, not_a("unsigned-integer", "unsigned-integer"))
-    word, kind = ("boolean", bool) if other == "binary_data" else ("string", str)
-    return _member(parameters, [(other, word, kind)] if other in parameters else [])
+    word, kind = ("boolean", bool) if other_field == "binary_data" else ("string", str)
+    return _member(parameters, [(other_field, word, kind)] if other_field in parameters else [])
 
 
 def _is_size(value: Any) -> bool:
