@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.errors import ConfigError
 from millrace.serve.http import api_keys as keys_module
-from millrace.serve.http.api_key_file import Key, KeyFile, read_keys
+from millrace.serve.http.api_key_file import ApiKey, KeyFile, read_keys
 from millrace.serve.http.api_keys import ApiKeys, Grant
 from millrace.serve.http.errors import HttpError
 from millrace.serve.settings import ServerSettings
@@ -53,7 +53,7 @@ def test_what_a_line_says(tmp_path: Path) -> None:
     assert f"line 3 of {path}" in str(wrong.value) and "two" not in str(wrong.value)
     path.write_text("one\n\ntwo name=web.app-1 concurrent=4 requests_per_minute=60  tokens_per_minute=1000000000\n")
     limits = {"concurrent": 4, "requests_per_minute": 60, "tokens_per_minute": 10**9}
-    assert read_keys(path) == (Key(b"one"), Key(b"two", "web.app-1", limits))
+    assert read_keys(path) == (ApiKey(b"one"), ApiKey(b"two", "web.app-1", limits))
     assert "two" not in repr(KeyFile.read(path)), "nothing that is logged has a key"
 
 

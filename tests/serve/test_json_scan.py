@@ -8,7 +8,7 @@ import pytest
 
 from millrace.serve.http import json_scan
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.json_scan import count_values, pieces
+from millrace.serve.http.json_scan import count_values, scan_pieces
 from millrace.serve.llm.request_decoding import MAX_CONTAINERS, MAX_VALUES, decode
 from millrace.serve.llm.request_types import CompletionRequest
 
@@ -39,7 +39,7 @@ def test_structure_of_whatever_text(seed: int, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(json_scan, "PIECE", draw.choice((1, 2, 3, 7, 64)))
         text = bytes(draw.choices(b'[]{},:" \\a1\n', weights=WEIGHTS, k=draw.randrange(1, 200)))
         plain, depths = plainly(text)
-        found = list(pieces(text))
+        found = list(scan_pieces(text))
         assert np.concatenate([p.plain for p in found]).tolist() == plain, text
         assert np.concatenate([p.depth for p in found]).tolist() == depths, text
         commas = [p and byte == ord(",") for p, byte in zip(plain, text, strict=True)]
@@ -48,8 +48,8 @@ def test_structure_of_whatever_text(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_counts_leave_strings_out() -> None:
     text = json.dumps({"text": 'a, [b], {c} \\" , ' * 20_000, "list": [[1, 2], {}, [], "x"]}).encode()
-    assert count_values(text) == json_scan.Counts(values=1 + 5 + 5, containers=5)
-    assert count_values(b"[1, 2]") == json_scan.Counts(values=3, containers=1)
+    assert count_values(text) == json_scan.JsonCounts(values=1 + 5 + 5, containers=5)
+    assert count_values(b"[1, 2]") == json_scan.JsonCounts(values=3, containers=1)
 
 
 @pytest.mark.parametrize("item", ["[]", "{}", "[[1]]", "1"])

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import ConfigError
-from millrace.serve.http.api_key_file import Key, KeyFile, read_keys
+from millrace.serve.http.api_key_file import ApiKey, KeyFile, read_keys
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running, until
 from tests.serve.test_api_keys import counts, written
@@ -144,7 +144,7 @@ def test_a_key_file_that_everybody_can_read_is_told_of(tmp_path: Path, caplog: p
 def test_the_role_of_a_key(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("one role=admin\ntwo role=user name=x\n")
-    assert read_keys(path) == (Key(b"one", is_admin=True), Key(b"two", "x"))
+    assert read_keys(path) == (ApiKey(b"one", is_admin=True), ApiKey(b"two", "x"))
     path.write_text("one role=root\n")
     with pytest.raises(ConfigError, match="admin or user"):
         read_keys(path)

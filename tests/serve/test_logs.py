@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from millrace.serve.ops.logs import JsonFormatter, TextFormatter, escaped
+from millrace.serve.ops.logs import JsonFormatter, TextFormatter, escape
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ ")
 FORGED = "2026-01-01T00:00:00.000Z ERROR all is lost"
@@ -30,7 +30,7 @@ def test_a_name_forges_no_line(odd: str) -> None:
 
 def test_what_can_be_printed_stays_as_it_is() -> None:
     for text in ("model 'é☃' \\n is there", "a\tb", "日本語 🙂"):
-        assert escaped(text) == text
+        assert escape(text) == text
 
 
 def test_an_exceptions_words_forge_no_line() -> None:

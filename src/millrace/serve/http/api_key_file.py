@@ -23,7 +23,7 @@ _NAME = re.compile(r"[\w.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """One API key. name: "" if the file has none; limits: those of LIMITS that are set
     is_admin: the key sees the requests of all keys, and may change every model
     """
@@ -34,7 +34,7 @@ class Key:
     is_admin: bool = False
 
 
-def read_keys(path: Path) -> tuple[Key, ...]:
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read the keys of a file, one per line; empty lines and lines beginning with # are skipped. raises ConfigError"""
     try:
         data = read_given(path, _MAX_BYTES)
@@ -62,7 +62,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-def _key(location: str, secret: str, *words: str) -> Key:
+def _key(location: str, secret: str, *words: str) -> ApiKey:
     """Parse a line. Errors never contain the key. raises ConfigError"""
     name, limits, is_admin = "", dict[str, int](), False
     for word in words:
@@ -83,7 +83,7 @@ def _key(location: str, secret: str, *words: str) -> Key:
                 f"{location} has something behind its key that is no setting", nearest(what, ("name", "role", *LIMITS)),
                 "a key has no spaces; write settings as name=web requests_per_minute=60",
             )  # fmt: skip
-    return Key(secret.encode(), name, limits, is_admin)
+    return ApiKey(secret.encode(), name, limits, is_admin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class KeyFile:
     """The content of a key file. stamp: differs once the file changes; empty for what can be read only once"""
 
     path: Path
-    keys: tuple[Key, ...] = field(repr=False)
+    keys: tuple[ApiKey, ...] = field(repr=False)
     stamp: tuple[int, ...] = ()
 
     @classmethod

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.types import Scope
 
 from millrace.errors import ConfigError
-from millrace.serve.http.api_key_file import Key, KeyFile, stamp_of
+from millrace.serve.http.api_key_file import ApiKey, KeyFile, stamp_of
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.http_request import CALL, RequestContext, header
 
@@ -53,7 +53,7 @@ class _Account:
         self.refused: Counter[str] = Counter()
         self._allowances: dict[str, _Allowance] = {}
 
-    def allowance(self, limit: str, key: Key, now_s: float) -> _Allowance | None:
+    def allowance(self, limit: str, key: ApiKey, now_s: float) -> _Allowance | None:
         per_minute = key.limits.get(limit)
         allowance = self._allowances.get(limit)
         if per_minute is None:
@@ -118,13 +118,13 @@ class ApiKeys:
         self, keys: Sequence[str], file: KeyFile | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """keys: in addition to those of the file"""
-        self._own = tuple(Key(key.encode()) for key in keys)
+        self._own = tuple(ApiKey(key.encode()) for key in keys)
         self._file, self._clock, self._look_at_s = file, clock, 0.0
         self._numbers: dict[bytes, int] = {}  # of keys without a name, as long as the server runs
         self._accounts: dict[str, _Account] = {}
         self._use_keys(file.keys if file is not None else ())
 
-    def _use_keys(self, keys: Sequence[Key]) -> None:
+    def _use_keys(self, keys: Sequence[ApiKey]) -> None:
         self._keys = (*self._own, *keys)
         for key in self._keys:
             if not key.name:
@@ -176,7 +176,7 @@ class ApiKeys:
         account.requests += 1
         return Grant(name if len(self._keys) > 1 else "", account, self._clock, key.is_admin)
 
-    def _find_key(self, authorization: bytes | None, x_api_key: bytes | None) -> Key:
+    def _find_key(self, authorization: bytes | None, x_api_key: bytes | None) -> ApiKey:
         credentials = authorization or b""
         token = credentials[len(_BEARER) :].strip() if credentials[: len(_BEARER)].lower() == _BEARER else b""
         if not token and x_api_key is not None:  # Anthropic's clients
@@ -222,7 +222,7 @@ class ApiKeys:
         yield from (requests, tokens, refused, running)
 
 
-def _check(name: str, key: Key, account: _Account, now_s: float, counts_refusals: bool, computes: bool) -> None:
+def _check(name: str, key: ApiKey, account: _Account, now_s: float, counts_refusals: bool, computes: bool) -> None:
     """Check a key's limits, and take a request from them. raises HttpError with 429; a refused request costs nothing"""
     requests = account.allowance("requests_per_minute", key, now_s)
     tokens = account.allowance("tokens_per_minute", key, now_s)

@@ -63,7 +63,7 @@ class Connections:
             if waiting is None:
                 self.seldom.warn("all connections are in use, so that new ones get a 503 (raise `ulimit -n`)")
                 if len(self._refused) >= MAX_REFUSED:
-                    self._end_refused()
+                    self._close_refused()
                 self._refused[connection] = None
                 return False
             self.seldom.warn("all connections are in use, so that waiting ones are closed (raise `ulimit -n`)")
@@ -89,7 +89,7 @@ class Connections:
             group.pop(connection, None)
         self._refused.pop(connection, None)
 
-    def _end_refused(self) -> None:
+    def _close_refused(self) -> None:
         """Close a refused connection for a new one, preferably one that has received its refusal."""
         evicted = next((c for c in self._refused if c.is_refused), None) or next(iter(self._refused))
         self.remove(evicted)

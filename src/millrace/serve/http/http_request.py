@@ -61,7 +61,7 @@ class RequestLog:
     def __str__(self) -> str:
         values = self.to_dict()
         del values["method"], values["path"]
-        return " ".join([self.method, self.path, *[f"{key}={_quoted(value)}" for key, value in values.items()]])
+        return " ".join([self.method, self.path, *[f"{key}={_quote(value)}" for key, value in values.items()]])
 
 
 _NAMES = tuple(f.name for f in fields(RequestLog))
@@ -76,7 +76,7 @@ def request_id_of(header_value: bytes | None) -> str:
     )
 
 
-def _quoted(value: object) -> object:
+def _quote(value: object) -> object:
     """Quote text from clients so that it stays one value on one line: white space and control characters."""
     return json.dumps(value) if isinstance(value, str) and not _PLAIN.fullmatch(value) else value
 

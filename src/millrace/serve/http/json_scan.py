@@ -19,7 +19,7 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class JsonPiece:
     """A piece of a JSON text.
 
     at: its offset in the text; plain: which bytes lie outside of strings; depth: of lists and objects, after each byte
@@ -38,7 +38,7 @@ class Piece:
         return flags
 
 
-def pieces(text: bytes | memoryview, depth: int = 0) -> Iterator[Piece]:
+def scan_pieces(text: bytes | memoryview, depth: int = 0) -> Iterator[JsonPiece]:
     """Yield the structure of a text, which need not be valid JSON. depth: before its first byte"""
     everything = np.frombuffer(text, np.uint8)
     inside = is_escaped = False
@@ -52,7 +52,7 @@ def pieces(text: bytes | memoryview, depth: int = 0) -> Iterator[Piece]:
         closes = ((data == _CLOSING[0]) | (data == _CLOSING[1])) & plain
         depths = depth + np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int64)
         depth = int(depths[-1])
-        yield Piece(at, data, plain, opens, closes, depths)
+        yield JsonPiece(at, data, plain, opens, closes, depths)
 
 
 def _quotes(data: Bytes, is_escaped: bool) -> tuple[Flags, bool]:
@@ -76,24 +76,24 @@ def _quotes(data: Bytes, is_escaped: bool) -> tuple[Flags, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class JsonCounts:
     """Upper bounds of the values in a text, containers among them, and of its containers: lists and objects."""
 
     values: int
     containers: int
 
 
-def count_values(text: bytes) -> Counts:
+def count_values(text: bytes) -> JsonCounts:
     """Count the values of a text; if it has few commas and brackets, those within strings are counted, too."""
     n_containers = text.count(_OPENING[:1]) + text.count(_OPENING[1:])
     n_values = text.count(b",") + n_containers + 1
     if n_values <= _FEW:
-        return Counts(n_values, n_containers)
+        return JsonCounts(n_values, n_containers)
     n_values, n_containers = 1, 0
-    for piece in pieces(text):
+    for piece in scan_pieces(text):
         n_containers += _n(piece.opens)
         n_values += _n(piece.opens) + _n(piece.commas)
-    return Counts(n_values, n_containers)
+    return JsonCounts(n_values, n_containers)
 
 
 def _n(flags: Any) -> int:

@@ -237,7 +237,7 @@ class AsgiEdge:
             log.log(error.log_level, "request %s failed: %s", call.id, error)
             problem = without_frames(error).problem
         except HTTPException as error:
-            problem, headers = self._of_route(scope, error), dict(error.headers or {})
+            problem, headers = self._route_problem(scope, error), dict(error.headers or {})
         except MillraceError as error:
             problem = problem_of(without_frames(error), accepting=self._models.heartbeat.accepting)
             headers = error.headers if isinstance(error, HttpError) else {}
@@ -262,7 +262,7 @@ class AsgiEdge:
         path = raw_path(scope)
         return next((p for p in self._protocols if p.owns(path)), self._protocols[0]).write_error
 
-    def _of_route(self, scope: Scope, error: HTTPException) -> HttpProblem:
+    def _route_problem(self, scope: Scope, error: HTTPException) -> HttpProblem:
         path = raw_path(scope)
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")

@@ -9,7 +9,7 @@ from millrace.errors import BusyError
 from millrace.model_repository.tracing.tracer import Tracer
 from millrace.serve.http.admission import Admission, RequestsInFlight, UnsentBytes
 from millrace.serve.http.bounded_executor import BoundedExecutor
-from millrace.serve.ops.metrics import Metrics
+from millrace.serve.ops.metrics import ServerMetrics
 from millrace.serve.protocols.responses.store import ResponseStore
 from millrace.serve.settings import ServerSettings
 
@@ -27,7 +27,7 @@ class ServerContext:
         """raises ConfigError"""
         self.settings, self.load = settings, RequestsInFlight()
         self.admission = Admission()
-        self.metrics = Metrics()
+        self.metrics = ServerMetrics()
         self.tracer = Tracer.from_flags(settings.trace_config)
         self.unsent = UnsentBytes(settings.max_unread_bytes)
         self.responses = ResponseStore()

@@ -15,7 +15,7 @@ from msgspec import UNSET, inspect
 
 from millrace.errors import RequestError
 from millrace.serve.http.errors import not_yet
-from millrace.serve.llm.reasoning import wants_thoughts
+from millrace.serve.llm.reasoning import reasoning_switch
 from millrace.serve.llm.unsupported_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAMES, format_value, is_neutral
 
 MAX_NAME = 64  # characters of a reported name
@@ -166,7 +166,7 @@ class UnknownFields:
             raise unknown_field(name, f'did you mean "{theirs}"?')
         if name == "best_of" and request[name] == request.get("n"):
             return
-        if wants_thoughts(name, request[name]) is False and "chat_template_kwargs" in self._names:
+        if reasoning_switch(name, request[name]) is False and "chat_template_kwargs" in self._names:
             raise unknown_field(name, f'did you mean "{self._names["chat_template_kwargs"]}"?')
         if name == "extra_body" and request[name]:
             mend = "put its fields beside the others: clients in Python do so by themselves"

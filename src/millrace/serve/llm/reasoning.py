@@ -27,7 +27,7 @@ class Thinking:
     name: str
 
 
-def wants_thoughts(name: str, value: object) -> bool | None:
+def reasoning_switch(name: str, value: object) -> bool | None:
     """Return whether a client's field enables or disables reasoning; None if it does neither.
 
     Efforts other than "none" do neither: the chat template decides.
@@ -60,13 +60,13 @@ FIELDS = ("enable_thinking", "think", "thinking", "reasoning", "reasoning_effort
 def undecided_fields(request: object) -> list[str]:
     """Return the reasoning fields of a request that neither enable nor disable reasoning."""
     values = {name: getattr(request, name) for name in FIELDS}
-    return [name for name, value in values.items() if value is not None and wants_thoughts(name, value) is None]
+    return [name for name, value in values.items() if value is not None and reasoning_switch(name, value) is None]
 
 
 def thinking_of(request: object) -> Thinking | None:
     """Return the reasoning switch of a request. raises RequestError if its fields contradict each other"""
     switches = {
-        name: enabled for name in FIELDS if (enabled := wants_thoughts(name, getattr(request, name))) is not None
+        name: enabled for name in FIELDS if (enabled := reasoning_switch(name, getattr(request, name))) is not None
     }
     if len(set(switches.values())) > 1:
         first, second = (next(name for name, enabled in switches.items() if enabled is one) for one in (True, False))

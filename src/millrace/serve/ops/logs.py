@@ -39,14 +39,14 @@ class TextFormatter(logging.Formatter):
         entry = getattr(record, LOG_ATTRIBUTE, None)
         if isinstance(entry, BatchedRequestLogs):
             return _text(record.levelname, entry)
-        line = f"{_time(record.created)} {record.levelname} {escaped(record.getMessage())}"
+        line = f"{_time(record.created)} {record.levelname} {escape(record.getMessage())}"
         if not record.exc_info:
             return line
         trace = self.formatException(record.exc_info).split("\n")  # whose messages, too, come from outside
-        return "\n".join((line, *(f"  {escaped(one)}" for one in trace)))
+        return "\n".join((line, *(f"  {escape(one)}" for one in trace)))
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Escape line ends and control characters that affect a terminal: `\\n`, `\\x1b`, `\\u2028`."""
     return _ODD.sub(lambda odd: odd[0].encode("unicode_escape").decode(), text)
 

@@ -69,7 +69,7 @@ _HISTOGRAMS = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """One registry for one server; nothing is shared with the process's default registry."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
     yield counter(model, "vllm:prefix_cache_queries", help_text, stats.prefix_queries_total)
     help_text = "Prompt tokens found in the prefix cache, and so not computed"
     yield counter(model, "vllm:prefix_cache_hits", help_text, stats.prefix_hits_total)
-    yield _finished(model, stats)
+    yield _finish_reasons(model, stats)
     yield _iterations(model, stats)
     yield _config(model, limits)
     yield gauge(model, "millrace:kv_pages_used", "KV pages in use", stats.pages_used)
@@ -277,7 +277,7 @@ def _with_value(family: GaugeMetricFamily | CounterMetricFamily, model: str, val
     return family
 
 
-def _finished(model: str, stats: LoopStats) -> Metric:
+def _finish_reasons(model: str, stats: LoopStats) -> Metric:
     family = CounterMetricFamily(
         "vllm:request_success", "Answers that came to their end", labels=(*LABELS, "finished_reason")
     )

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from millrace.serve.http.sockets import bind, url_of
 from millrace.serve.http.uvicorn_server import UvicornServer
-from millrace.serve.ops.metrics import CONTENT_TYPE, Metrics
+from millrace.serve.ops.metrics import CONTENT_TYPE, ServerMetrics
 from millrace.serve.settings import ServerSettings
 
 _MAX_CONNECTIONS = 32
@@ -19,7 +19,7 @@ class MetricsListener:
 
     name = "metrics_url"
 
-    def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._settings, self._metrics, self.url = settings, metrics, ""
         self._web: UvicornServer | None = None
         self._ends: asyncio.Task[None] | None = None

@@ -300,7 +300,7 @@ def test_messages_are_answered_as_others(
     asked = [_sums(draw, **kind).SerializeToString() for kind in kinds for _ in range(5)]
     quick = [call(data, timeout=20) for data in asked]
     assert len(n_quick) == 3 * len(kinds)
-    monkeypatch.setattr(GrpcFastPath, "answer", lambda self, data, came_ns: None)
+    monkeypatch.setattr(GrpcFastPath, "answer", lambda self, data, arrived_ns: None)
     assert [call(data, timeout=20) for data in asked] == quick
     for data, told in zip(asked[:5], quick[:5], strict=True):
         left, right = (

@@ -41,7 +41,7 @@ def call(client: Client) -> Call:
 
 def usually(call: Call, data: bytes) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GrpcFastPath, "answer", lambda self, data, came_ns: None)
+        patch.setattr(GrpcFastPath, "answer", lambda self, data, arrived_ns: None)
         return call(data)
 
 

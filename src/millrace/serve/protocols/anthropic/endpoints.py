@@ -276,11 +276,11 @@ def _event(turn: BlockEvent, block: AnswerBlock, text: str) -> MessageEvent:
         case BlockEvent.CLOSED, _:
             return MessageEvent("content_block_stop", index=block.index)
         case BlockEvent.OPENED, BlockKind.CALL:
-            return _started(block, OutBlock("tool_use", id=block.call_id, name=block.name, input={}))
+            return _block_start(block, OutBlock("tool_use", id=block.call_id, name=block.name, input={}))
         case BlockEvent.OPENED, BlockKind.REASONING:
-            return _started(block, OutBlock("thinking", thinking="", signature=""))
+            return _block_start(block, OutBlock("thinking", thinking="", signature=""))
         case BlockEvent.OPENED, _:
-            return _started(block, OutBlock("text", text=""))
+            return _block_start(block, OutBlock("text", text=""))
         case _, BlockKind.CALL:
             delta = {"type": "input_json_delta", "partial_json": text}
         case _, BlockKind.REASONING:
@@ -290,7 +290,7 @@ def _event(turn: BlockEvent, block: AnswerBlock, text: str) -> MessageEvent:
     return MessageEvent("content_block_delta", index=block.index, delta=delta)
 
 
-def _started(block: AnswerBlock, content: OutBlock) -> MessageEvent:
+def _block_start(block: AnswerBlock, content: OutBlock) -> MessageEvent:
     return MessageEvent("content_block_start", index=block.index, content_block=content)
 
 

@@ -99,7 +99,7 @@ class SharedMemoryRegions:
             raise StatusError(Code.INTERNAL, "Unable to open shared memory region: ''")
         if not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
             raise invalid(f"{what} - invalid shm key '{key}'")
-        fd = _opened(key)
+        fd = _open(key)
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
@@ -214,7 +214,7 @@ class TenantRegions:
         self._all.check_total(n_bytes)
 
 
-def of_tenant(regions: SharedMemoryRegions | None, tenant: str) -> TenantRegions | None:
+def regions_of_tenant(regions: SharedMemoryRegions | None, tenant: str) -> TenantRegions | None:
     """Return a tenant's regions; None if shared memory is disabled."""
     return None if regions is None else regions.for_tenant(tenant)
 
@@ -226,7 +226,7 @@ def require_shared_memory(regions: TenantRegions | None) -> TenantRegions:
     return regions
 
 
-def _opened(key: str) -> int:
+def _open(key: str) -> int:
     """Open a file as shm_open does. raises StatusError"""
     try:
         return os.open(_FOLDER / key.removeprefix("/"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -31,7 +31,7 @@ from millrace.serve.llm.event_stream import EventStream, StreamFraming
 from millrace.serve.llm.generation_stream import GenerationStream, start_chat_generation, submit_prompts
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.non_streaming import collect_answer
-from millrace.serve.llm.reasoning import Thinking, wants_thoughts
+from millrace.serve.llm.reasoning import Thinking, reasoning_switch
 from millrace.serve.llm.request_decoding import drop_large_fields, request_options
 from millrace.serve.llm.request_types import Body, CalledFunction, Message, ToolCall
 from millrace.serve.llm.response_types import json_reply
@@ -253,7 +253,7 @@ def _form(response_format: str | Mapping[str, Any] | None) -> StructuredOutputsP
 
 
 def _rendering(think: bool | str | None) -> Rendering:
-    enabled = wants_thoughts("think", think)
+    enabled = reasoning_switch("think", think)
     return DEFAULT_RENDERING if enabled is None else Rendering(thinking=Thinking(enabled, "think"))
 
 

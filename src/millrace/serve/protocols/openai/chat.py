@@ -74,12 +74,12 @@ class _Answer:
         """Return the complete response. raises GenerationFailedError"""
         logprobs = [CollectedChatLogprobs() for _ in range(self._generation.n_choices)]
 
-        def named(delta: Delta) -> int:
+        def encode_logprobs(delta: Delta) -> int:
             piece = self._logprobs(delta.logprobs or ())
             return 0 if piece is None else logprobs[delta.index].add(piece)
 
         async with self._generation:
-            choices = await collect_answer(self._generation, self._backend, named)
+            choices = await collect_answer(self._generation, self._backend, encode_logprobs)
             content = await self._backend.encode_off_loop(
                 self._generation.has_many_logprobs, lambda: msgspec.json.encode(self._reply(choices, logprobs))
             )

@@ -111,7 +111,7 @@ class _Answer:
 
         ids: list[list[int]] = [[] for _ in logprobs]
 
-        def named(delta: Delta) -> int:
+        def encode_logprobs(delta: Delta) -> int:
             n_bytes = 0
             if self._with_ids:
                 ids[delta.index] += delta.token_ids
@@ -119,7 +119,7 @@ class _Answer:
             return n_bytes + sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
 
         async with self._generation:
-            choices = await collect_answer(self._generation, self._backend, named)
+            choices = await collect_answer(self._generation, self._backend, encode_logprobs)
             content = await self._backend.encode_off_loop(
                 self._generation.has_many_logprobs,
                 lambda: msgspec.json.encode(self._whole_reply(choices, logprobs, ids)),

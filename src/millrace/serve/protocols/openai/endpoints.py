@@ -68,7 +68,7 @@ def _text(
     return HttpEndpoint(operation, handler, TextBackend, names=request.NAMES)
 
 
-def _of_response(method: str, path: str, handler: GetHandler, summary: str, reply: type) -> HttpEndpoint:
+def _stored_response(method: str, path: str, handler: GetHandler, summary: str, reply: type) -> HttpEndpoint:
     """Return an endpoint of stored responses; requests have nothing but an id."""
     return HttpEndpoint(Operation(method, path, summary, True, None, reply), get_handler=handler)
 
@@ -93,8 +93,8 @@ _MAIN: tuple[HttpEndpoint, ...] = (
         ResponseEvent,
     ),
     get("/v1/responses/{response_id}", responses.retrieve, "A stored response", ResponseReply, protected=True),
-    _of_response("DELETE", "/v1/responses/{response_id}", responses.delete, "Forget a response", DeletedReply),
-    _of_response("POST", "/v1/responses/{response_id}/cancel", responses.cancel, "End a response", ResponseReply),
+    _stored_response("DELETE", "/v1/responses/{response_id}", responses.delete, "Forget a response", DeletedReply),
+    _stored_response("POST", "/v1/responses/{response_id}/cancel", responses.cancel, "End a response", ResponseReply),
     _encoder("/v1/embeddings", embeddings, "A vector for each text", EmbeddingRequest, EmbeddingReply),
     _encoder("/v1/score", score, "How near texts are, by the cosine of their vectors", ScoreRequest, ScoreReply),
     _encoder("/v1/rerank", rerank, "Documents by how near they are to a query", RerankRequest, RerankReply),

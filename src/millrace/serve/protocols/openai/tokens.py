@@ -41,16 +41,16 @@ async def tokenize(backend: TextBackend, call: RequestContext, request: Tokenize
     call.log.prompt_tokens = len(ids)
 
     def reply() -> bytes:
-        tokens_reply = TokenizeReply(len(ids), backend.model.max_context, cast(list[int], _encoded(ids, list)))
+        tokens_reply = TokenizeReply(len(ids), backend.model.max_context, cast(list[int], _encode_values(ids, list)))
         if request.return_token_strs:
             text = backend.model.tokenizer.token_text
-            tokens_reply.token_strs = cast(list[str], _encoded(ids, lambda part: [text(i) for i in part]))
+            tokens_reply.token_strs = cast(list[str], _encode_values(ids, lambda part: [text(i) for i in part]))
         return msgspec.json.encode(tokens_reply)
 
     return Response(await backend.off_loop(len(ids) > LARGE, reply), media_type="application/json")
 
 
-def _encoded(ids: Sequence[int], values: Callable[[Sequence[int]], Sequence[int | str]]) -> msgspec.Raw:
+def _encode_values(ids: Sequence[int], values: Callable[[Sequence[int]], Sequence[int | str]]) -> msgspec.Raw:
     """Return the JSON list of a value for each token, in pieces: each call holds the interpreter lock until it ends."""
     pieces = (msgspec.json.encode(values(ids[at : at + _PIECE]))[1:-1] for at in range(0, len(ids), _PIECE))
     return msgspec.Raw(b"[%b]" % b",".join(pieces))

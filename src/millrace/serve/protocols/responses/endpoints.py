@@ -260,18 +260,18 @@ def retrieve(models: Models, scope: Scope) -> Response:
                 f"{name:.60}={value:.60} is asked of a stored response", "the response as it is",
                 "leave it out: a response is streamed while it is created, and told whole afterwards", name[:60],
             )  # fmt: skip
-    return _stored_reply(_stored(models, scope))
+    return _stored_reply(_find_stored(models, scope))
 
 
 def cancel(models: Models, scope: Scope) -> Response:
     """Cancel a response that is being answered; a complete one stays as it is."""
-    stored = _stored(models, scope)
+    stored = _find_stored(models, scope)
     stored.end()
     return _stored_reply(stored)
 
 
 def delete(models: Models, scope: Scope) -> Response:
-    response_id = _stored(models, scope).id
+    response_id = _find_stored(models, scope).id
     models.serving.responses.delete(response_id)
     return json_reply(DeletedReply(response_id))
 
@@ -280,7 +280,7 @@ def _stored_reply(stored: StoredResponse) -> Response:
     return Response(stored.reply, media_type="application/json")
 
 
-def _stored(models: Models, scope: Scope) -> StoredResponse:
+def _find_stored(models: Models, scope: Scope) -> StoredResponse:
     """Return the requested response of the caller's tenant. raises HttpError with 404"""
     call: RequestContext = scope[CALL]
     return models.serving.responses.get(scope["path_params"]["response_id"], call.tenant)

@@ -23,7 +23,7 @@ from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, parame
 from millrace.serve.protocols.kserve.grpc.message_scan import SplitInferRequest
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import build_message, config_message, message
 from millrace.serve.protocols.kserve.http.generate_extension import RunOffLoop
-from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, of_tenant, require_shared_memory
+from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, regions_of_tenant, require_shared_memory
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
 ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
@@ -87,12 +87,12 @@ class GrpcFrontend:
             case "ModelInfer":
                 return await self._infer(data, caller)
             case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
-                reply = await self._of_repository(name, parse_message(f"{name}Request", data), caller.owner)
+                reply = await self._repository_call(name, parse_message(f"{name}Request", data), caller.owner)
                 return encode_response(name, reply)
         if name in SHARED:
-            return encode_response(name, self._of_shared(name, data, caller.tenant))
+            return encode_response(name, self._shared_memory(name, data, caller.tenant))
         if name in ADJUSTED:
-            return encode_response(name, self._adjusted(name, parse_message(f"{name}Request", data), caller.owner))
+            return encode_response(name, self._settings(name, parse_message(f"{name}Request", data), caller.owner))
         request = parse_message("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
         return encode_response("HealthCheck" if name == "Check" else name, self._calls[name](request))
 
@@ -115,7 +115,7 @@ class GrpcFrontend:
         if self._shared is not None:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
         checked: tuple[InferRequest, GrpcOutputOptions] = await self._run_off_loop(
-            lambda: read_infer(request, model, of_tenant(self._shared, caller.tenant), cut), n_bytes
+            lambda: read_infer(request, model, regions_of_tenant(self._shared, caller.tenant), cut), n_bytes
         )
         checked[0].parameters.update(caller.shown)
         checked[0].token_usage, checked[0].tenant = caller.bill, caller.tenant
@@ -128,7 +128,7 @@ class GrpcFrontend:
         return data
 
     async def _infer(self, data: bytes, caller: GrpcCallContext) -> bytes:
-        came_ns = time.monotonic_ns()
+        arrived_ns = time.monotonic_ns()
         request, cut = await self.decode_infer(data)
         model = self.model(request)
         if model.is_decoupled:
@@ -136,7 +136,7 @@ class GrpcFrontend:
             raise StatusError(Code.UNSUPPORTED, what)
         self._on_infer(data, request, model)
         inference, output_options = await self.check_infer(request, cut, model, len(data), caller)
-        with TracedExchange(self._repository.common.tracer, inference, "GRPC", came_ns, caller.parent) as call:
+        with TracedExchange(self._repository.common.tracer, inference, "GRPC", arrived_ns, caller.parent) as call:
             response = await model.infer(inference)
             call.on_response()
             return await self.encode_off_loop(
@@ -173,7 +173,7 @@ class GrpcFrontend:
 
     # ------------------------------------------------------------------ settings
 
-    def _adjusted(self, name: str, request: Any, owner: str) -> Any:
+    def _settings(self, name: str, request: Any, owner: str) -> Any:
         """Return log or trace settings, after changing those in the request. raises StatusError"""
         if name == "LogSettings":
             change = dict(parameter_values(request.settings))
@@ -186,8 +186,8 @@ class GrpcFrontend:
 
     # ------------------------------------------------------------------ shared memory
 
-    def _of_shared(self, name: str, data: bytes, tenant: str) -> Any:
-        regions = require_shared_memory(of_tenant(self._shared, tenant))
+    def _shared_memory(self, name: str, data: bytes, tenant: str) -> Any:
+        regions = require_shared_memory(regions_of_tenant(self._shared, tenant))
         request = parse_message(f"{name}Request", data)
         if name.startswith("Cuda"):
             request_fields.cuda_regions(name.removeprefix("CudaSharedMemory").lower(), request.name)
@@ -202,7 +202,7 @@ class GrpcFrontend:
 
     # ------------------------------------------------------------------ repository
 
-    async def _of_repository(self, name: str, request: Any, owner: str) -> Any:
+    async def _repository_call(self, name: str, request: Any, owner: str) -> Any:
         if request.repository_name:
             raise StatusError(Code.UNSUPPORTED, request_fields.NO_REPOSITORY_NAME)
         if name == "RepositoryIndex":
@@ -222,16 +222,16 @@ class GrpcFrontend:
 def _read_infer(data: bytes) -> tuple[Any, SplitInferRequest | None]:
     """raises StatusError"""
     cut = message_scan.split_infer_request(data)
-    return _parsed("ModelInferRequest", data if cut is None else cut.rest), cut
+    return _parse("ModelInferRequest", data if cut is None else cut.rest), cut
 
 
 def parse_message(name: str, data: bytes) -> Any:
     """raises StatusError"""
     message_scan.check_message(name, data)
-    return _parsed(name, data)
+    return _parse(name, data)
 
 
-def _parsed(name: str, data: bytes) -> Any:
+def _parse(name: str, data: bytes) -> Any:
     """raises StatusError"""
     try:
         return message(name).FromString(data)

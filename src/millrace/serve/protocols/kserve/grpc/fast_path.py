@@ -119,8 +119,8 @@ class GrpcFastPath:
 
     # ------------------------------------------------------------------ what comes again
 
-    def answer(self, data: bytes, came_ns: int) -> bytes | None:
-        """Return the whole response; None: the normal path must answer. came_ns: time.monotonic_ns()
+    def answer(self, data: bytes, arrived_ns: int) -> bytes | None:
+        """Return the whole response; None: the normal path must answer. arrived_ns: time.monotonic_ns()
 
         raises StatusError
         """
@@ -139,7 +139,7 @@ class GrpcFastPath:
                 if model is None:
                     return None
                 inputs = {name: ndarray(shape, dtype, data[at:end]) for name, dtype, shape, at, end in cached.places}
-                outputs, parameters = model.infer_inline(cached.template, inputs, came_ns)
+                outputs, parameters = model.infer_inline(cached.template, inputs, arrived_ns)
                 if cached.last_outputs is not None and not parameters:
                     response = _reuse_response(cached.last_outputs, outputs, cached.front + own)
                     if response is not None:

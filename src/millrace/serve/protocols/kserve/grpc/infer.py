@@ -148,7 +148,7 @@ def _raw_inputs(
             if raws:
                 what = "contents field must not be specified when using raw_input_contents for"
                 raise invalid(f"{what} '{tensor.name}' for model '{model}'")
-            data = _typed(tensor, model, cut.contents.get(i, ()) if cut is not None else ())
+            data = _typed_data(tensor, model, cut.contents.get(i, ()) if cut is not None else ())
         elif n_raw < len(raws):
             data, n_raw = raws[n_raw], n_raw + 1
         else:
@@ -161,7 +161,7 @@ def _raw_inputs(
         raise invalid(f"unexpected additional input data for model '{model}'")
 
 
-def _typed(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
+def _typed_data(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
     """Return the typed fields of an input as raw data. cut: the fields of a large one. raises StatusError"""
     what = f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{model}'"
     parts, kinds = list[bytes](), set[str]()
@@ -187,16 +187,16 @@ def _decode_contents(cut: Sequence[memoryview]) -> Iterator[dict[str, Any]]:
         for piece in contents_pieces(contents):
             if isinstance(piece, PackedField):
                 if (values := unpack_numbers(piece.data, np.dtype(DTYPES[_KIND_OF[piece.field]]))) is None:
-                    raise _malformed(f"{piece.field} ends within a number, or has one of more than 10 bytes")
+                    raise _parse_error(f"{piece.field} ends within a number, or has one of more than 10 bytes")
                 yield {piece.field: values}
                 continue
             try:
                 yield _fields(message("InferTensorContents").FromString(piece))
             except DecodeError as error:
-                raise _malformed(error) from None
+                raise _parse_error(error) from None
 
 
-def _malformed(reason: object) -> StatusError:
+def _parse_error(reason: object) -> StatusError:
     return StatusError(Code.INTERNAL, f"failed to parse the message ModelInferRequest: {reason}")
 
 

@@ -135,65 +135,65 @@ class GrpcServer:
     # ------------------------------------------------------------------ calls
 
     def _unary(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        async def called(data: bytes, context: Any) -> bytes:
+        async def handle(data: bytes, context: Any) -> bytes:
             outcome = await self._call(service, name, context, partial(self._answer, name, data, context))
             del data  # gRPC's context keeps what it raises to abort the call, and with it this frame
             return await _finish_call(context, outcome)
 
-        return called
+        return handle
 
-    async def _answer(self, name: str, data: bytes, context: Any, called: "_OpenCall") -> bytes:
+    async def _answer(self, name: str, data: bytes, context: Any, call: "_OpenCall") -> bytes:
         """raises StatusError, MillraceError"""
-        caller = self._caller(called)
+        caller = self._caller(call)
         if name not in ADMITTED:
             return await self._front.answer(name, data, caller)
-        share = self._send_budget.lease(context.peer())
-        with self._admitted(share, len(data), is_control=name.startswith("Repository")):
+        lease = self._send_budget.lease(context.peer())
+        with self._admitted(lease, len(data), is_control=name.startswith("Repository")):
             answer = await self._front.answer(name, data, caller)
-            share.add(len(answer))
-            share.until(context)
+            lease.add(len(answer))
+            lease.until(context)
             return answer
 
     async def _stream(self, _: Any, context: Any) -> None:
         await _finish_call(context, await self._call(SERVICE, _STREAM, context, partial(self._run_stream, context)))
 
-    async def _run_stream(self, context: Any, called: "_OpenCall") -> None:
+    async def _run_stream(self, context: Any, call: "_OpenCall") -> None:
         """raises StatusError, MillraceError"""
 
         async def read() -> bytes | None:
             data = await context.read()
             return None if data is grpc.aio.EOF else data
 
-        ends_with_error = called.metadata.get("triton_grpc_error") == "true"
-        caller, write_s = self._caller(called), self._serving.settings.write_timeout_s
-        share = partial(self._send_budget.lease, context.peer())
-        admit = partial(self._admitted, share())
-        stream = Stream(self._front, admit, share, write_s, ends_with_error, caller, called.grant)
+        ends_with_error = call.metadata.get("triton_grpc_error") == "true"
+        caller, write_s = self._caller(call), self._serving.settings.write_timeout_s
+        lease = partial(self._send_budget.lease, context.peer())
+        admit = partial(self._admitted, lease())
+        stream = Stream(self._front, admit, lease, write_s, ends_with_error, caller, call.grant)
         self._streams.add(stream)
         try:
             # Before the responses: gRPC does not report a call's end while its head waits for the first of them.
             await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
         except StatusError:
-            share().keep(context, stream.n_writing)
+            lease().keep(context, stream.n_writing)
             raise
         finally:
             self._streams.discard(stream)
         if stream.stopped:
             raise StatusError(Code.UNAVAILABLE, "Server is stopping")
 
-    def _caller(self, called: "_OpenCall") -> GrpcCallContext:
+    def _caller(self, call: "_OpenCall") -> GrpcCallContext:
         """raises StatusError"""
-        metadata = called.metadata
-        tenant, owner = (called.grant.tenant, called.grant.owner) if called.grant is not None else ("", "")
+        metadata = call.metadata
+        tenant, owner = (call.grant.tenant, call.grant.owner) if call.grant is not None else ("", "")
         return GrpcCallContext(
-            self._guard.forwarded_headers(metadata), self._front.parent(metadata), called.bill, tenant, owner
+            self._guard.forwarded_headers(metadata), self._front.parent(metadata), call.bill, tenant, owner
         )
 
     @contextmanager
-    def _admitted(self, share: SendBudgetLease, n_bytes: int, is_control: bool = False) -> Iterator[None]:
+    def _admitted(self, lease: SendBudgetLease, n_bytes: int, is_control: bool = False) -> Iterator[None]:
         """Admit a message of n_bytes while it is answered. raises BusyError, StatusError, HttpError"""
         if not is_control:
-            share.check()
+            lease.check()
         bodies = self._backend.bodies
         with bodies.receiving("") as incoming:
             bodies.count_decompressed(incoming, n_bytes)
@@ -207,15 +207,15 @@ class GrpcServer:
         began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
         entry = RequestLog("GRPC", service + name, request_id_of(_header(metadata, "x-request-id")))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
-        called = _OpenCall(metadata)
+        call = _OpenCall(metadata)
         self._serving.load.n += 1
         try:
             if name not in OPEN:
-                called.grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
+                call.grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
             if (header := self._guard.missing_header(api_group_of_call(name), metadata, GRPC_PREFIX)) is not None:
                 what = f"This protocol is restricted, expecting header '{header}'"
                 raise StatusError(Code.UNAVAILABLE, what)
-            answer = await work(called)
+            answer = await work(call)
             code = grpc.StatusCode.OK
             return answer
         except StatusError as error:
@@ -230,9 +230,9 @@ class GrpcServer:
             code, details = grpc.StatusCode.INTERNAL, BUG.message
         finally:
             self._serving.load.n -= 1
-            entry.prompt_tokens, entry.generated_tokens = called.bill.prompt or None, called.bill.generated or None
-            if called.grant is not None:
-                called.grant.end(called.bill.take())
+            entry.prompt_tokens, entry.generated_tokens = call.bill.prompt or None, call.bill.generated or None
+            if call.grant is not None:
+                call.grant.end(call.bill.take())
             entry.status, entry.error = code.value[0], details or None
             entry.total_ms = (time.perf_counter() - began_s) * 1e3
             log_request(entry)
@@ -294,9 +294,9 @@ class _InferMethod:
         return self
 
     async def __call__(self, data: bytes, context: Any) -> bytes:
-        came_ns, code, details = time.monotonic_ns(), _OK, ""
+        arrived_ns, code, details = time.monotonic_ns(), _OK, ""
         try:
-            response = self._handler.fast_path.answer(data, came_ns)
+            response = self._handler.fast_path.answer(data, arrived_ns)
         except StatusError as error:
             response, code, details = b"", STATUS[error.code], error.message
         if response is None:
@@ -308,7 +308,7 @@ class _InferMethod:
         for key, value in self._metadata:
             if key == "x-request-id":
                 request_id = request_id_of(value.encode() if isinstance(value, str) else bytes(value))
-        took_ms = (time.monotonic_ns() - came_ns) / 1e6
+        took_ms = (time.monotonic_ns() - arrived_ns) / 1e6
         self._handler.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
         if details:
             await _abort(context, code, details)

@@ -62,17 +62,17 @@ class Stream:
     """One ModelStreamInfer call, to be used in the event loop; `run` serves it to its end."""
 
     def __init__(
-        self, frontend: GrpcFrontend, admit: Admit, share: Callable[[], ResponseSidecar], write_s: float,
+        self, frontend: GrpcFrontend, admit: Admit, lease: Callable[[], ResponseSidecar], write_s: float,
         ends_with_error: bool,
         caller: GrpcCallContext, grant: Grant | None = None,
     ) -> None:  # fmt: skip
         """admit: admits a request of so many bytes while it is answered
-        share: returns the counter of one request's unread responses
+        lease: returns the counter of one request's unread responses
         write_s: timeout for the client to read a response
         ends_with_error: the first error ends the stream with its status, as a client may request
         grant: charged when a request has ended, because a stream may never end"""
         self._frontend, self._admit, self._write_s, self._ends_with_error = frontend, admit, write_s, ends_with_error
-        self._share, self._caller, self._grant = share, caller, grant
+        self._lease, self._caller, self._grant = lease, caller, grant
         self._open: set[_OpenRequest] = set()
         self._in_order: deque[_OpenRequest] = deque()  # those of models that are not decoupled
         self._ready = deque[tuple[_OpenRequest, _Answer, int] | None]()  # None: the end
@@ -205,7 +205,7 @@ class Stream:
         """Return a message with its bytes, counted until it is written; too many end the request, not the stream."""
         if request.model is None or request.inference is None or request not in self._open:
             return answer, 0
-        request.unread = request.unread or UnreadBytes(request.model, self._share())
+        request.unread = request.unread or UnreadBytes(request.model, self._lease())
         try:
             return answer, request.unread.add(request.inference, answer.response)
         except StatusError as too_much:
@@ -308,13 +308,13 @@ class Stream:
             return None
         try:
             if n_bytes <= FREE_BYTES:
-                return _packed(request, answer)
-            return await self._frontend.encode_off_loop(n_bytes, lambda: _packed(request, answer))
+                return _encode_message(request, answer)
+            return await self._frontend.encode_off_loop(n_bytes, lambda: _encode_message(request, answer))
         except (StatusError, MillraceError) as error:
             failed = as_status(error)
             if self._ends_with_error:
                 raise failed from None
-            return _packed(request, _Answer(None, failed, answer.final))
+            return _encode_message(request, _Answer(None, failed, answer.final))
 
     def _end_request(self, request: _OpenRequest) -> None:
         self._open.discard(request)
@@ -339,7 +339,7 @@ def as_status(error: StatusError | MillraceError) -> StatusError:
     return StatusError(Code.UNAVAILABLE, problem_of(error, accepting=True).message)
 
 
-def _packed(request: _OpenRequest, answer: _Answer) -> bytes:
+def _encode_message(request: _OpenRequest, answer: _Answer) -> bytes:
     """Encode a ModelStreamInferResponse. raises StatusError"""
     if request.answers is None:
         assert answer.error is not None, "what was not begun has failed"

@@ -74,7 +74,7 @@ class StreamResponses:
         ):
             self._front = front
             self._kinds = [(name, array.dtype, array.shape) for name, array in response.outputs.items()]
-        return _framed([front, *raws])
+        return _frame([front, *raws])
 
     def _reuse_last_message(self, outputs: Any) -> bytes | None:
         """Encode outputs with the last message's framing; None if names, types or shapes differ."""
@@ -86,7 +86,7 @@ class StreamResponses:
                 return None
             raw = _raw(name, array)
             parts += (RAW_OUTPUT + varint(len(raw)), raw)
-        return _framed(parts)
+        return _frame(parts)
 
     def _encode_with_model(self, reply: Any, final: bool) -> bytes:
         reply.infer_response.model_name = self._proto.model_name
@@ -96,7 +96,7 @@ class StreamResponses:
         return data
 
 
-def _framed(parts: Sequence[bytes | memoryview]) -> bytes:
+def _frame(parts: Sequence[bytes | memoryview]) -> bytes:
     """Encode a ModelStreamInferResponse. parts: of its ModelInferResponse"""
     return concatenate([_INFER_RESPONSE + varint(sum(map(len, parts))), *parts])
 

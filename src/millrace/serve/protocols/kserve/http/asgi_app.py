@@ -70,7 +70,7 @@ class KServe:
         if restricting is not None:
             reply = error_reply(403, f"This API is restricted, expecting header '{restricting}'")
         elif scope["method"] == "GET":
-            reply = await self._front.answer(_of_key(HttpCall("GET", path, {}, b""), scope[CALL]))
+            reply = await self._front.answer(_set_tenant(HttpCall("GET", path, {}, b""), scope[CALL]))
         else:
             reply = await self._answer_post(scope, receive, send, path)
         if reply.events is not None:
@@ -85,7 +85,7 @@ class KServe:
         await send({"type": "http.response.body", "body": reply.body[at:]})
 
     async def _answer_post(self, scope: Scope, receive: Receive, send: Send, path: str) -> HttpReply:
-        call, came_ns = scope[CALL], time.monotonic_ns()
+        call, arrived_ns = scope[CALL], time.monotonic_ns()
         with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
             try:
                 body = await read_body(scope, receive, self._bodies, incoming)
@@ -96,9 +96,9 @@ class KServe:
             call.body_bytes = len(body)
             headers = combine_duplicate_headers(scope["headers"], b",")
             request = HttpCall(
-                scope["method"], path, headers, body, partial(self._bodies.count_decompressed, incoming), came_ns
+                scope["method"], path, headers, body, partial(self._bodies.count_decompressed, incoming), arrived_ns
             )
-            _of_key(request, call)
+            _set_tenant(request, call)
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
                     return await run_until_disconnect(receive, self._answer(request, send))
@@ -122,7 +122,7 @@ class KServe:
         return reply
 
 
-def _of_key(request: HttpCall, call: RequestContext) -> HttpCall:
+def _set_tenant(request: HttpCall, call: RequestContext) -> HttpCall:
     """Set the tenant and the owner of a request, and return it."""
     request.tenant, request.owner = call.tenant, "" if call.is_admin else call.tenant
     return request

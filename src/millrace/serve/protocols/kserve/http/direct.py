@@ -42,7 +42,7 @@ from millrace.serve.protocols.kserve.http.infer_response import encode_response
 from millrace.serve.protocols.kserve.http.request_template import END, JSON_LENGTH, LENGTH, REQUEST_ID
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 from millrace.serve.protocols.kserve.routes import BELOW, pattern_of
-from millrace.serve.protocols.kserve.shared_memory import of_tenant
+from millrace.serve.protocols.kserve.shared_memory import regions_of_tenant
 
 Header = tuple[bytes, bytes]
 MAX_HEADS, MAX_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB
@@ -225,20 +225,24 @@ class DirectAnswer:
         backend.enter()
         try:
             request, self._output_options = read_infer(
-                body, self._head.n_json, self._model.name, self._model.checker, of_tenant(backend.shared, tenant)
+                body,
+                self._head.n_json,
+                self._model.name,
+                self._model.checker,
+                regions_of_tenant(backend.shared, tenant),
             )
             request.token_usage, request.tenant = TokenUsage(), tenant
             self._request = request
-            self._model.submit(request, only_response(self._answered))
+            self._model.submit(request, only_response(self._take_response))
         except StatusError as error:
-            self._answered(None, error)
+            self._take_response(None, error)
         self._is_begun = True
         response, self._response = self._response, None
         return response
 
     # ------------------------------------------------------------------ its end
 
-    def _answered(self, response: InferResponse | None, error: StatusError | None) -> None:
+    def _take_response(self, response: InferResponse | None, error: StatusError | None) -> None:
         """Take the model's response, or the error."""
         if self._is_over:
             return

@@ -31,7 +31,7 @@ from millrace.serve.protocols.kserve.http.infer_response import (
     server_timing,
 )
 from millrace.serve.protocols.kserve.restricted_apis import OPEN, ApiRestrictions, headers_as_text
-from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, of_tenant, require_shared_memory
+from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, regions_of_tenant, require_shared_memory
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
@@ -52,7 +52,7 @@ class HttpCall:
     headers: Mapping[bytes, bytes]
     body: bytes
     grew: Callable[[int], None] = lambda n_bytes: None  # called with memory held in addition to `body`; may raise
-    came_ns: int = 0  # time.monotonic_ns(), before its body
+    arrived_ns: int = 0  # time.monotonic_ns(), before its body
     bill: TokenUsage = field(default_factory=TokenUsage)
     tenant: str = ""  # name of its API key, if there are several
     owner: str = ""  # the tenant whose models it may change; "" for all of them
@@ -121,13 +121,13 @@ class HttpFrontend:
                 _require_method("GET", request)
                 return json_reply({"model_stats": metadata.statistics(self._repository)})
             case ["models", name, *_] if name:
-                return await self._of_model(request, *parse_model_path(parts[1:]))
+                return await self._model_call(request, *parse_model_path(parts[1:]))
             case [] | ["health", "live" | "ready"]:
-                return self._of_server(request, parts)
+                return self._server_call(request, parts)
             case ["repository", *rest]:
-                return await self._of_repository(request, rest)
+                return await self._repository_call(request, rest)
             case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
-                return self._of_shared(request, parts[0], rest)
+                return self._shared_memory(request, parts[0], rest)
             case ["logging"]:
                 return json_reply(
                     settings_endpoints.log(self._repository.common.log, _settings_update(request), request.owner)
@@ -138,7 +138,7 @@ class HttpFrontend:
                 )
         raise _NoSuchPath
 
-    def _of_server(self, request: HttpCall, parts: list[str]) -> HttpReply:
+    def _server_call(self, request: HttpCall, parts: list[str]) -> HttpReply:
         _require_method("GET", request)
         if not parts:
             return json_reply(metadata.server(self._shared is not None))
@@ -146,7 +146,7 @@ class HttpFrontend:
 
     # ------------------------------------------------------------------ models
 
-    async def _of_model(self, request: HttpCall, name: str, version: int | None, action: str) -> HttpReply:
+    async def _model_call(self, request: HttpCall, name: str, version: int | None, action: str) -> HttpReply:
         if action and action not in OF_MODEL:
             raise _NoSuchPath
         if action == "trace/setting":
@@ -188,7 +188,7 @@ class HttpFrontend:
             return await self._stream(request, model, inference, output_options, accepts)
         inference.timings = [] if TIMING_HEADER in headers else None
         with TracedExchange(
-            self._repository.common.tracer, inference, "HTTP", request.came_ns, self._parent(request)
+            self._repository.common.tracer, inference, "HTTP", request.arrived_ns, self._parent(request)
         ) as call:
             response = await model.infer(inference)
             call.on_response()
@@ -196,7 +196,7 @@ class HttpFrontend:
             answer, n_head = await self._run_off_loop(
                 lambda: encode_response(model, inference, response, output_options), n_bytes
             )
-        reply_headers = [*infer_headers(n_head), *server_timing(inference, request.came_ns)]
+        reply_headers = [*infer_headers(n_head), *server_timing(inference, request.arrived_ns)]
         accepted = headers.get(b"accept-encoding")
         if accepted and (coding := compression.choose_coding(accepted.decode("latin-1"))) != "identity":
             answer = await self._run_off_loop(lambda: compression.compress(answer, coding), len(answer))
@@ -211,7 +211,7 @@ class HttpFrontend:
         n_json = header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
-            return read_infer(body, n_json, model.name, model.checker, of_tenant(self._shared, request.tenant))
+            return read_infer(body, n_json, model.name, model.checker, regions_of_tenant(self._shared, request.tenant))
 
         n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
         if self._shared is not None:
@@ -233,7 +233,7 @@ class HttpFrontend:
         """Stream the responses of a decoupled model, each as `/infer` would answer. raises StatusError"""
         if output_options.binary_default or any(output_options.binary.values()):
             raise invalid("a stream of responses is JSON: leave binary_data and binary_data_output out of its outputs")
-        self._repository.common.tracer.trace_stream(inference, "HTTP", request.came_ns, self._parent(request))
+        self._repository.common.tracer.trace_stream(inference, "HTTP", request.arrived_ns, self._parent(request))
         write = lambda model, inference, response: encode_response(model, inference, response, output_options)[0]  # noqa: E731
         events = Events(model, inference, self._run_off_loop, write, lines=accepts == _LINES)
         failed = await events.begin()
@@ -246,7 +246,7 @@ class HttpFrontend:
         inference = await self._run_off_loop(lambda: read_generate(request.body, model), len(request.body))
         self._show_headers(inference, request)
         inference.token_usage, inference.tenant = request.bill, request.tenant
-        self._repository.common.tracer.trace_stream(inference, "HTTP", request.came_ns, self._parent(request))
+        self._repository.common.tracer.trace_stream(inference, "HTTP", request.arrived_ns, self._parent(request))
         if not streamed:
             return HttpReply(200, await generate(model, inference, self._run_off_loop), [(b"content-type", _JSON)])
         events = Events(model, inference, self._run_off_loop)
@@ -276,7 +276,7 @@ class HttpFrontend:
 
     # ------------------------------------------------------------------ shared memory
 
-    def _of_shared(self, request: HttpCall, kind: str, rest: list[str]) -> HttpReply:
+    def _shared_memory(self, request: HttpCall, kind: str, rest: list[str]) -> HttpReply:
         """Answer a shared-memory route: [/region/{name}]/{status,register,unregister}."""
         action, region = rest[-1], ""
         if len(rest) == 3 and rest[0] == "region":
@@ -284,7 +284,7 @@ class HttpFrontend:
         elif len(rest) > 1:
             raise _NoSuchPath
         _require_method("GET" if action == "status" else "POST", request)
-        regions = require_shared_memory(of_tenant(self._shared, request.tenant))
+        regions = require_shared_memory(regions_of_tenant(self._shared, request.tenant))
         if kind == "cudasharedmemory":
             if action == "register":
                 request_fields.json_object(request.body)
@@ -304,7 +304,7 @@ class HttpFrontend:
 
     # ------------------------------------------------------------------ repository
 
-    async def _of_repository(self, request: HttpCall, rest: list[str]) -> HttpReply:
+    async def _repository_call(self, request: HttpCall, rest: list[str]) -> HttpReply:
         of_one = ""
         if len(rest) in (2, 4) and rest[0]:
             of_one, rest = rest[0], rest[1:]

@@ -21,7 +21,7 @@ from millrace.serve.http.json_scan import count_values
 from millrace.serve.protocols.kserve.http.compression import too_large
 from millrace.serve.protocols.kserve.http.infer_request import take_parameters
 from millrace.serve.protocols.kserve.http.infer_response import encode_error, flat_list
-from millrace.serve.protocols.kserve.http.json_values import elements, from_json, no_json, too_deep, unparsed
+from millrace.serve.protocols.kserve.http.json_values import elements, from_json, no_json, parse_error, too_deep
 
 _MAX_BYTES = 16 << 20  # of a text with its parameters; tensors of numbers go to `infer`
 _MAX_VALUES = 1 << 17
@@ -45,7 +45,7 @@ def read_generate(body: bytes, model: Model) -> InferRequest:
     for key, value in members:
         if key == "id" and model.checker.declared_input(key) is None:
             if not isinstance(value, str):
-                raise unparsed("id", "attempt to access JSON non-string as string")
+                raise parse_error("id", "attempt to access JSON non-string as string")
             request.id = value
         elif key == "parameters":
             if not isinstance(value, _Object):
@@ -171,7 +171,7 @@ class Events:
         try:
             self._first = await self._next()
         except StatusError as error:
-            self._first = self._failed(error)
+            self._first = self._error_event(error)
             return error.code
         except BaseException:  # the client is gone
             self.close()
@@ -187,7 +187,7 @@ class Events:
             try:
                 event = await self._next()
             except StatusError as error:
-                event = self._failed(error)
+                event = self._error_event(error)
         if not event:
             raise StopAsyncIteration
         return event
@@ -202,7 +202,7 @@ class Events:
         )
         return data.join(self._around)
 
-    def _failed(self, error: StatusError) -> bytes:
+    def _error_event(self, error: StatusError) -> bytes:
         return encode_error(error.message).join(self._around)
 
     def close(self) -> None:

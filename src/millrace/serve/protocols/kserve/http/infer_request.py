@@ -18,7 +18,7 @@ from millrace.model_repository.request.request_validation import DeferredData, R
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import DTYPES, Array
 from millrace.serve.protocols.kserve.http.json_spans import JsonWithSpans, Span, span_or_value
-from millrace.serve.protocols.kserve.http.json_values import from_json, no_json, not_a, too_deep, unparsed
+from millrace.serve.protocols.kserve.http.json_values import from_json, no_json, not_a, parse_error, too_deep
 from millrace.serve.protocols.kserve.request_fields import output_names, take_parameter
 from millrace.serve.protocols.kserve.shared_memory import RegionPlace, TenantRegions, require_shared_memory
 
@@ -42,7 +42,7 @@ class SharedParameters(Struct, gc=False):
             return None
         regions = require_shared_memory(shared)
         if size is UNSET:
-            raise unparsed(_SHARED_SIZE, f"attempt to access non-existing object member '{_SHARED_SIZE}'")
+            raise parse_error(_SHARED_SIZE, f"attempt to access non-existing object member '{_SHARED_SIZE}'")
         return regions.place(region, self.shared_memory_offset, size)
 
 
@@ -183,7 +183,7 @@ def _raw_inputs(
         elif size is UNSET:
             values = span_or_value(tensor.data, spans)
             if isinstance(values, Span):
-                data = DeferredData(partial(_of_span, values, tensor.name, tensor.datatype, shape, n))
+                data = DeferredData(partial(_span_array, values, tensor.name, tensor.datatype, shape, n))
             else:
                 data = from_json(tensor.name, tensor.datatype, values, n).reshape(shape)
         else:
@@ -198,7 +198,7 @@ def _raw_inputs(
     return raw_inputs
 
 
-def _of_span(span: Span, name: str, datatype: str, shape: tuple[int, ...], n: int) -> Array:
+def _span_array(span: Span, name: str, datatype: str, shape: tuple[int, ...], n: int) -> Array:
     """raises StatusError"""
     return span.array(name, datatype, n).reshape(shape)
 
@@ -241,7 +241,7 @@ def _wrong(key: str, expected: str) -> StatusError:
     if expected == "any":
         return invalid(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'.")
     word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(expected, expected)
-    return unparsed(key, not_a(word, word))
+    return parse_error(key, not_a(word, word))
 
 
 def _take_outputs(
@@ -267,7 +267,7 @@ def explain_type_error(body: Any) -> StatusError | None:
     members = [("id", "string", str)] if "id" in body else []
     error = _member(body, members)
     if error is None and "parameters" in body and not isinstance(body["parameters"], dict):
-        error = unparsed("parameters", not_a("object", "object"))
+        error = parse_error("parameters", not_a("object", "object"))
     error = error or _member(body, [("inputs", "array", list)])
     for tensor in body["inputs"] if error is None else ():
         if not isinstance(tensor, dict):
@@ -276,7 +276,7 @@ def explain_type_error(body: Any) -> StatusError | None:
             tensor, [("name", "string", str), ("shape", "array", list), ("datatype", "string", str)]
         )
         if error is None and not all(_is_size(d) for d in tensor["shape"]):
-            error = unparsed("shape", not_a("unsigned-integer", "unsigned-integer"))
+            error = parse_error("shape", not_a("unsigned-integer", "unsigned-integer"))
         error = error or _sizes(tensor, "binary_data_size", "shared_memory_region")
     if error is None and "outputs" in body:
         error = _member(body, [("outputs", "array", list)])
@@ -292,18 +292,18 @@ def explain_type_error(body: Any) -> StatusError | None:
 def _member(mapping: Mapping[str, Any], members: Sequence[tuple[str, str, type]]) -> StatusError | None:
     for name, word, kind in members:
         if name not in mapping:
-            return unparsed(name, f"attempt to access non-existing object member '{name}'")
+            return parse_error(name, f"attempt to access non-existing object member '{name}'")
         if not isinstance(mapping[name], kind):
-            return unparsed(name, not_a(word, word))
+            return parse_error(name, not_a(word, word))
     return None
 
 
 def _sizes(tensor: Mapping[str, Any], size: str, other_field: str) -> StatusError | None:
     parameters = tensor.get("parameters", {})
     if not isinstance(parameters, dict):
-        return unparsed("parameters", not_a("object", "object"))
+        return parse_error("parameters", not_a("object", "object"))
     if size in parameters and not _is_size(parameters[size]):
-        return unparsed(size, not_a("unsigned-integer", "unsigned-integer"))
+        return parse_error(size, not_a("unsigned-integer", "unsigned-integer"))
     word, kind = ("boolean", bool) if other_field == "binary_data" else ("string", str)
     return _member(parameters, [(other_field, word, kind)] if other_field in parameters else [])
 

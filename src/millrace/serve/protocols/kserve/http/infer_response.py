@@ -34,7 +34,7 @@ def requested_outputs(
         if request.outputs and name not in request.outputs:
             continue
         if n := n_classes.get(name):
-            array = classified(array, n, model.labels.get(name, ()), has_batch=request.batch_size > 0)
+            array = classify(array, n, model.labels.get(name, ()), has_batch=request.batch_size > 0)
         yield Tensor(name, output_datatype(name, array), array)
 
 
@@ -109,7 +109,7 @@ def flat_list(name: str, datatype: str, array: Array) -> list[Any]:
         raise invalid(f"output '{name}' is no UTF-8. Please use the binary data format for output") from None
 
 
-def classified(array: Array, n: int, labels: Sequence[str], *, has_batch: bool) -> Array:
+def classify(array: Array, n: int, labels: Sequence[str], *, has_batch: bool) -> Array:
     """Return the n largest of each item as b"value:index:label"; [B, n] or [n] of bytes objects. raises StatusError"""
     if array.dtype.kind not in "iuf" and WIRE_NAMES.get(array.dtype) not in ONLY_BINARY:
         raise invalid(f"class result not available for output due to unsupported type '{WIRE_NAMES.get(array.dtype)}'")
@@ -140,11 +140,11 @@ def server_timing(request: InferRequest, arrived_ns: int) -> list[tuple[bytes, b
                   ("compute_output", hop.computed_ns, hop.done_ns))  # fmt: skip
         entries += [(name, hop.model, end - begin) for name, begin, end in phases if begin and end]
     entries.append(("total", "", time.monotonic_ns() - arrived_ns))
-    texts = [f"{name}{_described(model)};dur={ns / 1e6:.3f}" for name, model, ns in entries]
+    texts = [f"{name}{_description(model)};dur={ns / 1e6:.3f}" for name, model, ns in entries]
     return [(b"server-timing", ", ".join(texts).encode())]
 
 
-def _described(model: str) -> str:
+def _description(model: str) -> str:
     """Return a model's name as a quoted string of HTTP, without characters that a header cannot hold."""
     plain = "".join(c for c in model if " " <= c <= "~" and c not in '"\\')
     return f';desc="{plain}"' if model else ""

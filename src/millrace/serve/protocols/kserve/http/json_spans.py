@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.model_repository.request.status_code import StatusError, invalid
 from millrace.model_repository.request.tensors import DTYPES, Array
-from millrace.serve.http.json_scan import Piece, pieces
+from millrace.serve.http.json_scan import JsonPiece, scan_pieces
 from millrace.serve.protocols.kserve.http.json_values import MAX_DEPTH, flat_array, mismatch, no_json, too_deep
 
 MAX_VALUES = 1 << 18  # outside the data of tensors
@@ -54,7 +54,7 @@ class Span:
     def _texts(self) -> Iterator[bytes]:
         """Yield pieces of whole values without brackets, cut at commas. raises StatusError"""
         left, n_left, previous = list[bytes](), 0, _COMMA
-        for piece in pieces(self.text):
+        for piece in scan_pieces(self.text):
             previous = _check_lists(piece, previous)
             data = piece.data.copy()
             data[piece.plain & ((data == _LIST) | (data == _END))] = _SPACE
@@ -74,7 +74,7 @@ def too_long() -> StatusError:
     return no_json(f"it has a text of more than {MAX_TEXT_BYTES} bytes: use the binary data format for it")
 
 
-def _check_lists(piece: Piece, previous: int) -> int:
+def _check_lists(piece: JsonPiece, previous: int) -> int:
     """Check that no list is empty, and return the piece's last byte that is not white space.
 
     previous: that of the piece before. raises StatusError
@@ -99,7 +99,7 @@ class JsonWithSpans:
         self._begin: tuple[int, int, int] | None = None  # of a list: its place, commas and brackets before
         self._commas = self._brackets = self._n_cut = self._n_lists = 0
         depth = 0
-        for piece in pieces(head):
+        for piece in scan_pieces(head):
             if int(piece.depth.max()) >= MAX_DEPTH + _DATA_DEPTH:
                 raise too_deep()
             self._scan(piece)
@@ -115,7 +115,7 @@ class JsonWithSpans:
             raise too_long()
         self.rest = b"".join(self._remaining)
 
-    def _scan(self, piece: Piece) -> None:
+    def _scan(self, piece: JsonPiece) -> None:
         """raises StatusError"""
         commas = self._commas + np.cumsum(piece.commas, dtype=np.int64)
         brackets = self._brackets + np.cumsum(piece.opens, dtype=np.int64)

@@ -42,7 +42,7 @@ def flat_array(name: str, datatype: str, data: Any) -> Array:
         try:  # beyond FP32 is infinite, as in C
             return np.frombuffer(array(_CODES[datatype], flat), DTYPES[datatype])
         except OverflowError as error:
-            raise unparsed("data", str(error)) from None
+            raise parse_error("data", str(error)) from None
     if datatype == "BOOL":
         _only(kinds, {bool}, "boolean", "boolean")
     elif datatype[0] == "U":
@@ -53,7 +53,7 @@ def flat_array(name: str, datatype: str, data: Any) -> Array:
     try:
         return np.array(flat, dtype=DTYPES[datatype])
     except OverflowError as error:
-        raise unparsed("data", str(error)) from None
+        raise parse_error("data", str(error)) from None
 
 
 def _number(value: Any) -> int | float:
@@ -62,7 +62,7 @@ def _number(value: Any) -> int | float:
 
 def _only(kinds: set[type], allowed: set[type], is_none: str, expected: str) -> None:
     if not kinds <= allowed:
-        raise unparsed("data", not_a(is_none, expected))
+        raise parse_error("data", not_a(is_none, expected))
 
 
 def elements(data: Any) -> list[Any]:
@@ -84,12 +84,12 @@ def not_a(is_none: str, expected: str) -> str:
     return f"attempt to access JSON non-{is_none} as {expected}"
 
 
-def unparsed(key: str, cause: str) -> StatusError:
+def parse_error(key: str, cause: str) -> StatusError:
     return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {cause}")
 
 
 def mismatch() -> StatusError:
-    return unparsed("data", "Shape does not match true shape of 'data' field")
+    return parse_error("data", "Shape does not match true shape of 'data' field")
 
 
 def too_deep() -> StatusError:
