@@ -107,7 +107,6 @@ _Field = descriptor_pb2.FieldDescriptorProto
 
 
 @cache
-@cache
 def message(name: str) -> Any:
     """Return the class of a message, by its name in the table or in `model_config.py`."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
