@@ -185,21 +185,21 @@ def set_parameters(
 
 
 def number(config: ModelConfig, key: str, text: str, max_value: int = MAX_THREADS, min_value: int = 0) -> int:
-    """raises StatusError"""
+    """Parse a number. raises StatusError"""
     if text.isascii() and text.isdigit() and len(text) < 10 and min_value <= int(text) <= max_value:
         return int(text)
     raise _parse_error(config, key, text, f"a number from {min_value} to {max_value}")
 
 
 def flag(config: ModelConfig, key: str, text: str) -> bool:
-    """raises StatusError"""
+    """Parse a flag. raises StatusError"""
     if text.lower() in _FLAGS:
         return _FLAGS[text.lower()]
     raise _parse_error(config, key, text, "0 or 1")
 
 
 def choice(config: ModelConfig, key: str, text: str, choices: Sequence[str]) -> str:
-    """raises StatusError"""
+    """Parse one of `choices`. raises StatusError"""
     if text.upper() in choices:
         return text.upper()
     raise _parse_error(config, key, text, f"one of {', '.join(choices)}")

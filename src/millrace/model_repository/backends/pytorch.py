@@ -241,7 +241,7 @@ _Loaded = _Script | _Program
 
 
 def _load(file: Path) -> _Loaded:
-    """raises StatusError"""
+    """Load a checked file. raises StatusError"""
     _torch()
     return _Script(file) if torch_archive_check.check_script(file) else _Program(file)
 
@@ -285,7 +285,7 @@ def _input_places(config: ModelConfig, loaded: _Loaded) -> dict[str, int | str]:
 
 
 def _output_places(config: ModelConfig, loaded: _Loaded) -> list[int | str]:
-    """raises StatusError"""
+    """Return the index or key of each output. raises StatusError"""
     names = [signature.name for signature in loaded.outputs]
     if names and all(output.name in names for output in config.output):
         return [names.index(output.name) for output in config.output]

@@ -77,7 +77,7 @@ def check_path(path: str) -> None:
 
 
 def _bytes(path: str, data: bytes | str) -> bytes:
-    """raises StatusError"""
+    """Decode the data of a file. raises StatusError"""
     if isinstance(data, bytes):
         return data
     try:

@@ -248,7 +248,7 @@ class _Run:
                 self._work.append(partial(self._submit_step, branch, i))
 
     def _submit_step(self, branch: _Branch, i: int) -> None:
-        """raises StatusError"""
+        """Submit the request of step `i`. raises StatusError"""
         step, member, request = self._steps[i], self._members[i], self._request
         step_request = InferRequest({}, tuple(name for name, _ in step.outputs), request.id)
         step_request.is_step, step_request.parameters = True, dict(request.parameters)
@@ -296,7 +296,7 @@ class _Run:
     def _answered(
         self, branch: _Branch, i: int, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
-        """raises StatusError"""
+        """Handle a response of step `i`. raises StatusError"""
         if error is not None:
             raise error
         if i == self._decoupled:

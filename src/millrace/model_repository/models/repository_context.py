@@ -32,7 +32,7 @@ class RepositoryContext:
 
     @classmethod
     def from_flags(cls, flags: OperationFlags, tracer: Tracer | None = None) -> "RepositoryContext":
-        """raises ConfigError"""
+        """Create the shared objects from flags. raises ConfigError"""
         return cls(
             MetricsConfig.from_flags(flags.metrics_config),
             LocalResponseCache.from_flags(flags.cache_config),

@@ -160,19 +160,19 @@ class InProcessBls(BlsClient):
 
 
 def _raw_input(name: str, array: Array) -> RawInput:
-    """raises StatusError"""
+    """Convert an array to an input. raises StatusError"""
     return RawInput(name, output_datatype(name, array), array.shape, array)
 
 
 def _files(files: Mapping[str, str]) -> dict[str, bytes | str]:
-    """raises TritonModelException"""
+    """Strip the prefix of file names. raises TritonModelException"""
     if wrong := next((name for name in files if not name.startswith(PREFIX)), None):
         raise TritonModelException(f"'{wrong:.80}' is no file of a load: names are like {PREFIX}1/model.onnx")
     return {name.removeprefix(PREFIX): data for name, data in files.items()}
 
 
 def _config(text: str) -> dict[str, Any] | None:
-    """raises TritonModelException"""
+    """Parse a JSON configuration; None if empty. raises TritonModelException"""
     if not text:
         return None
     try:
@@ -185,7 +185,7 @@ def _config(text: str) -> dict[str, Any] | None:
 
 
 def _version(text: str) -> int | None:
-    """raises TritonModelException"""
+    """Parse a version; None is the highest. raises TritonModelException"""
     if text in ("", "-1"):
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) > 0):

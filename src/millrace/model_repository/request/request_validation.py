@@ -228,7 +228,7 @@ class RequestValidator:
         return array.reshape([shape[0], *dims] if self._max_batch else dims)
 
     def _check_size(self, request: InferRequest, declared: _Input, shape: Sequence[int], n_bytes: int) -> None:
-        """raises StatusError"""
+        """Check the byte size of an input. raises StatusError"""
         expected = prod(shape) * np.dtype(DTYPES[declared.datatype]).itemsize
         if n_bytes != expected:
             raise invalid(

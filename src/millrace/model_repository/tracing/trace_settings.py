@@ -84,7 +84,7 @@ class TraceSettings:
             self._fit(name)
 
     def _check(self, new: Mapping[str, Any], level: tuple[str, ...]) -> None:
-        """raises StatusError"""
+        """Check a change. raises StatusError"""
         if self._as_spans:
             if "TENSORS" in level or new.get("log_frequency") is not None:
                 what = "trace level TENSORS" if "TENSORS" in level else "log_frequency"

@@ -9,7 +9,7 @@ from .host_interface import BlsRequest, Host, ModelResponse
 from .responses import InferenceResponse, to_inference_response
 
 
-class Call:
+class BlsCall:
     """One request to another model, submitted on creation and read by one reader."""
 
     def __init__(self, host: Host, request: BlsRequest) -> None:
@@ -68,7 +68,7 @@ class ResponseIterator:
     As in Triton, responses are kept: a loop after a completed loop starts again, after an unfinished one it continues.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: BlsCall) -> None:
         self._call, self._responses, self._at = call, list[InferenceResponse](), 0
 
     def __iter__(self) -> Iterator[InferenceResponse]:
@@ -113,7 +113,7 @@ class ResponseIterator:
             self._call.cancel()
 
 
-async def start_iterator(call: Call) -> ResponseIterator:
+async def start_iterator(call: BlsCall) -> ResponseIterator:
     """Wait for the first response and return an iterator, so that a plain loop does not block the event loop for it."""
     iterator = ResponseIterator(call)
     iterator._responses.append(to_inference_response(await call.next_async()))

@@ -92,7 +92,7 @@ class Logger:
 
     @classmethod
     def log(cls, message: str, level: LogLevel = LogLevel.INFO) -> None:
-        """raises TypeError"""
+        """Log a message. raises TypeError"""
         if not isinstance(level, LogLevel):
             raise TypeError(f"the level of a message is Logger.INFO, .WARNING, .ERROR or .VERBOSE, and not {level!r}")
         execution = EXECUTION.get()
@@ -132,11 +132,11 @@ def make_pb_utils(host: Host | None) -> ModuleType:
         current_host(host, "a model").load(text(model_name), text(config), encoded)
 
     def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-        """raises TritonModelException"""
+        """Unload a model. raises TritonModelException"""
         current_host(host, "a model").control("unload", name=text(model_name), with_members=bool(unload_dependents))
 
     def is_model_ready(model_name: str, model_version: str = "") -> bool:
-        """raises TritonModelException"""
+        """Return whether a model is ready. raises TritonModelException"""
         return bool(
             current_host(host, "a model").control("is_ready", name=text(model_name), version=text(model_version))
         )

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
-from .bls_calls import Call, ResponseIterator, start_iterator
+from .bls_calls import BlsCall, ResponseIterator, start_iterator
 from .bytes_tensors import text
 from .errors import TritonError, TritonModelException
 from .host_interface import EXECUTION, BlockingCalls, BlsRequest, Host, Incoming, ModelResponse
@@ -196,7 +196,7 @@ class InferenceRequest:
             return loop.create_task(call.single_response())
         return loop.create_task(start_iterator(call))
 
-    def _call(self, decoupled: bool) -> Call:
+    def _call(self, decoupled: bool) -> BlsCall:
         host = current_host(self._host, "another model")
         if not host.is_executing:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
@@ -211,4 +211,4 @@ class InferenceRequest:
             self._model, self._version, self._id, self._correlation_id, self._flags, self._timeout_us,
             self._parameters, named_arrays(self._inputs), self._outputs, decoupled, parents, waits,
         )  # fmt: skip
-        return Call(host, bls_request)
+        return BlsCall(host, bls_request)

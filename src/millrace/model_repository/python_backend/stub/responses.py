@@ -116,7 +116,7 @@ class InferenceResponseSender:
         return self._is_answered
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """raises TritonModelException"""
+        """Send a response. raises TritonModelException"""
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
             raise TritonModelException(
                 "Unable to send response. Unsupported value for the flags: "
@@ -135,7 +135,7 @@ class InferenceResponseSender:
             deliver(self._request, response, self._is_answered)
 
     def _check(self, response: InferenceResponse | None) -> None:
-        """raises TritonModelException"""
+        """Check that a response may be sent. raises TritonModelException"""
         if not self._is_decoupled and self._is_answered and response is not None:
             raise TritonModelException(
                 "Unable to send response. Non-decoupled model cannot send more than one response."
