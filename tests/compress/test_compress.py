@@ -22,7 +22,7 @@ from millrace.compress.calibration.layerwise_rounding import RoundedLayer, Round
 from millrace.compress.checkpoint import checkpoint_writer as folders
 from millrace.compress.checkpoint.checkpoint_writer import Folder
 from millrace.compress.checkpoint.compression_record import RECORD
-from millrace.compress.checkpoint.tensor_layout import TensorSpec
+from millrace.compress.checkpoint.tensor_layout import StoredTensorSpec
 from millrace.compress.compress import CompressedPiece, by_layers, by_rounding, compress
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import measure, windows_for
@@ -371,7 +371,7 @@ def test_presets_are_what_they_say(source: Path) -> None:
     assert found["int4-wo"] == found["int4-wo-mse"] == four
     assert found["int8-wo"] == [("pack-quantized", 8, 0)] and found["fp8"] == [("float-quantized", 8, 0)]
     assert found["fp8-tensor"] == found["fp8"] and {form.one_scale for _, form in forms["fp8-tensor"]} == {True}
-    assert TensorSpec("I64", (2,)).nbytes == 16
+    assert StoredTensorSpec("I64", (2,)).nbytes == 16
 
 
 @pytest.mark.parametrize("what", ["unfinished", "statistics", "search"])

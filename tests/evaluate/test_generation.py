@@ -17,11 +17,11 @@ from millrace.errors import ConfigError
 from millrace.evaluate import generation
 from millrace.evaluate.generation import GeneratedAnswer, GenerationTask, answer, asks, judges
 from millrace.evaluate.questions import Questions, read_questions
-from millrace.evaluate.resumable_results import RIGHT, About, ResumableResults
+from millrace.evaluate.resumable_results import RIGHT, ResultsInputs, ResumableResults
 from millrace.evaluate.safe_regex import Pattern
 
 Answers = Generator[tuple[int, str], None, None]
-ABOUT = About("m", "engine", "fp32", "mine, generated", "data")
+ABOUT = ResultsInputs("m", "engine", "fp32", "mine, generated", "data")
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import ConfigError
 from millrace.evaluate.divergence import Tokens, log_probabilities
 from millrace.evaluate.kl_agreement import AgreementReport, agreement, check_window, compare
-from millrace.evaluate.resumable_results import About, ResumableResults
+from millrace.evaluate.resumable_results import ResultsInputs, ResumableResults
 from millrace.evaluate.text_windows import windows
 from tests.support.engines import build
 
 TEXT = "The wheel turned, and Lily the dog was very happy. " * 40
-ABOUT = About("m", "engine", "w4a8", "kl", "text")
+ABOUT = ResultsInputs("m", "engine", "w4a8", "kl", "text")
 
 
 @pytest.fixture(scope="module")

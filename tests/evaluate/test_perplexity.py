@@ -33,12 +33,12 @@ from millrace.evaluate.perplexity import (
     perplexities,
     rolling,
 )  # fmt: skip
-from millrace.evaluate.resumable_results import About, ResumableResults
+from millrace.evaluate.resumable_results import ResultsInputs, ResumableResults
 from tests.support.engines import build
 
 TINY = BUNDLED / "tiny"
 LENGTH = 64
-ABOUT = About("m", "engine", "fp32", "wikitext", "text")
+ABOUT = ResultsInputs("m", "engine", "fp32", "wikitext", "text")
 TEXT = "".join(
     f" \n = The mill = \n \n The wheel of the mill turned {n} times , and a little dog ( called Lily ) sat by it . \n"
     " It said : \" come here \" ; and they did n't . \n = = By night = = \n The boys ' boat was @-@ near . \n"

@@ -15,7 +15,7 @@ from millrace.errors import ConfigError, MachineError
 from millrace.evaluate.likelihood import Likelihood
 from millrace.evaluate.multiple_choice import PreparedQuestion, answer
 from millrace.evaluate.questions import Questions, read_questions
-from millrace.evaluate.resumable_results import PER_BYTE, RIGHT, About, ChosenAnswer, ResumableResults, read
+from millrace.evaluate.resumable_results import PER_BYTE, RIGHT, ChosenAnswer, ResultsInputs, ResumableResults, read
 from tests.support.engines import build
 
 CHOICES = ["ran, ö", "slept all day by the old mill"]
@@ -101,7 +101,7 @@ def test_answers_beside_likelihoods_of_transformers(tmp_path: Path, tokenizer: T
     choices = ["happy", "little fox called Lily", "B", "big and sad dog who lived in the forest"]
     lines = [{"prompt": prompt, "choices": choices, "answer": i} for i, prompt in enumerate(prompts)]
     engine = build(BUNDLED / "tiny", tmp_path / "e", "fp32").executor(n_pages=8, threads=1)
-    kept = ResumableResults(tmp_path / "kept", About("m", "e", "fp32", "t", "d"), ChosenAnswer)
+    kept = ResumableResults(tmp_path / "kept", ResultsInputs("m", "e", "fp32", "t", "d"), ChosenAnswer)
     questions = read_questions(written(tmp_path, *lines))
     answer(engine, questions.groups(tokenizer, 256), kept, lambda *_: None)
     both = []
@@ -139,7 +139,7 @@ def test_likelihoods_that_are_not_finite(
     nobody: Any = None
     said = "logits are not finite: there is nothing to measure"
     with (
-        closing(ResumableResults(path, About("m", "e", "fp32", "t", "d"), ChosenAnswer)) as kept,
+        closing(ResumableResults(path, ResultsInputs("m", "e", "fp32", "t", "d"), ChosenAnswer)) as kept,
         pytest.raises(MachineError, match=said),
     ):
         answer(nobody, questions.groups(tokenizer, 256), kept, lambda *_: None)

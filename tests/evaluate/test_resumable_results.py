@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate import resumable_results as module
 from millrace.evaluate.resumable_results import (
-    About,
     ChosenAnswer,
     Results,
+    ResultsInputs,
     ResumableResults,
     check_same,
     check_whole,
@@ -22,7 +22,7 @@ from millrace.evaluate.resumable_results import (
     results_path,
 )
 
-ABOUT = About("m", "engine-1", "default w8a8", "mmlu, lm-eval, 5 shots", "data-1")
+ABOUT = ResultsInputs("m", "engine-1", "default w8a8", "mmlu, lm-eval, 5 shots", "data-1")
 SOME = [ChosenAnswer("law", i, i % 4, 0, [-0.5, -1.0, -2.0, -3.25], cut=i == 2) for i in range(3)]
 
 

@@ -219,8 +219,8 @@ def test_memory_adds_up() -> None:
     found = plan(**COMMON, rate=10, precision="fp16", tp=1)
     m, n = found.memory, found.plan.point.concurrency
     assert m is not None and m.weights == pytest.approx(16.06e9, rel=2e-3) and m.kept_back == pytest.approx(11e9)
-    assert m.held == pytest.approx(min(n * 2100 * 131_072, 80e9 - 11e9 - m.weights))
-    assert m.weights + m.held + m.free + m.kept_back == pytest.approx(m.total) == pytest.approx(80e9)
+    assert m.kv_in_use == pytest.approx(min(n * 2100 * 131_072, 80e9 - 11e9 - m.weights))
+    assert m.weights + m.kv_in_use + m.free + m.kept_back == pytest.approx(m.total) == pytest.approx(80e9)
 
 
 def test_an_answer_as_data(runs: str) -> None:

@@ -108,7 +108,7 @@ def test_of_calls_in_a_row_memory_and_time_are_those_of_each(calls: tuple[tuple[
     assert point is not None and len(seen) == 400
     assert point.input_tokens == pytest.approx(sum(t * a.n_input for t, a in seen) / in_flight_s, rel=0.35)
     assert point.output_tokens == pytest.approx(sum(t * a.n_output for t, a in seen) / in_flight_s, rel=0.1)
-    held = memory(EIGHT, point).held / point.concurrency / EIGHT.kv_token_bytes
+    held = memory(EIGHT, point).kv_in_use / point.concurrency / EIGHT.kv_token_bytes
     assert held == pytest.approx(sum(t * (a.n_input + a.n_output / 2) for t, a in seen) / in_flight_s, rel=0.3)
     apart = [replace(point, input_tokens=n_in, output_tokens=n_out, calls=()) for n_in, n_out in calls]
     known = profile(H100, "fp8")

@@ -22,7 +22,7 @@ def test_the_memory_of_an_instance() -> None:
     found = memory(EIGHT, POINT)
     assert found.total == 80e9 and found.kept_back == pytest.approx(11e9)
     assert found.weights == EIGHT.model.parameters + 2 * EIGHT.model.head_parameters * 2
-    assert found.held == pytest.approx(25 * 2100 * 65536)
-    assert found.kept_back + found.weights + found.held + found.free == pytest.approx(found.total)
+    assert found.kv_in_use == pytest.approx(25 * 2100 * 65536)
+    assert found.kept_back + found.weights + found.kv_in_use + found.free == pytest.approx(found.total)
     full = memory(EIGHT, replace(POINT, concurrency=1e6))
-    assert full.free == 0 and full.held == pytest.approx(found.held + found.free)
+    assert full.free == 0 and full.kv_in_use == pytest.approx(found.kv_in_use + found.free)

@@ -121,8 +121,8 @@ def test_a_longer_context_never_takes_less(seed: int) -> None:
     for n_in in lengths:
         point = estimate_point(one, known, (n_in, 1.0), 8)
         made = memory(one, point)
-        assert made.total >= made.kept_back + made.weights * (1 - 1e-9) and made.held >= 0 and made.free >= -1e-3
-        held.append(made.held)
+        assert made.total >= made.kept_back + made.weights * (1 - 1e-9) and made.kv_in_use >= 0 and made.free >= -1e-3
+        held.append(made.kv_in_use)
         rates.append(point.rate)
         times.append(step_time(one, known.constants)((), (), 8, n_in))
     assert held == sorted(held) and times == sorted(times)

@@ -149,7 +149,7 @@ def test_an_instance_over_two_systems() -> None:
     assert found.plan.point.configuration == "fp16 TP8 PP2 on H100 SXM" and found.instances == 2
     assert 2 < found.plan.fractional < 4 and found.plan.systems == 5, "two for each instance, and one to spare"
     assert "2 stages by their bubbles and links, not measured" in found.plan.provenance and found.plan.error >= 0.25
-    assert found.memory is not None and found.memory.total == 16 * 80 * GB and found.memory.held > 0
+    assert found.memory is not None and found.memory.total == 16 * 80 * GB and found.memory.kv_in_use > 0
     assert all(change.systems is None or (change.systems - 1) % 2 == 0 for change in found.changes) and found.changes
     assert {step.why: step.systems for step in found.waterfall}["whole systems"] == 4
     steps = [step.systems for step in found.waterfall]

@@ -79,7 +79,7 @@ class Source:
             if not isinstance(array, np.ndarray) or array.dtype.kind in refused:
                 result = f"of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__qualname__}"
                 raise ConfigError(f'the weight "{name}" is {result}', "NumPy arrays of numbers", _AS_ARRAY)
-        weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name], given=True)
+        weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name], from_user=True)
         return cls(module=module, weights=weights, max_context=max_context, architecture=type(module).__name__)
 
     @property

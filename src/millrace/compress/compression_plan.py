@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, TensorInfo
-from millrace.compress.checkpoint.tensor_layout import NAMES, TensorLayout, TensorSpec
+from millrace.compress.checkpoint.tensor_layout import NAMES, StoredTensorSpec, TensorLayout
 from millrace.compress.methods.quantization_grid import GROUPS
 from millrace.compress.methods.sparsity_2_4 import OF, SPARSEGPT
 from millrace.compress.methods.structured_pruning import Prune, Sizes, shapes, sizes
@@ -41,7 +41,7 @@ class CompressionPlan:
     recipe: Recipe
     layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]
     ignored: tuple[str, ...]
-    specs: Mapping[str, TensorSpec]
+    specs: Mapping[str, StoredTensorSpec]
     notes: tuple[str, ...]
     sparse: Mapping[str, LayerRecipe] = field(default_factory=dict)
     pruned: tuple[Sizes, Mapping[str, tuple[int, ...]]] | None = None
@@ -189,7 +189,9 @@ def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Compressio
     config, every = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
     left = sizes(config, prune)
     smaller = shapes(every, config, left)
-    specs = {name: TensorSpec(kept_dtype(checkpoint, name), smaller.get(name, shape)) for name, shape in every.items()}
+    specs = {
+        name: StoredTensorSpec(kept_dtype(checkpoint, name), smaller.get(name, shape)) for name, shape in every.items()
+    }
     note = (
         f"{left.channels:,} of {config.intermediate_size:,} MLP channels and {left.heads * config.n_kv_heads} of "
         f"{config.n_heads} query heads are left, with the weights that they had: a pruned model has to be trained "
@@ -249,7 +251,7 @@ def _source_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (f"the source holds {stored}: rounded once more, from their exact values",) if kinds else ()
 
 
-def _size_notes(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+def _size_notes(checkpoint: Checkpoint, specs: Mapping[str, StoredTensorSpec]) -> tuple[str, ...]:
     ratio = sum(spec.nbytes for spec in specs.values()) / checkpoint.tensors.nbytes
     if ratio < _LARGER:
         return ()
@@ -297,15 +299,17 @@ def _check_patterns(recipe: Recipe, linears: Mapping[str, tuple[int, ...]]) -> N
             )  # fmt: skip
 
 
-def _specs(checkpoint: Checkpoint, layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]) -> dict[str, TensorSpec]:
-    result: dict[str, TensorSpec] = {}
+def _specs(
+    checkpoint: Checkpoint, layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]
+) -> dict[str, StoredTensorSpec]:
+    result: dict[str, StoredTensorSpec] = {}
     for tensor, info in checkpoint.tensors.items():
         name = tensor.removesuffix(WEIGHT)
         if name in layers:
             N, K = info.shape
             result |= {f"{name}.{part}": spec for part, spec in layers[name][1].specs(N, K).items()}
         else:
-            result[tensor] = TensorSpec(kept_dtype(checkpoint, tensor), info.shape)
+            result[tensor] = StoredTensorSpec(kept_dtype(checkpoint, tensor), info.shape)
     return result
 
 

@@ -25,14 +25,14 @@ Key = tuple[str, int]  # a group, and the number of a question in it; of a text,
 RIGHT, PER_BYTE = "right", "right per byte"  # by what a multiple-choice answer is judged: the likeliest, or per byte
 
 
-class Record(Protocol):
+class ResultRecord(Protocol):
     """A line, which is a msgspec.Struct."""
 
     @property
     def key(self) -> Key: ...
 
 
-class ScoredAnswer(Record, Protocol):
+class ScoredAnswer(ResultRecord, Protocol):
     """A line about a question. verdicts: by the measure; all lines of a file have the same measures"""
 
     @property
@@ -45,11 +45,11 @@ class ScoredAnswer(Record, Protocol):
     def gave_up(self) -> bool: ...
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=ResultRecord)
 J = TypeVar("J", bound=ScoredAnswer)
 
 
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ResultsInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """engine: its identity; data: a digest of the questions and how they are posed, or of the text and its windows"""
 
     model: str
@@ -59,7 +59,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str
     version: int = VERSION
 
-    def same(self, other: "About") -> bool:
+    def same(self, other: "ResultsInputs") -> bool:
         """Whether answers of one go on with those of the other: a model's name decides nothing."""
         return msgspec.structs.replace(self, model="") == msgspec.structs.replace(other, model="")
 
@@ -97,7 +97,7 @@ class ChosenAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 class Results(NamedTuple, Generic[R]):
     """n_bytes: of the file that hold it whole, for its last line may have been cut"""
 
-    about: About
+    about: ResultsInputs
     records: dict[Key, R]
     n_bytes: int = 0
 
@@ -150,7 +150,7 @@ def _of_other_questions(before: Results[J], task: str, n: int) -> ConfigError:
 class ResumableResults(Generic[R]):
     """The file, open for more, and for nobody else; close it when done."""
 
-    def __init__(self, path: Path, about: About, kind: type[R]) -> None:
+    def __init__(self, path: Path, about: ResultsInputs, kind: type[R]) -> None:
         """Goes on with a file of the same, begins one that is not there.
 
         raises ConfigError for what is another, or another run writes, MachineError where nothing can be written
@@ -180,7 +180,7 @@ class ResumableResults(Generic[R]):
             what = f"the results {self.path} are in use by another run"
             raise ConfigError(what, "a file for each run", "wait for the other, or name another file: --out") from None
 
-    def _go_on(self, about: About, kind: type[R]) -> None:
+    def _go_on(self, about: ResultsInputs, kind: type[R]) -> None:
         head, size = msgspec.json.encode(about) + b"\n", os.fstat(self._file).st_size
         if not size or (size < len(head) and os.pread(self._file, size, 0) == head[:size]):
             self._n_bytes = size  # of a first line that was cut
@@ -220,7 +220,7 @@ def read(path: Path, kind: type[R]) -> Results[R]:
     stored, number = dict[Key, R](), 1
     decoder = msgspec.json.Decoder(kind)
     try:
-        about = msgspec.json.decode(head, type=About)
+        about = msgspec.json.decode(head, type=ResultsInputs)
         if about.version != VERSION:
             mend = "evaluate again, into another file: --out"
             raise ConfigError(f"{path} has results of version {about.version}", f"version {VERSION}", mend)
@@ -259,7 +259,7 @@ def _too_large(path: Path, mend: str) -> ConfigError:
     return ConfigError(f"{path} is too large for results", f"at most {_MOST_BYTES:,} bytes", mend)
 
 
-def _of_another(path: Path, stored: About, expected: About) -> ConfigError:
+def _of_another(path: Path, stored: ResultsInputs, expected: ResultsInputs) -> ConfigError:
     name = next(n for n in ("task", "data", "precision", "engine") if getattr(stored, n) != getattr(expected, n))
     theirs, ours = (f"{getattr(one, name)!r:.80}" for one in (stored, expected))
     return ConfigError(f"{path} has results of the {name} {theirs}", ours, "name another file: --out")

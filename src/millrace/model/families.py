@@ -37,11 +37,11 @@ _ROTARY_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # saved by early versio
 
 def build_model(config: ModelConfig | EncoderConfig) -> Module:
     if isinstance(config, EncoderConfig):
-        return _known(ENCODERS, config.architecture)(config)
-    return _known(FAMILIES, config.architecture)(config)
+        return _family_names(ENCODERS, config.architecture)(config)
+    return _family_names(FAMILIES, config.architecture)(config)
 
 
-def _known(families: Mapping[str, Family], architecture: str) -> Family:
+def _family_names(families: Mapping[str, Family], architecture: str) -> Family:
     if architecture not in families:
         raise CheckpointError(
             f'architecture "{architecture}" is not supported',

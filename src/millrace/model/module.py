@@ -119,11 +119,11 @@ class Module:
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Every parameter once, under its first name; a parameter shared by two modules is one tensor."""
-        seen: set[int] = set()
+        visited: set[int] = set()
         for path, module in self.modules():
             for name, child in module.children():
-                if isinstance(child, Parameter) and id(child) not in seen:
-                    seen.add(id(child))
+                if isinstance(child, Parameter) and id(child) not in visited:
+                    visited.add(id(child))
                     yield f"{path}.{name}" if path else name, child
 
     def modules(self, path: str = "") -> Iterator[tuple[str, Module]]:
@@ -169,11 +169,11 @@ class Weights:
         stored: Callable[[str, int, int], QuantisedMatrix | None] | None = None,
         *,
         formats: Mapping[str, QuantisedFormat] | None = None,
-        given: bool = False,
+        from_user: bool = False,
     ) -> None:
         self.shapes = shapes
         self.formats = formats or {}
-        self.given = given
+        self.from_user = from_user
         self.load = load
         self.stored = stored
 
@@ -237,9 +237,9 @@ def _named(model: Module, results: object) -> tuple[Port, ...]:
     names = model.signature.outputs
     tensors = results if isinstance(results, tuple) else (results,)
     if len(tensors) != len(names) or not all(isinstance(t, Tensor) for t in tensors):
-        given = ", ".join(type(t).__name__ for t in tensors)
+        from_user = ", ".join(type(t).__name__ for t in tensors)
         raise GraphError(
-            f"forward() of {type(model).__name__} gives {given}", f"a tensor for each of {', '.join(names)}",
+            f"forward() of {type(model).__name__} gives {from_user}", f"a tensor for each of {', '.join(names)}",
             "return them in this order",
         )  # fmt: skip
     return tuple(Port(name, t.value) for name, t in zip(names, tensors, strict=True))
@@ -253,19 +253,19 @@ def _check_tensors(model: Module, weights: Weights) -> None:
     missing = next((name for name in needed if name not in weights.shapes), None)
     if missing is not None:
         near = nearest(missing, unused) if unused else "a tensor for each parameter"
-        if weights.given:
+        if weights.from_user:
             raise ConfigError(f'the weights given have no "{missing}", which {whose} has', near, name)
         raise CheckpointError(f'the checkpoint has no tensor "{missing}"', near, "check that all shards are there")
-    for found, shape in needed.items():
-        if weights.shapes[found] == shape:
+    for parameter, shape in needed.items():
+        if weights.shapes[parameter] == shape:
             continue
-        what = f'tensor "{found}" is {weights.shapes[found]}'
-        if weights.given:
+        what = f'tensor "{parameter}" is {weights.shapes[parameter]}'
+        if weights.from_user:
             raise ConfigError(
                 what, f"{shape}, by {whose}", "give an array of that shape (a Linear's is outputs x inputs)"
             )
         raise CheckpointError(what, f"{shape}, by config.json", "check that config.json belongs to these weights")
-    if unused and weights.given:
+    if unused and weights.from_user:
         raise ConfigError(
             f'{whose} has no parameter "{unused[0]}" ({len(unused)} such)', nearest(unused[0], needed), name
         )

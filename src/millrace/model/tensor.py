@@ -78,7 +78,7 @@ class Tensor:
 
     def reshape(self, *shape: Dim) -> Tensor:
         """The same elements in another shape, e.g. (T, H*D) to (T, H, D) or (N, H*W/2, 2*C); one -1: the rest."""
-        if -1 in (known := [d for d in shape if isinstance(d, int)]) and known.count(-1) == 1:
+        if -1 in (numbers := [d for d in shape if isinstance(d, int)]) and numbers.count(-1) == 1:
             rest = divide(product(self.shape), product(d for d in shape if d != -1))
             shape = tuple(rest if d == -1 else d for d in shape)
         return self.trace.add("reshape", (self,), {"shape": tuple(shape)})

@@ -23,7 +23,7 @@ from millrace.bench.names import GRPC, HTTP
 from millrace.bench.null_server.ledger import FAULTS, NullTiming
 from millrace.bench.null_server.process import NullProcess
 from millrace.errors import ConfigError, MachineError
-from millrace.model_repository.request.tensors import DTYPES, Tensor, objects
+from millrace.model_repository.request.tensors import DTYPES, InferTensor, objects
 from tests.bench.conftest import Null
 
 ALONE = pytest.mark.alone  # looks at the clock
@@ -107,7 +107,7 @@ def test_every_datatype_goes_there_and_back(null: Null, protocol: str, binary: b
             target = InferTarget(url_of(server, protocol), f"null_{datatype}", "1", protocol, binary)
             async with transport(target, 1) as over:
                 answer = BenchRecord()
-                await over.send(over.body([Tensor("INPUT0", datatype, values)]), answer)
+                await over.send(over.body([InferTensor("INPUT0", datatype, values)]), answer)
                 answers.append(answer)
         return answers
 

@@ -18,7 +18,7 @@ from millrace.bench.infer.target import InferTarget
 from millrace.bench.names import GRPC
 from millrace.bench.null_server import kserve as kserve
 from millrace.errors import ConfigError, MachineError
-from millrace.model_repository.request.tensors import DTYPES, Array, Tensor, from_raw, objects
+from millrace.model_repository.request.tensors import DTYPES, Array, InferTensor, from_raw, objects
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 
 STRINGS = [b"", b"mill", "r\u00e4ce \U0001f3c1".encode()]
@@ -53,7 +53,7 @@ def array(values: list[object], datatype: str) -> Array:
 @pytest.mark.parametrize("datatype", EDGES)
 def test_the_bytes_of_every_datatype(datatype: str) -> None:
     values, packed = EDGES[datatype]
-    tensor = Tensor("x", datatype, array(values, datatype))
+    tensor = InferTensor("x", datatype, array(values, datatype))
     assert tensor.raw() == packed
     assert from_raw(packed, datatype, (3, 1)).tolist() == tensor.values.reshape(3, 1).tolist()
     if datatype not in ("FP16", "BF16"):
@@ -61,21 +61,21 @@ def test_the_bytes_of_every_datatype(datatype: str) -> None:
 
 
 def test_strings_have_their_lengths_before_them() -> None:
-    tensor = Tensor("x", "BYTES", objects(STRINGS))
+    tensor = InferTensor("x", "BYTES", objects(STRINGS))
     assert tensor.raw() == b"".join(struct.pack("<I", len(s)) + s for s in STRINGS)
     assert from_raw(tensor.raw(), "BYTES", (3,)).tolist() == STRINGS == kserve.split_bytes(tensor.raw())
     assert [str(s).encode() for s in tensor.to_json_values()] == STRINGS
     with pytest.raises(ValueError):
         from_raw(tensor.raw()[:-1], "BYTES", (3,))
     with pytest.raises(ConfigError, match="no text"):
-        Tensor("x", "BYTES", objects([b"\xff"])).to_json_values()
+        InferTensor("x", "BYTES", objects([b"\xff"])).to_json_values()
     with pytest.raises(ConfigError, match="FP16 as JSON"):
-        Tensor("x", "FP16", np.zeros(1, np.float16)).to_json_values()
+        InferTensor("x", "FP16", np.zeros(1, np.float16)).to_json_values()
 
 
 TWO = [
-    Tensor("A", "INT64", np.arange(-3, 3).reshape(2, 3)),
-    Tensor("B", "BYTES", objects([b"one", b"", b"three"]).reshape(1, 3)),
+    InferTensor("A", "INT64", np.arange(-3, 3).reshape(2, 3)),
+    InferTensor("B", "BYTES", objects([b"one", b"", b"three"]).reshape(1, 3)),
 ]
 
 

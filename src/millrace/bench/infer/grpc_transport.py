@@ -15,7 +15,7 @@ from millrace.bench.infer.model import BenchModel, parse_model
 from millrace.bench.infer.target import InferTarget
 from millrace.errors import ConfigError, MachineError
 from millrace.model_repository.config.enums import InstanceKind
-from millrace.model_repository.request.tensors import Tensor, check_count, check_size, n_items
+from millrace.model_repository.request.tensors import InferTensor, check_count, check_size, n_items
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, SERVICE, message
 
 ASIDE_S = 30.0  # for what is asked beside the load
@@ -119,7 +119,7 @@ class GrpcTransport:
             "inference_count": one.inference_count, "execution_count": one.execution_count, "inference_stats": stages,
         }  # fmt: skip
 
-    def body(self, tensors: Sequence[Tensor]) -> bytes:
+    def body(self, tensors: Sequence[InferTensor]) -> bytes:
         request = message("ModelInferRequest")(
             model_name=self._target.model, model_version=self._target.version,
             inputs=[{"name": t.name, "datatype": t.datatype, "shape": t.values.shape} for t in tensors],

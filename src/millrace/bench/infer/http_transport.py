@@ -15,7 +15,7 @@ from millrace.bench.client.request_record import BenchRecord, Failure
 from millrace.bench.infer.model import BenchModel, parse_model
 from millrace.bench.infer.target import InferTarget
 from millrace.errors import MachineError
-from millrace.model_repository.request.tensors import BYTES, Tensor, check_count, check_size, n_elements, n_items
+from millrace.model_repository.request.tensors import BYTES, InferTensor, check_count, check_size, n_elements, n_items
 
 ASIDE_S = 30.0  # for what is asked beside the load
 _EMPTY = re.compile(rb"[\[\], \t\r\n]*")  # lists that hold nothing
@@ -110,7 +110,7 @@ class HttpTransport:
         stats = (page or {}).get("model_stats")
         return stats[0] if isinstance(stats, list) and stats and isinstance(stats[0], dict) else None
 
-    def body(self, tensors: Sequence[Tensor]) -> tuple[bytes, bytes]:
+    def body(self, tensors: Sequence[InferTensor]) -> tuple[bytes, bytes]:
         """Encode a request and its extra headers."""
         inputs: list[dict[str, Any]] = []
         raw = [t.raw() for t in tensors] if self._target.binary else []

@@ -24,7 +24,7 @@ from millrace.model_repository.request.tensors import (
     DTYPES,
     MAX_DIMENSIONS,
     Array,
-    Tensor,
+    InferTensor,
     from_json_values,
     from_raw,
     objects,
@@ -140,9 +140,9 @@ def random_array(spec: TensorSpec, kind: str, string_length: int, rng: "np.rando
     return rng.random(spec.shape).astype(dtype)
 
 
-def batches(model: BenchModel, size: int, items: Sequence[Item], label: str = "the file") -> list[list[Tensor]]:
+def batches(model: BenchModel, size: int, items: Sequence[Item], label: str = "the file") -> list[list[InferTensor]]:
     """Assemble items into distinct requests, as many as fit into `MAX_BYTES`. raises ConfigError"""
-    requests: list[list[Tensor]] = []
+    requests: list[list[InferTensor]] = []
     n_bytes, n_requests = 0, len(items) if len(items) % size else len(items) // size
     for i in range(n_requests):
         chosen = [items[(i * size + k) % len(items)] for k in range(size)]
@@ -156,15 +156,15 @@ def batches(model: BenchModel, size: int, items: Sequence[Item], label: str = "t
     return requests
 
 
-def _stacked(spec: TensorSpec, values: Sequence[Array], batched: bool, label: str) -> Tensor:
+def _stacked(spec: TensorSpec, values: Sequence[Array], batched: bool, label: str) -> InferTensor:
     if len({v.shape for v in values}) > 1:
         raise ConfigError(
             f'items of "{spec.name}" of different shapes in one batch', "one shape", f"change {label}, or -b 1"
         )
-    return Tensor(spec.name, spec.datatype, np.stack(values) if batched else values[0])
+    return InferTensor(spec.name, spec.datatype, np.stack(values) if batched else values[0])
 
 
-def synthetic(model: BenchModel, size: int, kind: str, string_length: int, seed: int) -> list[list[Tensor]]:
+def synthetic(model: BenchModel, size: int, kind: str, string_length: int, seed: int) -> list[list[InferTensor]]:
     """Generate distinct random requests, or one of zeros. raises ConfigError"""
     per_item = sum(prod(s.shape) * _bytes_of(s, string_length) for s in model.inputs)
     n = 1 if kind == ZERO else max(1, min(DIFFERENT, MAX_BYTES // max(1, size * per_item)))

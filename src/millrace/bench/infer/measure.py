@@ -23,7 +23,7 @@ from millrace.bench.null_server.process import NullProcess
 from millrace.bench.run.plan import parsed_headers
 from millrace.bench.run.run import Run, RunLoad
 from millrace.errors import ConfigError
-from millrace.model_repository.request.tensors import Tensor
+from millrace.model_repository.request.tensors import InferTensor
 from millrace.serve.protocols.kserve.grpc.extra import check_grpc
 
 EACH_S, WARM_UP = 5.0, 8
@@ -134,7 +134,7 @@ def _max_concurrency(load_levels: Sequence[LoadLevel]) -> int:
     return max(level.concurrency or round(level.rate or 1) for level in load_levels)
 
 
-def _inputs_of(plan: InferPlan, model: BenchModel) -> Callable[[int], list[list[Tensor]]]:
+def _inputs_of(plan: InferPlan, model: BenchModel) -> Callable[[int], list[list[InferTensor]]]:
     """Return a function from batch size to requests; all sizes are checked here. raises ConfigError"""
     settings, kind = plan.model_settings, plan.model_settings.input_data
     for size in {level.batch for level in plan.levels}:
@@ -223,7 +223,7 @@ def _between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) 
     return ServerTimes(n, whole_ns / n / 1e6, stages, items / executions if executions > 0 else None)
 
 
-async def _certified(plan: InferPlan, inputs: Callable[[int], list[list[Tensor]]], seconds: float) -> Certificate:
+async def _certified(plan: InferPlan, inputs: Callable[[int], list[list[InferTensor]]], seconds: float) -> Certificate:
     """Run the heaviest level on the null server. raises MachineError if that does not start"""
     heaviest = max(plan.levels, key=lambda level: (level.concurrency or level.rate or 0, level.batch))
     max_per_s = NULL_PER_S[plan.target.protocol]

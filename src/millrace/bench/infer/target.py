@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from millrace.bench.client.request_record import BenchRecord
 from millrace.bench.infer.model import BenchModel
 from millrace.bench.names import HTTP
-from millrace.model_repository.request.tensors import Tensor
+from millrace.model_repository.request.tensors import InferTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Transport(Protocol):
     async def statistics(self) -> Mapping[str, Any] | None:
         """Fetch Triton's statistics of the model in their JSON form; None if there are none."""
 
-    def body(self, tensors: Sequence[Tensor]) -> Any:
+    def body(self, tensors: Sequence[InferTensor]) -> Any:
         """Encode a request that can be sent repeatedly. raises ConfigError"""
 
     async def send(self, body: Any, answer: BenchRecord) -> None:

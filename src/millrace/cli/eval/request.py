@@ -11,7 +11,7 @@ from millrace.engine.artifact.manifest import MANIFEST
 from millrace.env import Env
 from millrace.evaluate.divergence import Mean
 from millrace.evaluate.multiple_choice import digest
-from millrace.evaluate.resumable_results import About
+from millrace.evaluate.resumable_results import ResultsInputs
 from millrace.runtime.open_engine import RunningModel
 from millrace.runtime.settings import RunSettings
 
@@ -35,7 +35,7 @@ class EvalOptions:
     against: str | None = None
     out: Path | None = None
 
-    def kept_at(self, about: About, out: Path | None) -> Path:
+    def kept_at(self, about: ResultsInputs, out: Path | None) -> Path:
         return out or self.env.cache / "eval" / f"{digest((about.engine, about.task, about.data))}.jsonl"
 
     def build_of_other(self, model: str, precision: str | None = None) -> BuildSettings:
@@ -50,11 +50,11 @@ def precision_of(model: RunningModel) -> str:
     return ", ".join(f"{name} {p}" for name, p in model.engine.manifest.precision.items())
 
 
-def about(model: RunningModel, task: str, data: str) -> About:
-    return About(model.name, model.engine.manifest.identity, precision_of(model), task, data)
+def about(model: RunningModel, task: str, data: str) -> ResultsInputs:
+    return ResultsInputs(model.name, model.engine.manifest.identity, precision_of(model), task, data)
 
 
-def about_to_dict(about: About) -> dict[str, Any]:
+def about_to_dict(about: ResultsInputs) -> dict[str, Any]:
     """Convert to JSON data."""
     return {
         "model": about.model, "engine": about.engine, "precision": about.precision, "task": about.task,

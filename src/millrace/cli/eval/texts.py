@@ -17,7 +17,7 @@ from millrace.evaluate.divergence import Mean
 from millrace.evaluate.kl_agreement import Agreement, AgreementReport, agreement, check_window, compare
 from millrace.evaluate.multiple_choice import digest
 from millrace.evaluate.perplexity import LM_EVAL, Sums, WindowedText, cut, measure, perplexities, window_of
-from millrace.evaluate.resumable_results import About, ResumableResults
+from millrace.evaluate.resumable_results import ResultsInputs, ResumableResults
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.text_files import read_text
 from millrace.evaluate.text_windows import Windows, windows
@@ -112,7 +112,7 @@ def agreement_with(options: EvalOptions) -> None:
 
 def _prepare_comparison(
     options: EvalOptions, text: str, model: RunningModel, reference: RunningModel
-) -> tuple[About, Windows]:
+) -> tuple[ResultsInputs, Windows]:
     """Check that two models are comparable, and tokenise the text. raises ConfigError"""
     mine, theirs = (one.engine.manifest for one in (model, reference))
     if mine.identity == theirs.identity:

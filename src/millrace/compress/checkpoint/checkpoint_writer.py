@@ -18,7 +18,7 @@ import numpy as np
 
 from millrace.checkpoint.weights.safetensors import INDEX, SINGLE
 from millrace.compress.checkpoint.compression_record import RECORD
-from millrace.compress.checkpoint.tensor_layout import NAMES, WIDTHS, TensorSpec
+from millrace.compress.checkpoint.tensor_layout import NAMES, WIDTHS, StoredTensorSpec
 from millrace.compress.methods.quantization_grid import Array
 from millrace.errors import ConfigError, MachineError
 from millrace.machine.disk import reserve, write_at
@@ -32,7 +32,7 @@ _SMALL_BYTES = 64 << 20  # for what lies beside the weights: a tokenizer has at 
 class Folder:
     """Tensors that are to come, and where each will lie."""
 
-    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, path: Path, specs: Mapping[str, StoredTensorSpec], shard_bytes: int = SHARD_BYTES) -> None:
         """raises OSError where there is no room"""
         self.path = path
         shards = _shards(specs, shard_bytes)
@@ -50,7 +50,7 @@ class Folder:
     def put(self, name: str, array: Array) -> None:
         """Once for each tensor that was promised."""
         spec, (file, offset) = self._specs[name], self._places[name]
-        result = TensorSpec(NAMES[array.dtype.name], array.shape)
+        result = StoredTensorSpec(NAMES[array.dtype.name], array.shape)
         assert result == spec, (name, result, spec)
         data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         with file.open("r+b") as opened:
@@ -63,7 +63,7 @@ class Folder:
             with file.open("r+b") as opened:
                 os.fsync(opened.fileno())  # a network's file system may say only now that it is full
 
-    def _begin(self, file: Path, shard: Mapping[str, TensorSpec]) -> None:
+    def _begin(self, file: Path, shard: Mapping[str, StoredTensorSpec]) -> None:
         """Widest elements first: then each tensor begins at a multiple of its own."""
         at, entries, offsets = 0, dict[str, object](), dict[str, int]()
         for name, spec in sorted(shard.items(), key=lambda item: -WIDTHS[item[1].dtype]):
@@ -80,8 +80,8 @@ class Folder:
         self._places |= {name: (file, start + offset) for name, offset in offsets.items()}
 
 
-def _shards(specs: Mapping[str, TensorSpec], most: int) -> list[dict[str, TensorSpec]]:
-    result: list[dict[str, TensorSpec]] = [{}]
+def _shards(specs: Mapping[str, StoredTensorSpec], most: int) -> list[dict[str, StoredTensorSpec]]:
+    result: list[dict[str, StoredTensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():
         if size and size + spec.nbytes > most:

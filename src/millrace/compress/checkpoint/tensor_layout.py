@@ -16,7 +16,7 @@ Matrix = QuantisedMatrix | Fp8Matrix
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class StoredTensorSpec:
     """A tensor before it is there. dtype: safetensors' name"""
 
     dtype: str
@@ -81,21 +81,21 @@ class TensorLayout:
             "output_activations": None, "format": self.format,
         }  # fmt: skip
 
-    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
+    def specs(self, N: int, K: int) -> dict[str, StoredTensorSpec]:
         """By the end of their names."""
         G = K // self.group if self.group else 1
         if self.floats:
             return {
-                "weight": TensorSpec("F8_E4M3", (N, K)),
-                "weight_scale": TensorSpec("BF16", (1,) if self.one_scale else (N, 1)),
+                "weight": StoredTensorSpec("F8_E4M3", (N, K)),
+                "weight_scale": StoredTensorSpec("BF16", (1,) if self.one_scale else (N, 1)),
             }
-        scale = {"weight_scale": TensorSpec("F16", (N, G))}
+        scale = {"weight_scale": StoredTensorSpec("F16", (N, G))}
         if self.format == INTEGERS:
-            return {"weight": TensorSpec("I8", (N, K)), **scale}
-        zeros = {"weight_zero_point": TensorSpec("I32", (words_of(N, self.bits), G))} if self.minimums else {}
+            return {"weight": StoredTensorSpec("I8", (N, K)), **scale}
+        zeros = {"weight_zero_point": StoredTensorSpec("I32", (words_of(N, self.bits), G))} if self.minimums else {}
         return {
-            "weight_packed": TensorSpec("I32", (N, words_of(K, self.bits))), **scale, **zeros,
-            "weight_shape": TensorSpec("I64", (2,)),
+            "weight_packed": StoredTensorSpec("I32", (N, words_of(K, self.bits))), **scale, **zeros,
+            "weight_shape": StoredTensorSpec("I64", (2,)),
         }  # fmt: skip
 
     def tensors(self, matrix: Matrix) -> dict[str, Array]:

@@ -52,11 +52,11 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def paces(
-    source: NativeExecutor, made: NativeExecutor, progress: Progress, rounds: int = ROUNDS,
+    source: NativeExecutor, compressed: NativeExecutor, progress: Progress, rounds: int = ROUNDS,
     sequences: Sequence[int] = SEQUENCES,
 ) -> list[TimedRun]:  # fmt: skip
     """sequences: of decoding, at a time. raises ConfigError for a context that is too short"""
-    room = min(source.limits.context_tokens, made.limits.context_tokens)
+    room = min(source.limits.context_tokens, compressed.limits.context_tokens)
     if room < _SHORTEST:
         raise ConfigError(
             f"a context of {room} tokens is too short to measure speed in", f"at least {_SHORTEST}",
@@ -72,7 +72,7 @@ def paces(
     result = []
     for number, (name, tokens, work) in enumerate(works):
         progress("measuring speed", number, len(works))
-        samples = in_turns([work(source), work(made)], rounds)
+        samples = in_turns([work(source), work(compressed)], rounds)
         result.append(TimedRun(name, *(StepRate.of(tokens, each) for each in samples)))
     return result
 

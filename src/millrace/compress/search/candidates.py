@@ -22,7 +22,7 @@ from millrace.compile.settings import Progress
 from millrace.compress.calibration.calibrated_methods import fp8_by_gptq, method_of
 from millrace.compress.calibration.layerwise_rounding import before, rounding
 from millrace.compress.calibration.statistics import CalibrationStatistics, InputStatistics, whole_file
-from millrace.compress.checkpoint.tensor_layout import Matrix, TensorLayout, TensorSpec
+from millrace.compress.checkpoint.tensor_layout import Matrix, StoredTensorSpec, TensorLayout
 from millrace.compress.compress import CompressedPiece, Way
 from millrace.compress.compression_plan import WEIGHT, CompressionPlan, kept_dtype, seconds_a_million
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics
@@ -79,7 +79,7 @@ def bytes_of(job: CompressionPlan, layer: str, name: str) -> int:
     """In the folder, scales included."""
     shape, form = job.checkpoint.tensors[layer + WEIGHT].shape, form_of(name)
     if form is None:
-        return TensorSpec(kept_dtype(job.checkpoint, layer + WEIGHT), shape).nbytes
+        return StoredTensorSpec(kept_dtype(job.checkpoint, layer + WEIGHT), shape).nbytes
     N, K = shape
     return sum(spec.nbytes for spec in form.specs(N, K).values())
 

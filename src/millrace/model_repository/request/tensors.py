@@ -34,7 +34,7 @@ _FLOATS = ("FP16", "FP32", "FP64", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class InferTensor:
     """A tensor. values: of `DTYPES[datatype]`; for BYTES, `bytes` objects"""
 
     name: str

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from millrace.runtime.structured_output.json_schema_numbers import (
     LOWER,
     UPPER,
-    Bounds,
+    NumberBounds,
     Refuse,
     Schema,
     check_constant,
@@ -127,7 +127,7 @@ def _simplify_one(root: Schema, schema: Schema, path: str, refuse: Refuse, combi
     _remove_annotations(schema)
     types = _types(schema)
     _simplify_sizes(schema, types, path, refuse)
-    Bounds(schema, path, refuse, combines).simplify(types)
+    NumberBounds(schema, path, refuse, combines).simplify(types)
     _remove_neutral(root, schema, types)
     for key in UNSUPPORTED:
         if key in schema:

@@ -25,7 +25,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class Bounds:
+class NumberBounds:
     """The numeric keywords of one schema. combines: those of others may apply to the same number"""
 
     def __init__(self, schema: Schema, path: str, refuse: Refuse, combines: bool) -> None:

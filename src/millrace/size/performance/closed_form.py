@@ -43,7 +43,7 @@ class InstanceMemory:
     total: float
     kept_back: float
     weights: float
-    held: float
+    kv_in_use: float
     free: float
 
 

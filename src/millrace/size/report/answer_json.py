@@ -9,6 +9,7 @@ from millrace.size.answer.answer import SizingAnswer
 from millrace.size.answer.sizing import SizingPlan
 from millrace.size.load.load_forecast import Demand
 from millrace.size.money.tco import Money
+from millrace.size.performance.closed_form import InstanceMemory
 from millrace.size.performance.operating_point import P95_OF_CALLS, Limits, OperatingPoint, Waits
 
 DEFINITIONS = {
@@ -72,6 +73,13 @@ def _systems(n: int, size: int, device: str, between: str = "") -> str:
     return f"{n} system{'' if n == 1 else 's'}{between} of {size} x {device}"
 
 
+def _memory(memory: InstanceMemory) -> dict[str, float]:
+    return {
+        "total": memory.total, "kept_back": memory.kept_back, "weights": memory.weights, "held": memory.kv_in_use,
+        "free": memory.free,
+    }  # fmt: skip
+
+
 def answer_to_dict(answer: SizingAnswer) -> dict[str, Any]:
     """Convert an answer to JSON data."""
     plan = answer.plan
@@ -85,7 +93,7 @@ def answer_to_dict(answer: SizingAnswer) -> dict[str, Any]:
             "throughput_optimal": point_to_dict(plan.throughput_optimal),
         },
         "other": plan_to_dict(answer.other) if answer.other else {"why_not": answer.why_no_other},
-        "memory": asdict(answer.memory) if answer.memory else None,
+        "memory": _memory(answer.memory) if answer.memory else None,
         "why": [asdict(step) for step in answer.waterfall],
         "configurations": [
             {"configuration": offer.configuration, "broken": list(offer.broken),

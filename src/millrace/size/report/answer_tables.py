@@ -132,7 +132,7 @@ def _memory(answer: SizingAnswer) -> TextTable:
     assert m is not None, "there is one"
     rows = [
         ("weights", f"{m.weights / GB:.1f} GB"),
-        ("keys and values", f"{m.held / GB:.1f} GB of {format_4_digits(point.concurrency)} requests half-way, "
+        ("keys and values", f"{m.kv_in_use / GB:.1f} GB of {format_4_digits(point.concurrency)} requests half-way, "
                             f"on average; {m.free / GB:.1f} GB more would fit"),
         ("kept back", f"{m.kept_back / GB:.1f} GB, for activations, software and margin"),
         ("there are", f"{m.total / GB:.0f} GB"),

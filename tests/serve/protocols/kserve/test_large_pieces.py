@@ -24,7 +24,7 @@ from millrace.model_repository.request import concatenation
 from millrace.model_repository.request.concatenation import concatenate
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
-from millrace.model_repository.request.tensors import BYTES, DTYPES, Tensor, objects
+from millrace.model_repository.request.tensors import BYTES, DTYPES, InferTensor, objects
 from millrace.serve.protocols.kserve.grpc import infer, message_scan, packed_numbers
 from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, response_bytes
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, SERVICE, field_numbers, message
@@ -88,7 +88,7 @@ def test_typed_contents_in_pieces(datatype: str, is_packed: bool, small_pieces: 
         told = message("ModelInferRequest").FromString(cut.rest)
         array = objects(values) if datatype == BYTES else np.array(values, DTYPES[datatype])
         given = list(infer._raw_inputs(told, "m", None, cut, []))
-        assert [bytes(one.data) for one in given] == [Tensor("a", datatype, array).raw()] * 2  # type: ignore[arg-type]
+        assert [bytes(one.data) for one in given] == [InferTensor("a", datatype, array).raw()] * 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("datatype", [name for name in DRAWN if name not in ("BYTES", "INT8")])
@@ -165,7 +165,7 @@ def test_responses_in_pieces(n: int, small_pieces: Callable[[int], None]) -> Non
     for name, array in RESPONSE.outputs.items():
         datatype = {"numbers": "FP32", "strings": BYTES, "none": "INT8", "yes": "BOOL"}[name]
         found.outputs.add(name=name, datatype=datatype, shape=array.shape)
-        found.raw_output_contents.append(Tensor(name, datatype, array).raw())
+        found.raw_output_contents.append(InferTensor(name, datatype, array).raw())
         values = ["ab"] * 99 if datatype == BYTES else array.reshape(-1).tolist()
         told.append({"name": name, "datatype": datatype, "shape": array.shape, "data": values})
     small_pieces(n)

@@ -14,7 +14,7 @@ from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.concatenation import LARGE, concatenate
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
-from millrace.model_repository.request.tensors import BYTES, Array, Tensor
+from millrace.model_repository.request.tensors import BYTES, Array, InferTensor
 from millrace.serve.protocols.kserve.grpc.infer import (
     FINAL,
     RAW_OUTPUT,
@@ -103,10 +103,10 @@ def _frame(parts: Sequence[bytes | memoryview]) -> bytes:
 
 def _raw(name: str, array: Array) -> bytes:
     if not array.dtype.hasobject:
-        return array.tobytes() if array.nbytes < LARGE else Tensor(name, "", array).raw()
+        return array.tobytes() if array.nbytes < LARGE else InferTensor(name, "", array).raw()
     if array.size == 1 and type(value := array.item()) is bytes:
         return len(value).to_bytes(4, "little") + value
-    return Tensor(name, BYTES, array).raw()
+    return InferTensor(name, BYTES, array).raw()
 
 
 class Deadline:

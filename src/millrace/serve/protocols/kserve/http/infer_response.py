@@ -16,7 +16,7 @@ from millrace.model_repository.request.tensors import (
     ONLY_BINARY,
     WIRE_NAMES,
     Array,
-    Tensor,
+    InferTensor,
     objects,
     output_datatype,
 )
@@ -28,14 +28,14 @@ TIMING_HEADER = b"x-millrace-timing"  # requests the header `server-timing`
 
 def requested_outputs(
     model: Model, request: InferRequest, response: InferResponse, n_classes: Mapping[str, int]
-) -> Iterator[Tensor]:
+) -> Iterator[InferTensor]:
     """Yield the requested outputs, some with their classes instead of their values. raises StatusError"""
     for name, array in response.outputs.items():
         if request.outputs and name not in request.outputs:
             continue
         if n := n_classes.get(name):
             array = classify(array, n, model.labels.get(name, ()), has_batch=request.batch_size > 0)
-        yield Tensor(name, output_datatype(name, array), array)
+        yield InferTensor(name, output_datatype(name, array), array)
 
 
 def encode_error(message: str) -> bytes:
