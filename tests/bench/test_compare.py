@@ -10,16 +10,21 @@ import pytest
 from millrace.bench.analysis.compare import (
     ComparedRun,
     Difference,
-    compared_answers,
-    compared_rounds,
-    interleaved,
+    compare_answers,
+    compare_pairs,
+    compare_rounds,
+    compare_samples,
     more_failures,
-    of_pairs,
-    of_samples,
     only_one_has,
     read_result,
+    run_interleaved,
 )  # fmt: skip
-from millrace.bench.analysis.compare_goodput import newcombe, of_rounds, of_written, satisfied
+from millrace.bench.analysis.compare_goodput import (
+    compare_goodput_results,
+    compare_goodput_rounds,
+    compare_shares,
+    newcombe,
+)
 from millrace.bench.analysis.goodput import GoodputLimits
 from millrace.bench.analysis.intervals import Z99, Z
 from millrace.bench.client.client import BenchTarget, Client
@@ -41,7 +46,9 @@ ROUNDS = 400
 def drawn_pairs(by: float, n: int = 8) -> Difference:
     """Rounds that drift together by tens of percent, and differ by `by` with noise of 3 %."""
     common = 100 * np.exp(RNG.normal(0, 0.3, n))
-    return of_pairs("x", False, common.tolist(), (common * (1 + by / 100) * np.exp(RNG.normal(0, 0.03, n))).tolist())
+    return compare_pairs(
+        "x", False, common.tolist(), (common * (1 + by / 100) * np.exp(RNG.normal(0, 0.03, n))).tolist()
+    )
 
 
 def answer(ttft_s: float, late_s: float = 0.0, failure: Failure | None = None) -> BenchRecord:
@@ -59,7 +66,7 @@ def rounds(*answers: list[BenchRecord]) -> ComparedRun:
 def test_what_users_waited_is_compared_too() -> None:
     """Both answer 20 ms after they were asked, but B's requests had waited for a place, twice as long in all."""
     a, b = rounds(*[[answer(0.02)] * 4] * 3), rounds(*[[answer(0.02, late_s=0.02)] * 4] * 3)
-    found = {d.name: d for d in compared_rounds(a, b)}
+    found = {d.name: d for d in compare_rounds(a, b)}
     for name, percent, verdict in (
         ("time_to_first_token", 0, "no difference seen"), ("time_to_first_token_from_intended", 100, "worse"),
         ("request_latency_from_intended", 100 * 0.02 / 1.02, "worse"),
@@ -76,11 +83,11 @@ def test_shares_within_limits() -> None:
     gone = [answer(9, failure=kind) for kind in (Failure.CANCELLED, Failure.INTERRUPTED)]
     a = rounds([KEPT] * 20, [KEPT] * 19 + [BROKEN], [KEPT] * 99)
     b = rounds([KEPT] * 11 + [BROKEN] * 10 + gone, [KEPT] * 10 + [BROKEN] * 6 + [FAILED] * 5)
-    found = of_rounds(a, b, LIMITS)
+    found = compare_goodput_rounds(a, b, LIMITS)
     assert found is not None and (found.a, found.b) == (39 / 40, 0.5)
     assert found.points == pytest.approx(-47.5) and found.verdict == "worse" and found.is_worse_by(20)
     assert found.surely[0] < found.interval[0] < -47.5 < found.interval[1] < found.surely[1] < -20
-    assert of_rounds(rounds(gone), rounds([KEPT]), LIMITS) is None
+    assert compare_goodput_rounds(rounds(gone), rounds([KEPT]), LIMITS) is None
 
 
 @pytest.mark.parametrize("a, b", [((56, 70), (48, 80)), ((9, 10), (3, 10)), ((10, 10), (0, 20))])
@@ -98,7 +105,7 @@ def test_ci_is_seldom_alarmed_by_shares_that_rounds_disturb() -> None:
     for _ in range(ROUNDS):
         shares = np.clip(RNG.normal(0.9, 0.05, (8, 2)), 0, 1)
         kept = RNG.binomial(40, shares)
-        found = satisfied("x", [((int(k_a), 40), (int(k_b), 40)) for k_a, k_b in kept])
+        found = compare_shares("x", [((int(k_a), 40), (int(k_b), 40)) for k_a, k_b in kept])
         alarms += found is not None and found.is_worse_by(0)
     assert alarms / ROUNDS < 0.012
 
@@ -129,11 +136,12 @@ def test_the_visible_effect_is_seen_four_times_out_of_five() -> None:
 
 def test_samples_of_requests() -> None:
     found = [
-        of_samples("x", False, RNG.gamma(4, 25, 80).tolist(), RNG.gamma(4, 27.5, 50).tolist()) for _ in range(ROUNDS)
+        compare_samples("x", False, RNG.gamma(4, 25, 80).tolist(), RNG.gamma(4, 27.5, 50).tolist())
+        for _ in range(ROUNDS)
     ]
     held = sum(d.interval is not None and d.interval[0] <= 10 <= d.interval[1] for d in found)
     assert 0.92 <= held / ROUNDS <= 0.98
-    assert of_samples("x", False, [1.0, 1.0], [2.0, 2.0]).verdict == "too few to say"
+    assert compare_samples("x", False, [1.0, 1.0], [2.0, 2.0]).verdict == "too few to say"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +168,7 @@ def run_in_turns(null: Null) -> tuple[ComparedRun, ComparedRun]:
         return make_plan(url, TargetSettings(), load, InputSettings(isl=10, osl=20), SessionSettings())
 
     a, b = asyncio.run(
-        interleaved(lambda i: plans(null(slow).url, i), lambda i: plans(null(fast).url, i), 4)
+        run_interleaved(lambda i: plans(null(slow).url, i), lambda i: plans(null(fast).url, i), 4)
     )  # fmt: skip
     order = sorted([(r.started_s, "A") for r in a.runs] + [(r.started_s, "B") for r in b.runs])
     assert "".join(which for _, which in order) == "ABBAABBA"
@@ -171,12 +179,12 @@ def run_in_turns(null: Null) -> tuple[ComparedRun, ComparedRun]:
 
 def test_rounds_go_in_turns_with_the_same_questions(null: Null) -> None:
     a, b = run_in_turns(null)
-    assert "inter_token_latency" in {d.name for d in compared_rounds(a, b)}
+    assert "inter_token_latency" in {d.name for d in compare_rounds(a, b)}
 
 
 @pytest.mark.timing
 def test_rounds_in_turns_tell_the_faster_server(null: Null) -> None:
-    itl = {d.name: d for d in compared_rounds(*run_in_turns(null))}["inter_token_latency"]
+    itl = {d.name: d for d in compare_rounds(*run_in_turns(null))}["inter_token_latency"]
     assert itl.verdict == "better" and itl.percent == pytest.approx(-100 / 3, abs=6)
 
 
@@ -195,13 +203,15 @@ def written(path: Path, itl_s: float, n: int = 40, failures: tuple[Failure, ...]
 
 def test_two_results_that_were_written(tmp_path: Path) -> None:
     a, b = written(tmp_path / "a", 0.010), written(tmp_path / "b", 0.012)
-    found = {d.name: d for d in compared_answers(read_result(a).answers, read_result(b / "requests.jsonl").answers)}
+    found = {d.name: d for d in compare_answers(read_result(a).answers, read_result(b / "requests.jsonl").answers)}
     assert found["inter_token_latency"].percent == pytest.approx(20, abs=0.1)
     assert found["inter_token_latency"].verdict == "worse"
     assert found["time_to_first_token"].n == 40
     waited = found["time_to_first_token_from_intended"]
     assert waited.a == pytest.approx(found["time_to_first_token"].a + 250, abs=1e-3), "a quarter of a second, written"
-    both = of_written(read_result(a), read_result(b), GoodputLimits((("request_latency", 440.0 + 3 * 10),)))
+    both = compare_goodput_results(
+        read_result(a), read_result(b), GoodputLimits((("request_latency", 440.0 + 3 * 10),))
+    )
     assert both is not None and both.a > 0.95 and both.b < both.a
 
 

@@ -63,12 +63,12 @@ def test_turns_and_pauses() -> None:
 
 def test_words_are_fitted_to_what_the_server_tells() -> None:
     """A server that makes 1.5 tokens of a word, and 12 of its template."""
-    words = PromptWords.fitted((32, 60), (160, 252))
+    words = PromptWords.fit((32, 60), (160, 252))
     assert words == PromptWords(1.5, 12)
     assert len(words.text(312, random.Random(1)).split()) == 200
     assert len(words.text(300, random.Random(1), fresh=False).split()) == 200
     assert len(words.text(1, random.Random(1)).split()) == 1
-    assert PromptWords.fitted((32, 0), (160, 0)) == PromptWords(), "a server that tells nothing"
+    assert PromptWords.fit((32, 0), (160, 0)) == PromptWords(), "a server that tells nothing"
 
 
 def test_words_are_words() -> None:

@@ -15,7 +15,7 @@ from millrace.bench.client.endpoints import CHAT
 from millrace.bench.client.request_record import BenchRecord, Failure
 from millrace.bench.load.inputs import Turn
 from millrace.bench.report.page import bench_page, waterfall
-from millrace.bench.report.plot_summaries import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
+from millrace.bench.report.plot_summaries import fit_line, gaps_by_position, itl_drift, spread_percent, ttft_by_length
 from millrace.bench.report.results import RunResult, report
 from millrace.bench.run.plan import make_plan
 from millrace.bench.run.run import Run, RunLoad, TurnRecord
@@ -54,7 +54,7 @@ def test_the_slope_of_ttft_is_found_with_its_interval() -> None:
 def test_intervals_of_slopes_hold_what_they_promise() -> None:
     held, x = 0, np.linspace(0, 10, 20)
     for _ in range(400):
-        fit = fitted(x, 3 + 2 * x + RNG.normal(0, 1, 20))
+        fit = fit_line(x, 3 + 2 * x + RNG.normal(0, 1, 20))
         assert fit is not None and fit.interval is not None
         held += fit.interval[0] <= 2 <= fit.interval[1]
     assert 0.92 <= held / 400 <= 0.98
@@ -62,7 +62,7 @@ def test_intervals_of_slopes_hold_what_they_promise() -> None:
 
 def test_no_slope_where_nothing_varies() -> None:
     assert ttft_by_length([answer(0, 100, 0.1, [0.01])] * 20) is None and ttft_by_length([]) is None
-    few = fitted(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0]))
+    few = fit_line(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0]))
     assert few is not None and few.slope == pytest.approx(1) and few.interval is None
 
 

@@ -25,7 +25,7 @@ from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, Sessio
 from millrace.cli.bench.foreign_flags import show_and_write, translate_flags
 from millrace.cli.bench.infer_options import command as bench_infer
 from millrace.cli.bench.options import command as bench
-from millrace.cli.bench.progress import Begins, driven
+from millrace.cli.bench.progress import Begins, run_with_progress
 from millrace.report.png import has_no_font
 from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace
@@ -248,7 +248,7 @@ def test_ctrl_c_between_two_runs_ends_the_next() -> None:
             await run.drive(iter([]))
             return run
 
-    run = driven(work, quiet=True)
+    run = run_with_progress(work, quiet=True)
     assert run.ended == "Ctrl-C" and not run.records
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "what comes later ends the command"
 

@@ -90,8 +90,8 @@ def test_four_bits_are_measured_as_w4a8_too(
 def test_help_says_what_a_batch_is_for_advice(millrace: Millrace) -> None:
     shown = " ".join(millrace("compress", "--help").out.split())
     said = shown.partition("--batch N")[2].partition("--advise Make")[0]
-    assert f"Sequences of the large batch, with --advise; default: {BATCH}." in said
-    assert "must not exist, but for --measure and --advise" in shown
+    assert f"With --advise, sequences of the large batch; default: {BATCH}." in said
+    assert "must not exist, except for --measure and --advise" in shown
 
 
 def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:

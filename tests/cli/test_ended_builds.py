@@ -55,16 +55,16 @@ def test_a_killed_build_is_cleared_away_by_the_next(millrace: Millrace, tmp_path
 # In a process of its own: a signal that found no handler would end the suite.
 SIGNALLED = """
 import os, signal, time
-from millrace.cli.signals import ended_in_order
+from millrace.cli.signals import raise_on_sigterm
 
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-with ended_in_order():
+with raise_on_sigterm():
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
 assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 try:
-    with ended_in_order():
+    with raise_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 except SystemExit as caught:

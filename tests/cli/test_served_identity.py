@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.cli.serve.run import _served
+from millrace.cli.serve.run import _text_model
 from millrace.compile.builder import build_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
@@ -17,7 +17,7 @@ def identity(checkpoint: Path, folder: Path) -> str:
         "tiny", build_engine("tiny", checkpoint, folder, BuildSettings(max_context=64, tune=0)), RunSettings()
     )
     try:
-        return str(_served(opened, cast(Any, None), ()).metadata["engine"])
+        return str(_text_model(opened, cast(Any, None), ()).metadata["engine"])
     finally:
         opened.close()
 

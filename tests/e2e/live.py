@@ -9,7 +9,7 @@ import httpx
 import openai
 
 from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate
-from millrace.cli.serve.run import _served
+from millrace.cli.serve.run import _text_model
 from millrace.engine.artifact.engine import Engine
 from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.open_engine import RunningModel, open_engine
@@ -67,7 +67,7 @@ def serving(
 ) -> Iterator[Live]:  # fmt: skip
     """As `live`, of a model that was opened; closed at the end."""
     async_engine = AsyncEngine(opened.loop(), options)
-    model = _served(opened, async_engine, (MODEL,))
+    model = _text_model(opened, async_engine, (MODEL,))
     try:
         with in_thread(model, settings, start_s=60, stop_s=30) as served:
             yield Live(served.url, opened, async_engine)

@@ -12,7 +12,7 @@ from millrace.size.performance.serving_overhead import Stack
 from millrace.size.question.settings import HardwareSettings
 from millrace.size.simulation.capacity import Replica
 from millrace.size.simulation.serving_model import make_serving
-from millrace.size.simulation.simulated_capacity import Replicas, simulated
+from millrace.size.simulation.simulated_capacity import Replicas, add_simulated
 
 
 def work_of(lengths: tuple[float, float] | Lengths) -> RequestWork:
@@ -52,7 +52,7 @@ def simulated_points(
     why: ConfigError | None = None
     for name in found.names:
         try:
-            points += simulated(found.for_device(name), asked, work, limits, replicas, closed).points
+            points += add_simulated(found.for_device(name), asked, work, limits, replicas, closed).points
         except ConfigError as error:
             why = error
     if not points and why is not None:

@@ -12,7 +12,7 @@ from millrace.errors import ConfigError
 from millrace.machine.roofline import Compute, MemoryLevel, Rate, Roofline
 from millrace.size import plan
 from millrace.size.answer.answer import SizingAnswer, answer_question
-from millrace.size.answer.multi_model import shared
+from millrace.size.answer.multi_model import share_systems
 from millrace.size.performance.models import PRESETS
 from millrace.size.performance.operating_point import FigureSource
 from millrace.size.question.question import SizingQuestion
@@ -350,13 +350,13 @@ def test_hardware_that_is_refused(more: dict[str, Any], said: str) -> None:
 
 def test_models_that_share_systems_are_rounded_once() -> None:
     small = [plan(**COMMON, rate=rate) for rate in (5, 10, 20)]
-    together = shared(small)
+    together = share_systems(small)
     devices = sum(answer.instances * answer.plan.point.tp for answer in small)
     assert (together.devices, together.systems, together.apart) == (devices, math.ceil(devices / 8), 3)
     with pytest.raises(ConfigError, match=r"8 x A100 SXM 80GB and 8 x H100 SXM"):
-        shared([small[0], plan(**COMMON, rate=5, hardware="A100")])
+        share_systems([small[0], plan(**COMMON, rate=5, hardware="A100")])
     with pytest.raises(ConfigError, match="different numbers of spare"):
-        shared([small[0], plan(**COMMON, rate=5, spare=1)])
+        share_systems([small[0], plan(**COMMON, rate=5, spare=1)])
 
 
 def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> None:

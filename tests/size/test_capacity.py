@@ -130,7 +130,7 @@ def test_a_last_call_of_one_token_has_no_itl_that_would_bound_the_others() -> No
 def test_littles_law_holds_in_runs_and_points() -> None:
     one = replica()
     for n in (1, 7, 16, 30):
-        loop = one.closed(n)
+        loop = one.run_closed(n)
         assert loop.rate * loop.mean.e2e_s == pytest.approx(n) and loop.source == FigureSource.SIMULATED
     found = one.run([Arrival(0.01 * i, 300, 20) for i in range(200)])
     assert found.in_system_s == pytest.approx(found.values("e2e_s").sum(), rel=1e-9)

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.errors import CheckpointError, ConfigError
 from millrace.machine.devices import DEVICES, Link, find_device
-from millrace.size.performance.models import PRESETS, find_model, of_config
+from millrace.size.performance.models import PRESETS, find_model, shape_from_config
 from tests.size.tables import SIZING, needs_tables
 
 LLAMA = {
@@ -74,26 +74,29 @@ GPT_OSS = {
 
 def test_experts_that_all_visit_are_counted() -> None:
     """14.3 billion parameters, of which 2.7 are active for a token, as its makers say (with embeddings and head)."""
-    found = of_config(QWEN_MOE, "m")
+    found = shape_from_config(QWEN_MOE, "m")
     assert found.stored_parameters / 1e9 == pytest.approx(14.3, rel=0.01) and found.window is None
     assert (found.active_parameters + 2 * found.head_parameters) / 1e9 == pytest.approx(2.7, rel=0.01)
     assert found.touched_parameters(1) == pytest.approx(found.active_parameters)
     counted = {key: value for key, value in QWEN_MOE.items() if key != "shared_expert_intermediate_size"}
-    assert of_config({**counted, "n_shared_experts": 4}, "m") == found
+    assert shape_from_config({**counted, "n_shared_experts": 4}, "m") == found
 
 
 def test_a_window_of_some_layers_is_none_of_all() -> None:
-    found = of_config(GPT_OSS, "m")
-    assert found.window is None and found.reached(5000) == 5000
+    found = shape_from_config(GPT_OSS, "m")
+    assert found.window is None and found.attended_tokens(5000) == 5000
     assert found.parameters == PRESETS["gpt-oss-20b"].parameters
-    assert of_config({**LLAMA, "sliding_window": 128, "layer_types": ["sliding_attention"] * 32}, "m").window == 128
+    assert (
+        shape_from_config({**LLAMA, "sliding_window": 128, "layer_types": ["sliding_attention"] * 32}, "m").window
+        == 128
+    )
     for more in ({"model_type": "gemma2"}, {"sliding_window_pattern": 6}, {"sliding_window_pattern": "LLLG"}):
-        assert of_config({**LLAMA, "sliding_window": 128, **more}, "m").window is None
+        assert shape_from_config({**LLAMA, "sliding_window": 128, **more}, "m").window is None
 
 
 def test_a_model_that_sees_is_sized_by_its_decoder() -> None:
-    found = of_config({"model_type": "mllama", "text_config": LLAMA, "vision_config": {"hidden_size": 1}}, "m")
-    assert found == of_config(LLAMA, "m")
+    found = shape_from_config({"model_type": "mllama", "text_config": LLAMA, "vision_config": {"hidden_size": 1}}, "m")
+    assert found == shape_from_config(LLAMA, "m")
 
 
 @pytest.mark.parametrize("config, said", [
@@ -116,7 +119,7 @@ def test_a_model_that_sees_is_sized_by_its_decoder() -> None:
 ])  # fmt: skip
 def test_configurations_that_are_none(config: Mapping[str, Any], said: str) -> None:
     with pytest.raises((CheckpointError, ConfigError), match=said):
-        of_config(config, "m")
+        shape_from_config(config, "m")
 
 
 _NUMBERS = (
@@ -145,8 +148,8 @@ def test_numbers_that_are_none_are_named(tmp_path: Path, key: str, value: str) -
 
 
 def test_a_window_that_is_switched_off_is_not_read() -> None:
-    assert of_config({**LLAMA, "sliding_window": -5, "use_sliding_window": False}, "m").window is None
-    assert of_config({**LLAMA, "sliding_window": None}, "m").window is None
+    assert shape_from_config({**LLAMA, "sliding_window": -5, "use_sliding_window": False}, "m").window is None
+    assert shape_from_config({**LLAMA, "sliding_window": None}, "m").window is None
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff", b"[" * 100_000, b" " * (1 << 21)])

@@ -81,7 +81,7 @@ def test_more_load_more_systems_looser_limits_fewer(seed: int) -> None:
     made = [planned(rate * times, points, limits, Fleet(0.8, 1)) for times in (1, 1.01, 2, 10)]
     assert all(a.systems <= b.systems and a.fractional < b.fractional for a, b in pairwise(made))
     fewer = [planned(rate, points, some, Fleet())
-             for some in (limits, limits.scaled(1.01), limits.scaled(2), limits.scaled(10), Limits())]  # fmt: skip
+             for some in (limits, limits.scale(1.01), limits.scale(2), limits.scale(10), Limits())]  # fmt: skip
     assert all(a.systems >= b.systems and a.fractional >= b.fractional for a, b in pairwise(fewer))
     assert all(one.low <= one.systems <= one.high for one in (*made, *fewer))
 

@@ -15,7 +15,7 @@ from millrace.size.performance.operating_points import offers
 from millrace.size.question.settings import HardwareSettings
 from millrace.size.simulation import capacity
 from millrace.size.simulation.search_budget import SearchBudget, SearchTimeoutError
-from millrace.size.simulation.simulated_capacity import Replicas, simulated
+from millrace.size.simulation.simulated_capacity import Replicas, add_simulated
 from tests.size.offered import work_of
 
 LIMITS = Limits(ttft_s=0.08)
@@ -31,7 +31,9 @@ def counted(limit: float) -> SearchBudget:
 def sought(search: SearchBudget, closed: bool) -> OperatingPoint | None:
     """The best simulated point."""
     work = work_of(Lengths(500, 20))
-    points = simulated(offers("llama-3-8b", HARDWARE, work), HARDWARE, work, LIMITS, Replicas(search), closed).points
+    points = add_simulated(
+        offers("llama-3-8b", HARDWARE, work), HARDWARE, work, LIMITS, Replicas(search), closed
+    ).points
     found = [p for p in points if p.source == FigureSource.SIMULATED and not LIMITS.broken(p)]
     return max(found, key=lambda p: p.rate, default=None)
 

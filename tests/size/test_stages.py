@@ -140,7 +140,7 @@ def test_nothing_is_simulated_faster_than_bounded() -> None:
     one = Replica(
         make_serving(instance_of(SEVENTY, L40S, "fp8", 1, 4), profile(L40S, "fp8"), Lengths(1500, 20), ENGINE)
     )
-    assert one.closed(64).rate < one.bound(Limits())
+    assert one.run_closed(64).rate < one.bound(Limits())
 
 
 def test_an_instance_over_two_systems() -> None:

@@ -11,10 +11,19 @@ from millrace.errors import ConfigError
 from millrace.machine.devices import DEVICES, find_device
 from millrace.size import plan
 from millrace.size.money.prices import Prices, Rent, middle, read_prices
-from millrace.size.money.tco import FleetNeed, bought, break_even_hours, engines, hybrid, money, rented, watts
+from millrace.size.money.tco import (
+    FleetNeed,
+    break_even_hours,
+    engines,
+    hybrid,
+    money,
+    purchase_costs,
+    rental_costs,
+    watts,
+)
 from millrace.size.report.answer_json import answer_to_dict
-from millrace.size.report.answer_tables import in_short
-from millrace.size.report.cost_tables import costs, of_devices
+from millrace.size.report.answer_tables import summary_rows
+from millrace.size.report.cost_tables import cost_table, device_table
 from tests.size.tables import SIZING, needs_tables
 
 H100 = find_device("H100")
@@ -42,14 +51,14 @@ def test_the_course_exercise(tmp_path: Path) -> None:
     """200 requests/s on DGX H100s of 41.56 each, by the course's costs (no power): 119 kUSD each, 572 kUSD a year."""
     peak = 30e6 * 30 / (365 * 86_400) * 7
     fleet = FleetNeed(H100, 1, 8, 5, peak / 41.56, (1,) * 24)
-    found = bought(fleet, own(tmp_path))
+    found = purchase_costs(fleet, own(tmp_path))
     assert found is not None and found.system == 119_000
     assert found.by_figures == pytest.approx(572e3, abs=500) and found.year == 5 * 119_000
 
 
 def test_power() -> None:
     """10.2 kW through a year at 0.10 USD and a PUE of 1.3: 11.6 kUSD; others have as much beside their devices."""
-    found = bought(FleetNeed(H100, 1, 8, 1, 1.0, (1,) * 24), read_prices(None))
+    found = purchase_costs(FleetNeed(H100, 1, 8, 1, 1.0, (1,) * 24), read_prices(None))
     assert found is not None and found.power == pytest.approx(10.2 * 8760 * 0.1 * 1.3)
     l40s = find_device("L40S")
     assert watts(l40s, read_prices(None)) == pytest.approx(8 * 350 * 10_200 / 5600)
@@ -58,10 +67,10 @@ def test_power() -> None:
 def test_rents_and_hours() -> None:
     """Twelve devices by day for 10 hours and 2 else, at 3 each."""
     rents = [Rent("H100 SXM", hour, "x", "neocloud", DAY) for hour in (1.0, 3.0, 9.0)]
-    found = rented(FleetNeed(H100, 2, 8, 2, 1.5, (1,) * 14 + (6,) * 10), rents)
+    found = rental_costs(FleetNeed(H100, 2, 8, 2, 1.5, (1,) * 14 + (6,) * 10), rents)
     assert found is not None and found.rent.hour == 3 and found.peak_hour == 36
     assert found.always == 36 * 8760 and found.scaled == (14 * 2 + 10 * 12) * 3 * 365
-    assert rented(FleetNeed(H100, 2, 8, 2, 1.5, (1,) * 24), []) is None
+    assert rental_costs(FleetNeed(H100, 2, 8, 2, 1.5, (1,) * 24), []) is None
     assert middle(rents[:2]).hour == 1
 
 
@@ -69,7 +78,7 @@ def test_rents_and_hours() -> None:
 def test_no_other_split_is_cheaper(hourly: tuple[int, ...]) -> None:
     prices = read_prices(None)
     fleet = FleetNeed(H100, 1, 8, -(-max(hourly) // 8), 5.1, hourly)
-    own, rent = bought(fleet, prices), rented(fleet, prices.rents(H100, None))
+    own, rent = purchase_costs(fleet, prices), rental_costs(fleet, prices.rents(H100, None))
     best = hybrid(fleet, own, rent)
     assert own is not None and rent is not None and best is not None
     for n in range(10):
@@ -83,8 +92,8 @@ def test_who_buys_all_buys_what_is_to_spare() -> None:
     prices = read_prices(None)
     for spare, systems in ((1, 3), (2, 1)):
         fleet = FleetNeed(H100, 1, 8, 2 + spare, 2.0, (16,) * 24)
-        own = bought(fleet, prices)
-        best = hybrid(fleet, own, rented(fleet, prices.rents(H100, None)))
+        own = purchase_costs(fleet, prices)
+        best = hybrid(fleet, own, rental_costs(fleet, prices.rents(H100, None)))
         assert own is not None and best is not None and best.systems == systems
         assert (best.rented == 0 and best.year == own.year) if systems == 3 else best.year < own.year
 
@@ -93,11 +102,11 @@ def test_break_even() -> None:
     """At the hour where both cost the same, a system that is needed so long costs as much rented as bought."""
     prices = read_prices(None)
     fleet = FleetNeed(H100, 8, 8, 1, 1.0, (1,) * 24)
-    own, rent = bought(fleet, prices), rented(fleet, prices.rents(H100, None))
+    own, rent = purchase_costs(fleet, prices), rental_costs(fleet, prices.rents(H100, None))
     hours = break_even_hours(own, rent)
     assert own is not None and rent is not None and hours is not None
     assert hours * 365 * 8 * rent.rent.hour == pytest.approx(own.year)
-    cheap = rented(fleet, [Rent("H100 SXM", 0.5, "x", "neocloud", DAY)])
+    cheap = rental_costs(fleet, [Rent("H100 SXM", 0.5, "x", "neocloud", DAY)])
     assert break_even_hours(own, cheap) is None
 
 
@@ -204,11 +213,11 @@ def test_what_a_note_asks_for_is_what_is_taken(tmp_path: Path) -> None:
 def test_devices_without_a_price_are_named_beside_others() -> None:
     asked = {"model": "llama-3-8b", "isl": 100, "osl": 10, "rate": 100, "mode": "offline", "simulate": False}
     found = plan(**asked, hardware=["A10G", "L4", "V100"])
-    table = of_devices(found.alternatives)
+    table = device_table(found.alternatives)
     assert table.rows[0][0] == "L4" and {row[0] for row in table.rows if row[4] == "-"} == {"A10G", "V100 SXM2 32GB"}
     (note,) = table.notes
     assert "A10G" in note and "V100 SXM2 32GB" in note and "L4" not in note and "--prices FILE" in note
-    assert not of_devices(plan(**asked, hardware=["L4", "T4"]).alternatives).notes
+    assert not device_table(plan(**asked, hardware=["L4", "T4"]).alternatives).notes
 
 
 def test_a_tier_without_offers_names_the_others() -> None:
@@ -235,8 +244,8 @@ def test_costs_in_an_answer() -> None:
     said = (
         f"{low:,.0f} to {high:,.0f}, if systems serve {day.plan.error:.0%} more or less than told; at the prices above"
     )
-    assert ("  may be", said) in costs(day.money).rows
-    sure = costs(replace(day.money, band=(low, low))).rows
+    assert ("  may be", said) in cost_table(day.money).rows
+    sure = cost_table(replace(day.money, band=(low, low))).rows
     assert ("  may be", f"{low:,.0f}, even if systems serve {day.plan.error:.0%} less or more than told; at the prices "
             "above") in sure  # fmt: skip
     assert 0 < low < min(c for c in years if c is not None) < high < 2 * low, "where figures are as far off as may be"
@@ -261,7 +270,7 @@ def test_the_cheapest_way_is_named(more: dict[str, object], way: str, both: str)
     assert found is not None and found.bought is not None and found.rented is not None and found.hybrid is not None
     ways = {"bought": found.bought.year, "rented": found.rented.scaled, "both": found.hybrid.year}
     assert found.cheapest_way == way and ways[way] == min(ways.values()) == found.cheapest
-    named = {row[0]: row[1] for row in costs(found).rows}
+    named = {row[0]: row[1] for row in cost_table(found).rows}
     assert named["both"].endswith(both) and named["the cheapest way"].startswith(f"{way}, {found.cheapest:,.0f}: ")
     assert answer_to_dict(asked)["money"]["cheapest_way"] == way
 
@@ -270,7 +279,7 @@ def test_what_few_requests_cost_stands_whole() -> None:
     """Two people on a system of their own: thousands for a million tokens, not 7e+03."""
     found = plan(model="llama-3-8b", isl=2000, osl=200, ttft_ms=500, simulate=False, hardware="H100", users=2).money
     assert found is not None and found.a_million_tokens is not None and found.a_million_tokens > 1000
-    named = {row[0]: row[1] for row in costs(found).rows}
+    named = {row[0]: row[1] for row in cost_table(found).rows}
     assert f"{found.a_million_tokens:,.0f} a million tokens" in named["the cheapest way"]
 
 
@@ -279,10 +288,10 @@ def test_a_part_of_a_system_is_said_to_do() -> None:
     asked = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "mode": "offline", "simulate": False, "tp": 1}
     each = plan(**asked, systems="1").plan.point.rate
     said = "; 3 of 8 devices would do: --system-size plans with smaller systems"
-    assert dict(in_short(plan(**asked, rate=2.5 * each)))["instances"].endswith(said)
-    assert "would do" not in dict(in_short(plan(**asked, rate=7.5 * each)))["instances"]
+    assert dict(summary_rows(plan(**asked, rate=2.5 * each)))["instances"].endswith(said)
+    assert "would do" not in dict(summary_rows(plan(**asked, rate=7.5 * each)))["instances"]
     three = plan(**asked, rate=3 * each)
     assert replace(three, plan=replace(three.plan, fractional=0.375 * (1 + 1e-12))).instances == 3, (
         "but for a last digit"
     )
-    assert "would do" not in dict(in_short(plan(**asked, systems="1")))["instances"]
+    assert "would do" not in dict(summary_rows(plan(**asked, systems="1")))["instances"]

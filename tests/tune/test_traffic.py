@@ -10,7 +10,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.tune.day_night import day_and_night, distance
-from millrace.tune.kv_occupancy import computed, page_spans, pages, sequences
+from millrace.tune.kv_occupancy import page_spans, pages, sequences, uncached_tokens
 from millrace.tune.traffic import FEWEST, TrafficSummary, check_enough, percentile, propose
 from tests.tune.traffic_files import line, recording
 
@@ -95,7 +95,7 @@ def test_what_is_there_agrees_with_counting(tmp_path: Path, seed: int) -> None:
     assert sum(shared) < sum(alone) or seed == 0, "some beginning is there twice"
     assert sum(kept_pages) > sum(shared), "some come again later"
     seen: set[int] = set()
-    for r, fresh in zip(lines, computed(found), strict=True):
+    for r, fresh in zip(lines, uncached_tokens(found), strict=True):
         known = sum(PAGE * (min(BLOCK, r["input_length"] - k * BLOCK) // PAGE)
                     for k, b in enumerate(r["hash_ids"]) if b in seen)  # fmt: skip
         assert fresh == max(r["input_length"] - known, 1)

@@ -87,7 +87,7 @@ def read_config_file(file: Path, command: click.Command) -> dict[str, Any]:
         if entry.error:
             mistakes.append(_Mistake(entry.line, f"{entry.name}: {entry.error}", "a value in YAML", "quote the value"))
         elif entry.value is not None:
-            wrong, values[param.name] = _checked(entry, param, opt)
+            wrong, values[param.name] = _check_value(entry, param, opt)
             mistakes += wrong
     if mistakes:
         raise _error(file, mistakes)
@@ -153,7 +153,7 @@ def _read(file: Path) -> Iterator[_Entry]:
         raise ConfigError(f"{file} is not valid YAML: {why}", _EXPECTED, "correct the file") from None
 
 
-def _checked(entry: _Entry, param: click.Parameter, opt: str) -> tuple[list[_Mistake], object]:
+def _check_value(entry: _Entry, param: click.Parameter, opt: str) -> tuple[list[_Mistake], object]:
     """Return what is wrong with a value, and the value as click takes it from a default."""
     value, shown = entry.value, f"{entry.name} is {reprlib.repr(entry.value)}"
     if isinstance(param, click.Option) and param.is_flag:

@@ -23,7 +23,7 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, default=str))
 
 
-def decoded(data: bytes) -> str:
+def decode_stdin(data: bytes) -> str:
     """Decode text from a pipe. raises ConfigError if it is not UTF-8"""
     try:
         return data.decode()

@@ -178,7 +178,7 @@ class Tables:
         }
 
 
-def priced(tables: Tables) -> list[tuple[str, str, str, str, str]]:
+def candidate_losses(tables: Tables) -> list[tuple[str, str, str, str, str]]:
     """Return (precision, KL, perplexity ratio to fp32, agreement of the most likely token, bytes) of all candidates."""
 
     def shown(x: float | None, form: str) -> str:
@@ -196,7 +196,7 @@ def priced(tables: Tables) -> list[tuple[str, str, str, str, str]]:
     ]
 
 
-def tuned(tables: Tables) -> str:
+def tuning_text(tables: Tables) -> str:
     """Describe the machine that the kernels were tuned for, and the result."""
     tuning, table = tables.tuning(), tables.tactics
     if table is None or not table.compared():
@@ -215,7 +215,7 @@ def tuned(tables: Tables) -> str:
     )
 
 
-def precision_told(engine: Engine) -> str:
+def precision_text(engine: Engine) -> str:
     """Format the precision; GPU engines have no tables, so groups stored in a checkpoint are missing."""
     if not isinstance(engine, GpuEngine):
         return Tables(engine).precision()

@@ -88,11 +88,11 @@ def _option(cls: type[Settings], f: "Field[Any]", group: str | None) -> Callable
         multiple=kind is tuple,
         metavar=metavar,
         show_default=not declaration.size and f.default is not None and f.default != (),
-        help=text + _added(f.default, declaration, kind),
+        help=text + _help_suffix(f.default, declaration, kind),
     )
 
 
-def _added(default: object, declaration: Setting, kind: type) -> str:
+def _help_suffix(default: object, declaration: Setting, kind: type) -> str:
     """Return the end of an option's help that click cannot generate."""
     size = f"; default: {default >> 20}M" if declaration.size and isinstance(default, int) else ""
     return size + ("; may be given more than once" if kind is tuple else "")

@@ -27,13 +27,13 @@ class WordWrap:
         self._word = ""
         if pieces and pieces[-1].strip() and cell_len(pieces[-1]) < LONGEST_WORD:
             self._word = pieces.pop()
-        return "".join(map(self._placed, pieces))
+        return "".join(map(self._place, pieces))
 
     def flush(self) -> str:
         word, self._word = self._word, ""
-        return self._placed(word)
+        return self._place(word)
 
-    def _placed(self, piece: str) -> str:
+    def _place(self, piece: str) -> str:
         if piece == "\n":
             self._column = 0
             return piece

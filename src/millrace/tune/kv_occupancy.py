@@ -98,7 +98,7 @@ def _last_ends(name: Ints, ended: Floats) -> Floats:
     return np.asarray(np.maximum.accumulate(ended - low + rank) - rank + low, np.float64)
 
 
-def computed(recording: Recording) -> Ints:
+def uncached_tokens(recording: Recording) -> Ints:
     """Return the (N,) prompt tokens to compute if all blocks that arrived earlier are cached."""
     r = recording
     _, index = np.unique(r.block_id, return_index=True)

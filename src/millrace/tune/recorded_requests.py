@@ -18,7 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, sanitize
-from millrace.tune.trace_formats import BLOCK, MAX_TOKENS, Lines, begins, numbered, opened, rows, wrong
+from millrace.tune.trace_formats import (
+    BLOCK,
+    MAX_TOKENS,
+    Lines,
+    first_byte,
+    numbered_lines,
+    open_trace,
+    raise_line_error,
+    rows,
+)
 
 DATED_MS = 1e12  # larger timestamps are Unix times (2001 and later), smaller ones relative
 Ints = NDArray[np.int64]
@@ -82,11 +91,11 @@ class Recording:
 
 def read_recording(path: Path) -> Recording:
     """Read a recording. raises ConfigError"""
-    with opened(path, "a recording") as file:
-        return _arrays(_parsed(numbered(file, path), begins(file) == b"T", path), path)
+    with open_trace(path, "a recording") as file:
+        return _arrays(_parse(numbered_lines(file, path), first_byte(file) == b"T", path), path)
 
 
-def _parsed(lines: Lines, is_azure: bool, path: Path) -> Iterator[RecordedLine]:
+def _parse(lines: Lines, is_azure: bool, path: Path) -> Iterator[RecordedLine]:
     if is_azure:
         yield from (RecordedLine(row.at_s * 1e3, row.n_input, row.n_output) for row in rows(lines, path))
         return
@@ -97,11 +106,11 @@ def _parsed(lines: Lines, is_azure: bool, path: Path) -> Iterator[RecordedLine]:
             record = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             expected = '{"timestamp": ms, "input_length": n, "output_length": n, ...}, as `serve --record` writes'
-            wrong(path, number, sanitize(str(error)), expected)
+            raise_line_error(path, number, sanitize(str(error)), expected)
         if record.waited > (record.duration or 0):
-            wrong(path, number, f'"waited" is {record.waited:g}', '"waited" within "duration"')
+            raise_line_error(path, number, f'"waited" is {record.waited:g}', '"waited" within "duration"')
         if timed is not None and timed != (record.duration is not None):
-            wrong(path, number, f'{"no" if timed else "a"} "duration"', "one in every line, or in none")
+            raise_line_error(path, number, f'{"no" if timed else "a"} "duration"', "one in every line, or in none")
         timed = record.duration is not None
         yield record
 

@@ -42,7 +42,7 @@ def _at_once(path: str, flags: int) -> int:
 
 
 @contextmanager
-def opened(path: Path, expected: str) -> Iterator[IO[bytes]]:
+def open_trace(path: Path, expected: str) -> Iterator[IO[bytes]]:
     """Open a regular file. raises ConfigError if it is too large, or cannot be read, now or in the context"""
     try:
         with open(path, "rb", opener=_at_once) as file:
@@ -58,19 +58,19 @@ def opened(path: Path, expected: str) -> Iterator[IO[bytes]]:
         raise ConfigError(f"{path} is not UTF-8: {error.reason}", "UTF-8 text", "convert it with iconv") from None
 
 
-def numbered(file: IO[bytes], path: Path) -> Lines:
+def numbered_lines(file: IO[bytes], path: Path) -> Lines:
     """Yield numbered non-empty lines without a byte order mark. raises ConfigError for an overlong line"""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
-            wrong(path, number, f"more than {MAX_LINE} bytes", "a request")
+            raise_line_error(path, number, f"more than {MAX_LINE} bytes", "a request")
         line = line.removeprefix(_BOM) if number == 1 else line
         if line.strip():
             yield number, line
 
 
-def begins(file: IO[bytes]) -> bytes:
+def first_byte(file: IO[bytes]) -> bytes:
     """Return the first byte of the file that is not white space; b"" if there is none."""
     first = b""
     while not first and (part := file.read(1 << 16)):
@@ -83,15 +83,15 @@ def rows(lines: Lines, path: Path) -> Iterator[AzureRow]:
     """Yield the rows of Azure's trace; the first line is its header. raises ConfigError"""
     number, head = next(lines)
     if _fields(path, number, head) != AZURE.split(","):
-        wrong(path, number, _shown(head), AZURE)
+        raise_line_error(path, number, _shown(head), AZURE)
     for number, line in lines:
         fields = _fields(path, number, line)
         try:
             at, n_input, n_output = datetime.fromisoformat(fields[0]), *map(int, fields[1:])
         except ValueError:
-            wrong(path, number, _shown(line), AZURE)
+            raise_line_error(path, number, _shown(line), AZURE)
         if not (0 <= n_input <= MAX_TOKENS and 0 <= n_output <= MAX_TOKENS):
-            wrong(path, number, f"{n_input} and {n_output} tokens", f"0 to {MAX_TOKENS}")
+            raise_line_error(path, number, f"{n_input} and {n_output} tokens", f"0 to {MAX_TOKENS}")
         at_s = ((at if at.tzinfo else at.replace(tzinfo=UTC)) - _EPOCH).total_seconds()
         yield AzureRow(number, at_s, n_input, n_output)
 
@@ -100,12 +100,12 @@ def _fields(path: Path, number: int, line: bytes) -> list[str]:
     try:
         return next(csv.reader([line.decode(errors="replace").strip()]))
     except csv.Error as error:  # such as a field of more than 131,072 characters
-        wrong(path, number, f"no CSV: {error}", AZURE)
+        raise_line_error(path, number, f"no CSV: {error}", AZURE)
 
 
 def _shown(line: bytes) -> str:
     return sanitize(line.decode(errors="replace").strip()[:_SHOWN])
 
 
-def wrong(path: Path, line: int, problem: str, expected: str) -> NoReturn:
+def raise_line_error(path: Path, line: int, problem: str, expected: str) -> NoReturn:
     raise ConfigError(f"{path}, line {line}: {problem}", expected, "correct the line, or leave it out")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from millrace.compile.tune.tuning_cases import USUAL_ROWS, TunedRows
 from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.errors import ConfigError
-from millrace.tune.kv_occupancy import computed, page_spans, pages, sequences
+from millrace.tune.kv_occupancy import page_spans, pages, sequences, uncached_tokens
 from millrace.tune.recorded_requests import Ints, Recording
 
 FEWEST = (
@@ -95,16 +95,27 @@ def propose(recording: Recording, summary: TrafficSummary, among: Mask | None = 
     batch, there = _batch(recording, summary, mask)
     places = summary.max_batch or batch or summary.usual_batch
     running, retained = _pages(recording, places, mask)
-    prompts, fresh = recording.n_input[mask], computed(recording)[mask]
+    prompts, fresh = recording.n_input[mask], uncached_tokens(recording)[mask]
     return Proposal(
-        n=n, lengths={"input": percentiles(prompts), "output": percentiles(recording.answers[mask]),
-                      "needed": percentiles(needed)},
-        context=context, longest=int(needed.max()), n_unfit=int(np.sum(needed > context)),
-        sure=100 * float(0.05 ** (1 / n)), batch=batch, peak=int(there.max(initial=0)),
-        n_late=int(np.sum(there > places)), waited=_waited(recording, mask), pages_running=running, pages_kept=retained,
+        n=n,
+        lengths={
+            "input": percentiles(prompts),
+            "output": percentiles(recording.answers[mask]),
+            "needed": percentiles(needed),
+        },
+        context=context,
+        longest=int(needed.max()),
+        n_unfit=int(np.sum(needed > context)),
+        sure=100 * float(0.05 ** (1 / n)),
+        batch=batch,
+        peak=int(there.max(initial=0)),
+        n_late=int(np.sum(there > places)),
+        waited=_queued_share(recording, mask),
+        pages_running=running,
+        pages_kept=retained,
         again=1 - float(fresh.sum() / max(1, prompts.sum())),
         rows=TunedRows(_decode_rows(recording, places, mask), _prompt_rows(fresh, min(summary.step_tokens, context))),
-    )  # fmt: skip
+    )
 
 
 def _context(needed: Ints, summary: TrafficSummary) -> int:
@@ -121,7 +132,7 @@ def _batch(recording: Recording, summary: TrafficSummary, mask: Mask) -> tuple[i
     return min(percentile(there, BUSY), MAX_BATCH), there
 
 
-def _waited(recording: Recording, mask: Mask) -> float:
+def _queued_share(recording: Recording, mask: Mask) -> float:
     """Return the share of requests that queued; waiting for the running step does not count."""
     if recording.stay_s is None or recording.waited_s is None:
         return 0.0

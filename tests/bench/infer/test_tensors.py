@@ -12,7 +12,7 @@ import pytest
 from millrace.bench.infer.grpc_transport import GrpcTransport
 from millrace.bench.infer.http_transport import HttpTransport
 from millrace.bench.infer.inputs import batches, parse_shapes, random_array, read_items, synthetic
-from millrace.bench.infer.model import BenchModel, TensorSpec, parse_model
+from millrace.bench.infer.model import BenchModel, BenchTensor, parse_model
 from millrace.bench.infer.settings import numbers
 from millrace.bench.infer.target import InferTarget
 from millrace.bench.names import GRPC
@@ -184,7 +184,7 @@ def test_shapes_that_are_given() -> None:
 
 # What is asked
 
-MIXED = BenchModel("m", "1", "", tuple(TensorSpec(name, name, (50,)) for name in ("BYTES", *EDGES)), (), 8)
+MIXED = BenchModel("m", "1", "", tuple(BenchTensor(name, name, (50,)) for name in ("BYTES", *EDGES)), (), 8)
 
 
 def test_random_inputs_are_of_their_range_and_of_their_seed() -> None:
@@ -208,7 +208,7 @@ def test_zeros_are_one_request_of_zeros() -> None:
 
 def test_what_is_too_large_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.bench.infer.inputs.MAX_BYTES", 1000)
-    model = BenchModel("m", "1", "", (TensorSpec("x", "FP32", (100,)),), (), None)
+    model = BenchModel("m", "1", "", (BenchTensor("x", "FP32", (100,)),), (), None)
     assert len(synthetic(model, 1, "random", 0, 0)) == 2, "as many as fit"
     with pytest.raises(ConfigError, match="1,200 bytes"):
         synthetic(model, 3, "random", 0, 0)
@@ -220,7 +220,7 @@ def test_what_is_too_large_for_a_request(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_file_as_perf_analyzer_has_it(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
-    model = BenchModel("m", "1", "", (TensorSpec("a", "INT32", (2,)), TensorSpec("b", "BYTES", (-1,))), (), 8)
+    model = BenchModel("m", "1", "", (BenchTensor("a", "INT32", (2,)), BenchTensor("b", "BYTES", (-1,))), (), 8)
     entries: list[object] = [
         {"a": [1, 2], "b": {"content": ["x"], "shape": [1]}},
         [{"a": {"b64": "AwAAAAQAAAA="}, "b": {"content": ["y"], "shape": [1]}}],  # a sequence of one
@@ -260,12 +260,12 @@ def test_files_that_are_none(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "data.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_items(path, BenchModel("m", "1", "", (TensorSpec("a", "INT8", (2,)),), (), 8))
+        read_items(path, BenchModel("m", "1", "", (BenchTensor("a", "INT8", (2,)),), (), 8))
     assert says in str(caught.value) and "data.json" in str(caught.value)
 
 
 def test_items_of_a_batch_have_one_shape() -> None:
-    model = BenchModel("m", "1", "", (TensorSpec("x", "FP32", (-1,)),), (), None)
+    model = BenchModel("m", "1", "", (BenchTensor("x", "FP32", (-1,)),), (), None)
     items = [{"x": np.zeros(n, np.float32)} for n in (2, 3)]
     assert [t.values.shape for (t,) in batches(model, 1, items)] == [(1, 2), (1, 3)]
     with pytest.raises(ConfigError, match="different shapes"):

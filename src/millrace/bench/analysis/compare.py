@@ -82,7 +82,7 @@ class Difference:
         return slower > allowed_percent
 
 
-def of_pairs(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[float]) -> Difference:
+def compare_pairs(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[float]) -> Difference:
     """Compare one value per round; what both rounds of a pair have in common cancels out."""
     logs = np.log(np.asarray(b) / np.asarray(a))
     n = logs.size
@@ -90,7 +90,7 @@ def of_pairs(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[fl
     return _difference(name, more_is_better, (_geometric(a), _geometric(b), n), float(logs.mean()), error, n - 1)
 
 
-def of_samples(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[float]) -> Difference:
+def compare_samples(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[float]) -> Difference:
     """Compare values of requests by the ratio of means, with the delta method (Welch's degrees of freedom)."""
     x, y = np.asarray(a), np.asarray(b)
     log, n = math.log(y.mean() / x.mean()), min(x.size, y.size)
@@ -160,7 +160,7 @@ class ComparedRun:
         return [ClientHealth.from_run(run) for run in self.runs]
 
 
-async def interleaved(
+async def run_interleaved(
     a: Callable[[int], BenchPlan],
     b: Callable[[int], BenchPlan],
     rounds: int,
@@ -181,7 +181,7 @@ async def interleaved(
     return sides
 
 
-def compared_rounds(a: ComparedRun, b: ComparedRun) -> list[Difference]:
+def compare_rounds(a: ComparedRun, b: ComparedRun) -> list[Difference]:
     """Compare the means of rounds, for each metric that both sides have."""
     differences = []
     pairs = [(compute_metrics(x.records), compute_metrics(y.records)) for x, y in zip(a.runs, b.runs, strict=False)]
@@ -199,7 +199,7 @@ def compared_rounds(a: ComparedRun, b: ComparedRun) -> list[Difference]:
 
 def _of_pairs(name: str, more_is_better: bool, values: Sequence[tuple[float, float]]) -> list[Difference]:
     used = [(x, y) for x, y in values if x > 0 and y > 0]
-    return [of_pairs(name, more_is_better, [x for x, _ in used], [y for _, y in used])] if used else []
+    return [compare_pairs(name, more_is_better, [x for x, _ in used], [y for _, y in used])] if used else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +217,13 @@ class SavedResult:
         return len(self.answers) + self.n_failed
 
 
-def compared_answers(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> list[Difference]:
+def compare_answers(a: Sequence[BenchRecord], b: Sequence[BenchRecord]) -> list[Difference]:
     """Compare saved results by request; rates have a single value there and are left out."""
     differences = []
     for name, more_is_better, value in PER_REQUEST:
         one, other = ([v for v in map(value, answers) if v is not None and v > 0] for answers in (a, b))
         if one and other:
-            differences.append(of_samples(name, more_is_better, one, other))
+            differences.append(compare_samples(name, more_is_better, one, other))
     return differences
 
 

@@ -42,19 +42,19 @@ class GoodputDifference:
         return self.surely[1] < -allowed_points
 
 
-def of_rounds(a: ComparedRun, b: ComparedRun, limits: GoodputLimits) -> GoodputDifference | None:
+def compare_goodput_rounds(a: ComparedRun, b: ComparedRun, limits: GoodputLimits) -> GoodputDifference | None:
     """Compare the rounds that both sides have. None if nothing was sent."""
     rounds = [
         tuple(_counts((r.answer for r in run.records), limits) for run in pair)
         for pair in zip(a.runs, b.runs, strict=False)
     ]
-    return satisfied(limits.says, [r for r in rounds if all(n for _, n in r)])
+    return compare_shares(limits.says, [r for r in rounds if all(n for _, n in r)])
 
 
-def of_written(a: SavedResult, b: SavedResult, limits: GoodputLimits) -> GoodputDifference | None:
+def compare_goodput_results(a: SavedResult, b: SavedResult, limits: GoodputLimits) -> GoodputDifference | None:
     """Compare two saved results; failures count as outside the limits."""
     both = tuple((_counts(one.answers, limits)[0], one.n) for one in (a, b))
-    return satisfied(limits.says, [both])
+    return compare_shares(limits.says, [both])
 
 
 def _counts(answers: Iterable[BenchRecord], limits: GoodputLimits) -> Counts:
@@ -62,7 +62,7 @@ def _counts(answers: Iterable[BenchRecord], limits: GoodputLimits) -> Counts:
     return sum(map(limits.keeps, counted)), len(counted)
 
 
-def satisfied(says: str, rounds: Sequence[tuple[Counts, ...]]) -> GoodputDifference | None:
+def compare_shares(says: str, rounds: Sequence[tuple[Counts, ...]]) -> GoodputDifference | None:
     """Compare shares of requests. rounds: counts of A and B in each round
 
     Takes the wider of two intervals: Newcombe's for independent requests, and Student's t over the rounds, because a

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from millrace.bench.infer.model import BenchModel, TensorSpec, dims
+from millrace.bench.infer.model import BenchModel, BenchTensor, dims
 from millrace.errors import ConfigError
 from millrace.model_repository.request.tensors import (
     BYTES,
@@ -102,7 +102,7 @@ def _item(path: Path, number: int, entry: Any, model: BenchModel) -> Item:
     return arrays
 
 
-def _shape(path: Path, number: int, spec: TensorSpec, shape: Any) -> tuple[int, ...]:
+def _shape(path: Path, number: int, spec: BenchTensor, shape: Any) -> tuple[int, ...]:
     is_shape = isinstance(shape, list | tuple) and all(isinstance(d, int) and not isinstance(d, bool) for d in shape)
     fits = is_shape and len(shape) == len(spec.shape)
     if not fits or any(d < 1 or s not in (-1, d) for s, d in zip(spec.shape, shape, strict=True)):
@@ -111,7 +111,7 @@ def _shape(path: Path, number: int, spec: TensorSpec, shape: Any) -> tuple[int, 
     return tuple(shape)
 
 
-def _from_folder(folder: Path, spec: TensorSpec) -> Array:
+def _from_folder(folder: Path, spec: BenchTensor) -> Array:
     """Read one input of a folder. raises ConfigError, OSError"""
     data = (folder / spec.name).read_bytes()
     try:
@@ -123,7 +123,7 @@ def _from_folder(folder: Path, spec: TensorSpec) -> Array:
         raise ConfigError(f"{folder / spec.name}: {error}", expected, "correct it") from None
 
 
-def random_array(spec: TensorSpec, kind: str, string_length: int, rng: "np.random.Generator") -> Array:
+def random_array(spec: BenchTensor, kind: str, string_length: int, rng: "np.random.Generator") -> Array:
     """Generate an input: floats in [0, 1), integers from 0 to 127, strings of letters; or zeros and empty strings."""
     n = prod(spec.shape)
     if spec.datatype == BYTES:
@@ -146,7 +146,7 @@ def batches(model: BenchModel, size: int, items: Sequence[Item], label: str = "t
     n_bytes, n_requests = 0, len(items) if len(items) % size else len(items) // size
     for i in range(n_requests):
         chosen = [items[(i * size + k) % len(items)] for k in range(size)]
-        tensors = [_stacked(spec, [item[spec.name] for item in chosen], model.batched, label) for spec in model.inputs]
+        tensors = [_stack(spec, [item[spec.name] for item in chosen], model.batched, label) for spec in model.inputs]
         n_bytes += sum(len(t.raw()) for t in tensors)
         if n_bytes > MAX_BYTES and requests:
             break
@@ -156,7 +156,7 @@ def batches(model: BenchModel, size: int, items: Sequence[Item], label: str = "t
     return requests
 
 
-def _stacked(spec: TensorSpec, values: Sequence[Array], batched: bool, label: str) -> InferTensor:
+def _stack(spec: BenchTensor, values: Sequence[Array], batched: bool, label: str) -> InferTensor:
     if len({v.shape for v in values}) > 1:
         raise ConfigError(
             f'items of "{spec.name}" of different shapes in one batch', "one shape", f"change {label}, or -b 1"
@@ -175,5 +175,5 @@ def synthetic(model: BenchModel, size: int, kind: str, string_length: int, seed:
     return batches(model, size, items)
 
 
-def _bytes_of(spec: TensorSpec, string_length: int) -> int:
+def _bytes_of(spec: BenchTensor, string_length: int) -> int:
     return 4 + string_length if spec.datatype == BYTES else int(np.dtype(DTYPES[spec.datatype]).itemsize)

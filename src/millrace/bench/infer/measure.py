@@ -20,7 +20,7 @@ from millrace.bench.load.inputs import Session, Turn
 from millrace.bench.names import GRPC, HTTP
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.null_server.process import NullProcess
-from millrace.bench.run.plan import parsed_headers
+from millrace.bench.run.plan import parse_headers
 from millrace.bench.run.run import Run, RunLoad
 from millrace.errors import ConfigError
 from millrace.model_repository.request.tensors import InferTensor
@@ -81,7 +81,7 @@ def infer_plan(url: str, model_settings: ModelSettings, load: LevelSettings) -> 
     if model_settings.protocol == GRPC:
         check_grpc("--protocol grpc", "take http")
     parse_shapes(model_settings.shape)
-    binary, headers = model_settings.tensor_format == "binary", parsed_headers(model_settings.header)
+    binary, headers = model_settings.tensor_format == "binary", parse_headers(model_settings.header)
     if model_settings.protocol == GRPC:
         from millrace.bench.infer.grpc_transport import check_headers  # an extra
 
@@ -105,13 +105,13 @@ async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: N
         model = await server.model()
         shaped = _inputs_of(plan, model)  # finds mistakes before anything is measured
         if certify_s:
-            certificate = await _certified(plan, shaped, certify_s)
+            certificate = await _certify(plan, shaped, certify_s)
         bodies: dict[int, list[Any]] = {}
         for level in plan.levels:
             if level.batch not in bodies:
                 bodies = {level.batch: [server.body(tensors) for tensors in shaped(level.batch)]}
             asker = _LoadWorker(server, bodies[level.batch], level.batch, bool(model.max_batch))
-            run, times = await _measured(asker, plan.load, level, on_run)
+            run, times = await _measure_level(asker, plan.load, level, on_run)
             if run.ended == "Ctrl-C":
                 ended = run.ended
                 break
@@ -165,7 +165,7 @@ class _LoadWorker:
         return answer
 
 
-async def _measured(
+async def _measure_level(
     asker: _LoadWorker, load: LevelSettings, level: LoadLevel, on_run: OnRun, ramp_s: float = 0.0
 ) -> tuple[Run, ServerTimes | None]:
     """Measure one level: warm-up, then the run between two snapshots of the server's statistics. ramp_s: ramp-up
@@ -223,7 +223,7 @@ def _between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) 
     return ServerTimes(n, whole_ns / n / 1e6, stages, items / executions if executions > 0 else None)
 
 
-async def _certified(plan: InferPlan, inputs: Callable[[int], list[list[InferTensor]]], seconds: float) -> Certificate:
+async def _certify(plan: InferPlan, inputs: Callable[[int], list[list[InferTensor]]], seconds: float) -> Certificate:
     """Run the heaviest level on the null server. raises MachineError if that does not start"""
     heaviest = max(plan.levels, key=lambda level: (level.concurrency or level.rate or 0, level.batch))
     max_per_s = NULL_PER_S[plan.target.protocol]
@@ -237,5 +237,7 @@ async def _certified(plan: InferPlan, inputs: Callable[[int], list[list[InferTen
         async with transport(target, _max_concurrency([heaviest])) as server:
             bodies = [server.body(tensors) for tensors in islice(inputs(heaviest.batch), 4)]
             level, ramp_s = replace(heaviest, rate=rate), latency_ms / 1e3  # or all would be answered at the same time
-            run, _ = await _measured(_LoadWorker(server, bodies, heaviest.batch), load, level, lambda run: None, ramp_s)
+            run, _ = await _measure_level(
+                _LoadWorker(server, bodies, heaviest.batch), load, level, lambda run: None, ramp_s
+            )
         return certificate_of(run, null.truth)

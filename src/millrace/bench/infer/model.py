@@ -11,7 +11,7 @@ _MAX_INT = 2**31 - 1  # limit of batch sizes and instances in Triton's configura
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class BenchTensor:
     """An input or output. shape: without the batch dimension; -1: any length"""
 
     name: str
@@ -29,8 +29,8 @@ class BenchModel:
     name: str
     version: str
     platform: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: tuple[BenchTensor, ...]
+    outputs: tuple[BenchTensor, ...]
     max_batch: int | None
     instances: str = ""
 
@@ -53,10 +53,10 @@ class BenchModel:
         for name in shapes:
             if name not in by_name:
                 raise ConfigError(f'--shape of "{name}"', f"an input: {', '.join(by_name)}", "correct the name")
-        return replace(self, inputs=tuple(_shaped(spec, shapes.get(spec.name), free_ends) for spec in self.inputs))
+        return replace(self, inputs=tuple(_with_shape(spec, shapes.get(spec.name), free_ends) for spec in self.inputs))
 
 
-def _shaped(spec: TensorSpec, shape: tuple[int, ...] | None, free_ends: bool) -> TensorSpec:
+def _with_shape(spec: BenchTensor, shape: tuple[int, ...] | None, free_ends: bool) -> BenchTensor:
     if shape is not None:
         fits = len(shape) == len(spec.shape) and all(a in (-1, b) for a, b in zip(spec.shape, shape, strict=True))
         if not fits:
@@ -98,7 +98,7 @@ def parse_model(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) -
     return BenchModel(name, version, platform, inputs, outputs, max_batch, _instances(config))
 
 
-def _spec(tensor: Mapping[str, Any]) -> TensorSpec:
+def _spec(tensor: Mapping[str, Any]) -> BenchTensor:
     """Parse an input or output; its name is kept verbatim because it is sent back."""
     shape = tuple(bounded_int(d, -1, MAX_ELEMENTS) for d in tensor["shape"])
     if len(shape) > MAX_DIMENSIONS:
@@ -109,7 +109,7 @@ def _spec(tensor: Mapping[str, Any]) -> TensorSpec:
     if not isinstance(name, str):
         raise TypeError("a name that is no text")
     name.encode()  # raises UnicodeEncodeError, a ValueError, for half of a character
-    return TensorSpec(name, str(tensor["datatype"]), shape)
+    return BenchTensor(name, str(tensor["datatype"]), shape)
 
 
 def _text(value: Any) -> str:

@@ -17,7 +17,15 @@ from typing import Any, NoReturn
 
 from millrace.bench.client.request_record import BenchRecord
 from millrace.errors import ConfigError
-from millrace.tune.trace_formats import MAX_TOKENS, Lines, begins, numbered, opened, rows, wrong
+from millrace.tune.trace_formats import (
+    MAX_TOKENS,
+    Lines,
+    first_byte,
+    numbered_lines,
+    open_trace,
+    raise_line_error,
+    rows,
+)
 
 NAME = "histogram.json"
 MAX_BINS = 1 << 20
@@ -72,13 +80,13 @@ def _edges(lengths: Sequence[int]) -> list[int]:
 def read_histogram(path: Path) -> LengthHistogram:
     """Read a histogram, a trace or a result. raises ConfigError that names file and line"""
     path = path / NAME if path.is_dir() else path
-    with opened(path, "a histogram, a trace, or requests.jsonl") as file:
-        if begins(file) == b"T":
-            return _of_pairs(path, ((row.n_input, row.n_output) for row in rows(numbered(file, path), path)))
-        first = next(numbered(file, path), (0, b""))[1]
+    with open_trace(path, "a histogram, a trace, or requests.jsonl") as file:
+        if first_byte(file) == b"T":
+            return _of_pairs(path, ((row.n_input, row.n_output) for row in rows(numbered_lines(file, path), path)))
+        first = next(numbered_lines(file, path), (0, b""))[1]
         file.seek(0)
         if (fields := _object(first)) is not None and _pair(fields) is not None:
-            return _of_pairs(path, _pairs(path, numbered(file, path)))
+            return _of_pairs(path, _pairs(path, numbered_lines(file, path)))
         try:
             return _of_counts(path, json.loads(file.read().decode("utf-8-sig")))
         except UnicodeDecodeError:
@@ -106,11 +114,13 @@ def _pairs(path: Path, lines: Lines) -> Iterator[tuple[int, int]]:
         fields = _object(line)
         pair = None if fields is None else _pair(fields)
         if fields is None or pair is None:
-            wrong(path, number, f"{line.decode(errors='replace').strip():.80}", "lengths, as in the first line")
+            raise_line_error(
+                path, number, f"{line.decode(errors='replace').strip():.80}", "lengths, as in the first line"
+            )
         if fields.get("failure") is not None or pair[0] is None:
             continue
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_TOKENS for n in pair):
-            wrong(path, number, f"the lengths {pair!r:.80}", f"tokens up to {MAX_TOKENS}")
+            raise_line_error(path, number, f"the lengths {pair!r:.80}", f"tokens up to {MAX_TOKENS}")
         yield pair
 
 

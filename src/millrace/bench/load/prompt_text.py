@@ -28,7 +28,7 @@ class PromptWords:
     overhead: float = 0.0
 
     @classmethod
-    def fitted(cls, few: tuple[int, int], many: tuple[int, int]) -> "PromptWords":
+    def fit(cls, few: tuple[int, int], many: tuple[int, int]) -> "PromptWords":
         """Fit to two prompts, each (words, tokens reported by the server)."""
         slope = (many[1] - few[1]) / (many[0] - few[0])
         if slope <= 0:  # the server reports no lengths, or truncates

@@ -22,7 +22,16 @@ import numpy as np
 from millrace.bench.load.inputs import Session, Turn
 from millrace.bench.load.prompt_text import PromptWords
 from millrace.errors import ConfigError
-from millrace.tune.trace_formats import BLOCK, MAX_TOKENS, Lines, begins, numbered, opened, rows, wrong
+from millrace.tune.trace_formats import (
+    BLOCK,
+    MAX_TOKENS,
+    Lines,
+    first_byte,
+    numbered_lines,
+    open_trace,
+    raise_line_error,
+    rows,
+)
 
 _TEXTS, _LENGTHS = ("text", "prompt", "text_input"), ("max_tokens", "output_length", "max_completion_tokens")
 
@@ -62,16 +71,17 @@ class InputRequests:
 
 def read_requests(path: Path, max_tokens: int | None, seed: int) -> InputRequests:
     """Read and check a whole file. max_tokens: of answers for which the file gives no length. raises ConfigError"""
-    with opened(path, "a file of prompts") as file:
-        match begins(file):
+    with open_trace(path, "a file of prompts") as file:
+        match first_byte(file):
             case b"[":
                 entries = list(_sharegpt(file.read().decode("utf-8-sig"), path, max_tokens))
             case b"T":
                 entries = [
-                    _trace_entry(r.number, r.n_input, r.n_output, r.at_s) for r in rows(numbered(file, path), path)
+                    _trace_entry(r.number, r.n_input, r.n_output, r.at_s)
+                    for r in rows(numbered_lines(file, path), path)
                 ]
             case _:
-                entries = list(_jsonl(numbered(file, path), path, max_tokens, seed))
+                entries = list(_jsonl(numbered_lines(file, path), path, max_tokens, seed))
     if not entries:
         raise ConfigError(f"{path} holds no request", "one at least", "check the file")
     if len({entry.at_s is None for entry in entries}) > 1:
@@ -84,28 +94,28 @@ def _jsonl(lines: Lines, path: Path, max_tokens: int | None, seed: int) -> Itera
         try:
             yield _entry(line.decode(), path, number, max_tokens, seed)
         except RecursionError as error:  # while parsing, or while formatting the error
-            wrong(path, number, f"not JSON: {error}", "a JSON object")
+            raise_line_error(path, number, f"not JSON: {error}", "a JSON object")
 
 
 def _entry(line: str, path: Path, number: int, max_tokens: int | None, seed: int) -> TraceEntry:
     try:
         fields = json.loads(line)
     except ValueError as error:  # also a number of 5,000 digits
-        wrong(path, number, f"not JSON: {error}", "a JSON object")
+        raise_line_error(path, number, f"not JSON: {error}", "a JSON object")
     if not isinstance(fields, dict):
-        wrong(path, number, f"{line.strip():.80}", "a JSON object")
+        raise_line_error(path, number, f"{line.strip():.80}", "a JSON object")
     at_s = None
     if "timestamp" in fields:
         at_ms = fields["timestamp"]
         if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not abs(at_ms) < 1e15:
-            wrong(path, number, f'"timestamp" is {at_ms!r}', "milliseconds")
+            raise_line_error(path, number, f'"timestamp" is {at_ms!r}', "milliseconds")
         at_s = at_ms / 1e3
     if "input_length" not in fields:
         return _fixed_entry(at_s, _turns(fields, path, number, max_tokens))
     n_input, n_output = _count(fields, "input_length", path, number), _count(fields, "output_length", path, number)
     ids = fields.get("hash_ids", [])
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        wrong(path, number, '"hash_ids" is no list of numbers', "one id for each 512 tokens")
+        raise_line_error(path, number, '"hash_ids" is no list of numbers', "one id for each 512 tokens")
     return _trace_entry(number, n_input, n_output, at_s, tuple(ids), seed)
 
 
@@ -116,7 +126,7 @@ def _fixed_entry(at_s: float | None, turns: tuple[Turn, ...]) -> TraceEntry:
 def _count(fields: Mapping[str, Any], name: str, path: Path, line: int) -> int:
     n = fields.get(name)
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_TOKENS:
-        wrong(path, line, f'"{name}" is {n!r:.40}', f"a number of tokens up to {MAX_TOKENS}")
+        raise_line_error(path, line, f'"{name}" is {n!r:.40}', f"a number of tokens up to {MAX_TOKENS}")
     return n
 
 
@@ -146,7 +156,7 @@ def _turns(fields: Mapping[str, Any], path: Path, line: int, max_tokens: int | N
                 case {"role": str(role), "content": str(content)}:
                     history.append((_checked_text(role, path, line), _checked_text(content, path, line)))
                 case _:
-                    wrong(path, line, f"the message {message!s:.80}", "a role and a content")
+                    raise_line_error(path, line, f"the message {message!s:.80}", "a role and a content")
         return (Turn(history[-1][1], _limit(fields, path, line, max_tokens), history=tuple(history[:-1])),)
     return (_turn(fields, path, line, max_tokens),)
 
@@ -156,10 +166,12 @@ def _turn(fields: Any, path: Path, line: int, max_tokens: int | None) -> Turn:
         next((fields[n] for n in _TEXTS if isinstance(fields.get(n), str)), None) if isinstance(fields, dict) else None
     )
     if not text:
-        wrong(path, line, f"no prompt in {json.dumps(fields):.80}", '"text", "messages", "turns" or "input_length"')
+        raise_line_error(
+            path, line, f"no prompt in {json.dumps(fields):.80}", '"text", "messages", "turns" or "input_length"'
+        )
     pause_ms = fields.get("delay", 0)
     if isinstance(pause_ms, bool) or not isinstance(pause_ms, int | float) or not 0 <= pause_ms <= 1e9:
-        wrong(path, line, f'"delay" is {pause_ms!r:.40}', "milliseconds")
+        raise_line_error(path, line, f'"delay" is {pause_ms!r:.40}', "milliseconds")
     return Turn(_checked_text(text, path, line), _limit(fields, path, line, max_tokens), pause_ms / 1e3)
 
 
@@ -169,7 +181,7 @@ def _checked_text(text: str, path: Path, line: int) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        wrong(path, line, f"the text has {half}, which is half of a character", "both surrogates of a pair")
+        raise_line_error(path, line, f"the text has {half}, which is half of a character", "both surrogates of a pair")
     return text
 
 
@@ -187,7 +199,7 @@ def _sharegpt(text: str, path: Path, max_tokens: int | None) -> Iterator[TraceEn
     for number, one in enumerate(conversations, 1):
         turns = one.get("conversations") if isinstance(one, dict) else None
         if not isinstance(turns, list):
-            wrong(path, number, "no list of conversations (counted as entries)", '{"conversations": [...]}')
+            raise_line_error(path, number, "no list of conversations (counted as entries)", '{"conversations": [...]}')
         texts = [
             t["value"] for t in turns
             if isinstance(t, dict) and t.get("from") in ("human", "user") and isinstance(t.get("value"), str)

@@ -79,15 +79,20 @@ class _Service:
         name = dict(context.invocation_metadata() or ()).get("x-request-id", "")
         try:
             model = kserve.model_of(request.model_name, request.model_version)
-            outputs, n = model.echoed(_inputs(request))
+            outputs, n = model.echo(_inputs(request))
         except kserve.RefusedError as error:
             await context.abort(_CODES[error.status], str(error))
-        sent, fault = self._ledger.inferred(name, model.name, n), self._ledger.fault_of(len(self._ledger.truth) - 1)
+        sent, fault = (
+            self._ledger.record_inference(name, model.name, n),
+            self._ledger.fault_of(len(self._ledger.truth) - 1),
+        )
         reply = message("ModelInferResponse")(
-            model_name=model.name, model_version=kserve.VERSION, id=request.id,
+            model_name=model.name,
+            model_version=kserve.VERSION,
+            id=request.id,
             outputs=[{"name": t.name, "datatype": t.datatype, "shape": t.shape} for t in outputs],
             raw_output_contents=[t.data for t in outputs],
-        )  # fmt: skip
+        )
         await asyncio.sleep(sent.arrived_s + sent.due_s[0] - time.perf_counter())
         match fault:
             case "stall":
@@ -111,7 +116,7 @@ def _inputs(request: Any) -> list[kserve.NullTensor]:
             raise kserve.RefusedError(
                 f"contents field must not be specified when using raw_input_contents for '{one.name}'"
             )
-        data = raw[i] if raw else _packed(one)
+        data = raw[i] if raw else _pack(one)
         try:
             kserve.check(one.name, one.datatype, one.shape, data)
         except (struct.error, ValueError, KeyError) as error:
@@ -120,7 +125,7 @@ def _inputs(request: Any) -> list[kserve.NullTensor]:
     return tensors
 
 
-def _packed(contents: Any) -> bytes:
+def _pack(contents: Any) -> bytes:
     if contents.datatype not in CONTENTS:
         raise kserve.RefusedError(f"{contents.datatype} data has to be raw")
     values = getattr(contents.contents, CONTENTS[contents.datatype])

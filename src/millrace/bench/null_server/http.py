@@ -119,15 +119,15 @@ class _Connection(asyncio.Protocol):
         try:
             target = kserve.model_of(model, version)
             request, inputs = kserve.read_request(body, n_json)
-            outputs, n = target.echoed(inputs)
+            outputs, n = target.echo(inputs)
         except kserve.RefusedError as error:
             return self._write(replies.plain(error.status, {"error": str(error)}))
-        sent, fault = ledger.inferred(name, model, n), ledger.fault_of(len(ledger.truth) - 1)
+        sent, fault = ledger.record_inference(name, model, n), ledger.fault_of(len(ledger.truth) - 1)
         reply = kserve.infer_reply(model, request, outputs)
-        self.later(sent.arrived_s + sent.due_s[0], lambda: self._inferred(sent, n, reply, fault))
+        self.later(sent.arrived_s + sent.due_s[0], lambda: self._reply_inference(sent, n, reply, fault))
         return None
 
-    def _inferred(self, sent: Sent, n: int, reply: bytes, fault: str | None) -> None:
+    def _reply_inference(self, sent: Sent, n: int, reply: bytes, fault: str | None) -> None:
         match fault:
             case "status" | "error":
                 return self._write(replies.plain(500, {"error": "as it was told to"}))

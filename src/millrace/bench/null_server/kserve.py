@@ -81,7 +81,7 @@ class NullModel:
             "input": tensors("INPUT"), "output": tensors("OUTPUT"), "instance_group": [group],
         }  # fmt: skip
 
-    def echoed(self, inputs: Sequence[NullTensor]) -> tuple[list[NullTensor], int]:
+    def echo(self, inputs: Sequence[NullTensor]) -> tuple[list[NullTensor], int]:
         """Return the outputs and the batch size. raises RefusedError with Triton's wording"""
         if self.name == "any":
             return [NullTensor("OUTPUT", t.datatype, t.shape, t.data) for t in inputs[:1]], inputs[0].shape[0]

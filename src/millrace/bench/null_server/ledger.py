@@ -71,7 +71,7 @@ class Ledger:
             sent.due_s = [sent.queue_s + due_s for due_s in sent.due_s]
         return sent
 
-    def inferred(self, name: str, model: str, n: int) -> Sent:
+    def record_inference(self, name: str, model: str, n: int) -> Sent:
         """Record an inference that has arrived now; it ends at the time of its last item."""
         sent = self.record_request(name, "infer", 0, n, model)
         del sent.due_s[:-1]

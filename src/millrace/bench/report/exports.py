@@ -80,7 +80,7 @@ def _summary(stats: Summary, unit: str) -> dict[str, Any]:
     return {"unit": unit, "avg": stats.mean, **percentiles, "min": stats.min, "max": stats.max, "std": stats.std}
 
 
-def _shared(done: RunResult) -> dict[str, dict[str, Any]]:
+def _shared_metrics(done: RunResult) -> dict[str, dict[str, Any]]:
     stats = done.metrics.of_requests
     return {theirs: _summary(stats[ours], unit) for theirs, ours, unit in _SHARED if ours in stats}
 
@@ -96,7 +96,7 @@ def genai_perf(done: RunResult) -> dict[str, dict[str, Any]]:
     goodputs = {} if good is None else {"request_goodput": {"unit": "requests/sec", "avg": good}}
     return {
         "request_throughput": {"unit": "requests/sec", "avg": metrics.requests_per_s.value},
-        **_shared(done),
+        **_shared_metrics(done),
         "output_token_throughput": {"unit": "tokens/sec", "avg": metrics.output_tokens_per_s.value},
         **goodputs,
         "request_count": {"unit": "count", "avg": float(metrics.n)},

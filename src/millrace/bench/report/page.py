@@ -11,7 +11,7 @@ from millrace.bench.analysis.intervals import Interval
 from millrace.bench.analysis.latency_breakdown import TO_END, TO_FIRST, Waterfall, latency_shares
 from millrace.bench.analysis.metrics import good, last_s, latency_ms, ttft_ms
 from millrace.bench.client.request_record import BenchRecord
-from millrace.bench.report.plot_summaries import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
+from millrace.bench.report.plot_summaries import fit_line, gaps_by_position, itl_drift, spread_percent, ttft_by_length
 from millrace.bench.report.results import RunResult, report
 from millrace.bench.run.plan import patterns
 from millrace.bench.run.run import TurnRecord
@@ -191,7 +191,7 @@ def timeline(done: RunResult) -> dict[str, Any] | None:
 def _later_is_slower(done: RunResult) -> str:
     answers = good(done.run.records)
     x = np.array([a.sent_s - done.run.started_s for a in answers], dtype=np.float64)
-    fit = fitted(x, np.array([latency_ms(a) for a in answers]))
+    fit = fit_line(x, np.array([latency_ms(a) for a in answers]))
     if fit is None:
         return ""
     return f"Latency grows by {fit.slope:+.2f} ms with each second of the run{_interval(fit.interval)}."

@@ -23,7 +23,7 @@ class Fit:
     interval: Interval | None
 
 
-def fitted(x: Floats, y: Floats) -> Fit | None:
+def fit_line(x: Floats, y: Floats) -> Fit | None:
     """Fit a line; None if x does not vary."""
     n, across = x.size, x - x.mean() if x.size else x
     square = float(across @ across)
@@ -42,7 +42,7 @@ def ttft_by_length(answers: Sequence[BenchRecord]) -> Fit | None:
     """Fit TTFT in ms over input tokens."""
     points = [(a.n_prompt, t) for a in answers if a.n_prompt is not None and (t := ttft_ms(a)) is not None]
     x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
-    return fitted(x, y)
+    return fit_line(x, y)
 
 
 def chunk_positions(answer: BenchRecord) -> Floats:

@@ -49,7 +49,7 @@ def make_plan(
 ) -> BenchPlan:  # fmt: skip
     """Create a plan from settings. in_process: `url` is the name of an engine. raises ConfigError"""
     _check_settings(load, inputs, conversation)
-    headers = parsed_headers(target_settings.header)
+    headers = parse_headers(target_settings.header)
     extra = {
         key: _value(value) for key, value in (_pair(text, "--extra-inputs") for text in target_settings.extra_inputs)
     }
@@ -200,7 +200,7 @@ async def calibrate_words(client: Client, extra: Mapping[str, object]) -> Prompt
         if answer.failure not in (None, Failure.EMPTY):
             raise _no_answer(client.target, answer)
         probes.append((len(words), answer.n_prompt or 0))
-    return PromptWords.fitted(probes[0], probes[1])
+    return PromptWords.fit(probes[0], probes[1])
 
 
 def _no_answer(target: BenchTarget, answer: BenchRecord) -> MachineError:
@@ -218,7 +218,7 @@ def _no_answer(target: BenchTarget, answer: BenchRecord) -> MachineError:
     return MachineError(what, f"what {target.path} answers by {protocol} protocol", "its log says more")
 
 
-def parsed_headers(texts: Sequence[str]) -> dict[str, str]:
+def parse_headers(texts: Sequence[str]) -> dict[str, str]:
     """Parse --header values. raises ConfigError"""
     return dict(_pair(text, "--header") for text in texts)
 

@@ -137,10 +137,10 @@ class Run:
             await _until(due_s)
             if len(self._tasks) > MAX_AT_A_TIME:
                 return self.stop(f"{MAX_AT_A_TIME} requests wait for an answer: the server does not keep up")
-            self._spawn(self._placed(places, *numbered, due_s))
+            self._spawn(self._run_in_slot(places, *numbered, due_s))
         return None
 
-    async def _placed(self, places: asyncio.Semaphore, number: int, session: Session, due_s: float) -> None:
+    async def _run_in_slot(self, places: asyncio.Semaphore, number: int, session: Session, due_s: float) -> None:
         has_place = not places.locked()
         async with places:
             if has_place:  # without waiting for a slot, the delay is the client's own

@@ -59,25 +59,25 @@ class ServerProcess:
         try:
             code = self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            raise self._failed(f"the server did not stop within {STOP_S:g} s of SIGTERM") from None
+            raise self._failure(f"the server did not stop within {STOP_S:g} s of SIGTERM") from None
         if code != 0:
-            raise self._failed(f"the server ended with exit code {code}")
+            raise self._failure(f"the server ended with exit code {code}")
         return time.perf_counter() - start_s
 
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None
         until_s = time.perf_counter() + self._start_s
         if not select.select([self._process.stdout], [], [], self._start_s)[0]:
-            raise self._failed(f"the server was not ready after {self._start_s:g} s")
+            raise self._failure(f"the server was not ready after {self._start_s:g} s")
         line = self._process.stdout.readline()
         if not line:
-            raise self._failed("the server ended before it was ready")
+            raise self._failure("the server ended before it was ready")
         announced = json.loads(line)
         self.url, self.ready_s = announced["url"], announced["ready_s"]
         self.grpc_url = announced.get("grpc_url", "")
         while not self._says_ready():
             if time.perf_counter() > until_s:
-                raise self._failed(f"{self.url}/v1/health/ready did not say ready within {self._start_s:g} s")
+                raise self._failure(f"{self.url}/v1/health/ready did not say ready within {self._start_s:g} s")
             time.sleep(0.05)
 
     def _says_ready(self) -> bool:
@@ -87,7 +87,7 @@ class ServerProcess:
         except urllib.error.URLError:
             return False
 
-    def _failed(self, problem: str) -> MachineError:
+    def _failure(self, problem: str) -> MachineError:
         self._errors.seek(0)
         log_tail = " / ".join(self._errors.read()[-2000:].decode(errors="replace").split("\n")).strip(" /")
         return MachineError(

@@ -135,7 +135,7 @@ async def run_sweep(
     while bad is None and len(points) < MAX_POINTS:
         within = await at(level)
         if within is None:
-            return _ordered(points)
+            return _sort_by_level(points)
         good, bad = (level, None) if within else (good, level)
         if level >= max_level:
             break
@@ -149,10 +149,10 @@ async def run_sweep(
         if within is None:
             break
         good, bad = (level, bad) if within else (good, level)
-    return _ordered(points)
+    return _sort_by_level(points)
 
 
-def _ordered(points: Sequence[SweepPoint]) -> list[SweepPoint]:
+def _sort_by_level(points: Sequence[SweepPoint]) -> list[SweepPoint]:
     return sorted(points, key=lambda p: p.level)
 
 

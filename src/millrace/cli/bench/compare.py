@@ -10,20 +10,20 @@ from millrace.bench.analysis.compare import (
     ComparedRun,
     Difference,
     SavedResult,
-    compared_answers,
-    compared_rounds,
-    interleaved,
+    compare_answers,
+    compare_rounds,
     more_failures,
     only_one_has,
     read_result,
+    run_interleaved,
 )
-from millrace.bench.analysis.compare_goodput import GoodputDifference, of_rounds, of_written
+from millrace.bench.analysis.compare_goodput import GoodputDifference, compare_goodput_results, compare_goodput_rounds
 from millrace.bench.analysis.goodput import GoodputLimits, check_limits, parse_limits
 from millrace.bench.client.certify import Certificate, certificate_text, certify, doubts
 from millrace.bench.run.plan import BenchPlan, check_server, make_plan, measure
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import reseeded
-from millrace.cli.bench.progress import Begins, driven
+from millrace.cli.bench.foreign_flags import reseed
+from millrace.cli.bench.progress import Begins, run_with_progress
 from millrace.cli.console import print_json, table
 from millrace.cli.options import make_settings
 from millrace.env import Env
@@ -64,14 +64,14 @@ def run(
     elif a is None or b is None:
         raise ConfigError("there are not two to compare", "A and B: URLs or results; or --engine twice", "name both")
     else:
-        report = _compared(a, b, rounds, bounds, as_json, options)
+        report = _compare(a, b, rounds, bounds, as_json, options)
     if not report["metrics"]:
         raise MachineError("nothing can be compared", "whole answers of both", "see what each says by itself")
     print_json(report) if as_json else _show(report)
     return WORSE if report["worse"] else 0
 
 
-def _compared(
+def _compare(
     a: str, b: str, rounds: int, bounds: CompareBounds, quiet: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Compare two URLs or two results."""
@@ -88,9 +88,9 @@ def _compared(
     async def compared(begins: Begins) -> tuple[Certificate | None, tuple[ComparedRun, ComparedRun]]:
         words, _ = [await check_server(plan(0)) for plan in plans]  # both answer, and are asked the same
         certificate = await certify(plans[0](0), certify_s) if certify_s else None
-        return certificate, await interleaved(*plans, rounds, begins, lambda plan, on: measure(plan, on, words))
+        return certificate, await run_interleaved(*plans, rounds, begins, lambda plan, on: measure(plan, on, words))
 
-    certificate, sides = driven(compared, quiet)
+    certificate, sides = run_with_progress(compared, quiet)
     return _rounds_report(sides, bounds, certificate)
 
 
@@ -99,7 +99,7 @@ def _plans(url: str, options: dict[str, Any]) -> Any:
 
     def plan(round_: int) -> BenchPlan:
         return make_plan(
-            url, make_settings(TargetSettings, options), reseeded(load, round_), make_settings(InputSettings, options),
+            url, make_settings(TargetSettings, options), reseed(load, round_), make_settings(InputSettings, options),
             make_settings(SessionSettings, options),
         )  # fmt: skip
 
@@ -115,8 +115,8 @@ def _rounds_report(
     notes = doubts(certificate, efforts, "in a round")
     if ended:
         notes.append(f"The comparison ended early: {ended[0]}.")
-    satisfied = [of_rounds(*sides, limits) for limits in bounds.limits]
-    report = _report(compared_rounds(*sides), satisfied, bounds.allow, sides, notes)
+    satisfied = [compare_goodput_rounds(*sides, limits) for limits in bounds.limits]
+    report = _report(compare_rounds(*sides), satisfied, bounds.allow, sides, notes)
     return {**report, "ended_early": ended[0] if ended else None, **proved}
 
 
@@ -127,8 +127,8 @@ def _results_report(sides: tuple[SavedResult, SavedResult], bounds: CompareBound
         f"INVALID: the client of {name} did not keep up when it was measured; measure it again with less load."
         for name, one in zip("AB", valid, strict=True) if one is False
     ]  # fmt: skip
-    satisfied = [of_written(*sides, limits) for limits in bounds.limits]
-    report = _report(compared_answers(sides[0].answers, sides[1].answers), satisfied, bounds.allow, sides, notes)
+    satisfied = [compare_goodput_results(*sides, limits) for limits in bounds.limits]
+    report = _report(compare_answers(sides[0].answers, sides[1].answers), satisfied, bounds.allow, sides, notes)
     both = None if None in valid else True
     return {
         **report, "ended_early": None, "valid": False if False in valid else both,

@@ -5,14 +5,14 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from millrace.bench.analysis.compare import ComparedRun, interleaved
+from millrace.bench.analysis.compare import ComparedRun, run_interleaved
 from millrace.bench.client.in_process import EngineClient
 from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.run.plan import BenchPlan, drive, make_plan
 from millrace.bench.run.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import reseeded
-from millrace.cli.bench.progress import Begins, driven
+from millrace.cli.bench.foreign_flags import reseed
+from millrace.cli.bench.progress import Begins, run_with_progress
 from millrace.cli.open_model import engine_of, opened
 from millrace.cli.options import make_settings
 from millrace.compile.settings import BuildSettings
@@ -43,7 +43,7 @@ def make_in_process_plan(engine: str, options: dict[str, Any], round_: int = 0) 
     plan = make_plan(
         engine,
         target_settings,
-        reseeded(load, round_),
+        reseed(load, round_),
         inputs,
         make_settings(SessionSettings, options),
         in_process=True,
@@ -65,7 +65,7 @@ def in_process(engine: str, plan: BenchPlan, build: BuildSettings, run: RunSetti
         async def work(begins: Begins) -> Run:
             return await _run_plan(model, plan, begins)
 
-        return driven(work, quiet)
+        return run_with_progress(work, quiet)
 
 
 def compared_engines(
@@ -81,4 +81,4 @@ def compared_engines(
             return await _run_plan(model, plan, begins)
 
     a, b = ((lambda i, engine=engine: make_in_process_plan(engine, options, i)) for engine in engines)
-    return driven(lambda begins: interleaved(a, b, rounds, begins, measuring), quiet)
+    return run_with_progress(lambda begins: run_interleaved(a, b, rounds, begins, measuring), quiet)

@@ -97,7 +97,7 @@ def show_and_write(tell: Callable[[], None], output: Path | None, write: Callabl
             note(f"  {len(names)} files in {output}" if output.is_dir() else f"  written to {output}")
 
 
-def reseeded(load: LoadSettings, n: int) -> LoadSettings:
+def reseed(load: LoadSettings, n: int) -> LoadSettings:
     """Return the load of the n-th of several runs: with other texts than the earlier ones, but reproducible."""
     return replace(load, random_seed=(load.random_seed + n) % 2**63)
 

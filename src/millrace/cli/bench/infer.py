@@ -11,7 +11,7 @@ from millrace.bench.infer.measure import infer, infer_plan
 from millrace.bench.infer.results import PICTURE, report, with_answers, write_results
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.cli.bench.foreign_flags import check_pictures, ready_folder, show_and_write
-from millrace.cli.bench.progress import driven
+from millrace.cli.bench.progress import run_with_progress
 from millrace.cli.console import heading, print_json, table
 from millrace.cli.options import make_settings
 from millrace.errors import ConfigError, MachineError
@@ -38,7 +38,7 @@ def run(
     earlier_curves = _read_earlier(earlier, output)
     plan = infer_plan(targets[0], make_settings(ModelSettings, options), make_settings(LevelSettings, options))
     ready_folder(output, NAMES)
-    done = driven(lambda begins: infer(plan, certify_s, begins), quiet=as_json)
+    done = run_with_progress(lambda begins: infer(plan, certify_s, begins), quiet=as_json)
     document = report(done)
     show_and_write(
         lambda: print_json(document) if as_json else _show(document),

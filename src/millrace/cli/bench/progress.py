@@ -15,7 +15,7 @@ T = TypeVar("T")
 Begins = Callable[[Run], None]
 
 
-def driven(work: Callable[[Begins], Awaitable[T]], quiet: bool) -> T:
+def run_with_progress(work: Callable[[Begins], Awaitable[T]], quiet: bool) -> T:
     """Run `work` and return its result; `work` calls its argument with each run that starts.
 
     Ctrl-C stops the current run (see its `ended`), a second Ctrl-C the command.

@@ -17,7 +17,7 @@ from millrace.bench.run.plan import BenchPlan, check_server, make_plan, measure
 from millrace.bench.run.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench.foreign_flags import check_pictures, ready_folder, show_and_write
-from millrace.cli.bench.progress import Begins, driven
+from millrace.cli.bench.progress import Begins, run_with_progress
 from millrace.cli.console import heading, note, pairs, print_json, table
 from millrace.cli.options import make_settings
 from millrace.compile.settings import BuildSettings
@@ -65,7 +65,7 @@ def run(
         )
         check_limits(limits, plan.target.streams)
         ready_folder(output, NAMES)
-        certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
+        certificate, run = run_with_progress(lambda begins: _measure(plan, certify_s, as_json, begins), quiet=as_json)
     else:
         from millrace.cli.bench.engine import (
             in_process,
@@ -75,7 +75,7 @@ def run(
         plan = make_in_process_plan(engine, options)
         ready_folder(output, NAMES)
         certificate, run = None, in_process(engine, plan, build, runs, env, quiet=as_json)
-    done = RunResult.from_run(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
+    done = RunResult.from_run(plan, run, limits, certificate, None if engine is not None else _join_traces(plan, run))
     document = report(done)
     show_and_write(
         lambda: print_json(document) if as_json else show(document),
@@ -94,7 +94,7 @@ def _check_no_engine(*groups: Settings) -> None:
             raise ConfigError(what, "--engine MODEL, which runs here", "leave it out")
 
 
-async def _measured(plan: BenchPlan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
+async def _measure(plan: BenchPlan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
     """Check the server, certify the client, and run the plan."""
     words = await check_server(plan)
     certificate = await certify(plan, certify_s) if certify_s else None
@@ -103,7 +103,7 @@ async def _measured(plan: BenchPlan, certify_s: float, quiet: bool, begins: Begi
     return certificate, await measure(plan, begins, words)
 
 
-def _traced(plan: BenchPlan, run: Run) -> Waterfall | None:
+def _join_traces(plan: BenchPlan, run: Run) -> Waterfall | None:
     """Fetch the server's traces; Ctrl-C skips them."""
     answers = good(run.records)
     try:

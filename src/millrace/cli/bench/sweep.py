@@ -26,8 +26,8 @@ from millrace.bench.run.sweep import (
     throughput,
 )
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import check_pictures, ready_file, reseeded, show_and_write
-from millrace.cli.bench.progress import Begins, driven
+from millrace.cli.bench.foreign_flags import check_pictures, ready_file, reseed, show_and_write
+from millrace.cli.bench.progress import Begins, run_with_progress
 from millrace.cli.console import pairs, print_json, table
 from millrace.cli.options import make_settings
 from millrace.errors import ConfigError, MachineError
@@ -61,7 +61,7 @@ def run(
         certified = certify(level(best_points.throughput.level, 0), certify_s) if best_points and certify_s else None
         return points, best_points, await certified if certified else None
 
-    points, best_points, certificate = driven(sweep, as_json)
+    points, best_points, certificate = run_with_progress(sweep, as_json)
     if best_points is None:
         raise MachineError("no request was answered", "one whole answer at least", "ask one level: millrace bench URL")
     efforts = [p.effort for p in points]
@@ -101,7 +101,7 @@ def _level(url: str, by: str, options: dict[str, Any]) -> Callable[[float, int],
 
     def plan(level: float, n: int) -> BenchPlan:
         at = replace(load, concurrency=round(level)) if by == "concurrency" else replace(load, request_rate=level)
-        at = reseeded(at, n)
+        at = reseed(at, n)
         return make_plan(
             url,
             make_settings(TargetSettings, options),

@@ -14,7 +14,7 @@ from millrace.cli.build.flags import TrafficSettings
 from millrace.cli.build.output import Figures, show_traffic
 from millrace.cli.build.traffic import ChosenSettings, choose_settings
 from millrace.cli.console import heading, pairs, print_json, progress, size
-from millrace.cli.engine_tables import Tables, tuned
+from millrace.cli.engine_tables import Tables, tuning_text
 from millrace.cli.options import make_settings
 from millrace.cli.signals import raise_on_sigterm
 from millrace.compile.builder import Builder
@@ -135,7 +135,7 @@ def show(tables: Tables, seconds: float, by: ChosenSettings | None = None, *, fo
             ("peak memory", f"{size(memory['peak_bytes'])} with every sequence at full context"),
             ("program", f"{len(tables.calls)} calls for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
-            ("tactics", tuned(tables)),
+            ("tactics", tuning_text(tables)),
             ("price", m.evaluation.summary),
             *(("note", text) for text in m.notes),
             ("next", serve),

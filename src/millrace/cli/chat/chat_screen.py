@@ -7,8 +7,8 @@ import sys
 
 import click
 
-from millrace.cli.console import decoded, note, size
-from millrace.cli.engine_tables import precision_told
+from millrace.cli.console import decode_stdin, note, size
+from millrace.cli.engine_tables import precision_text
 from millrace.cli.local_generation import TimedGeneration
 from millrace.cli.text_wrap import WordWrap
 from millrace.errors import MillraceError
@@ -46,7 +46,7 @@ class Screen:
 
     def line(self, more: bool = False) -> str | None:
         """Read one line without its end; None at the end of the input. more: the line continues a message"""
-        line = decoded(sys.stdin.buffer.readline())
+        line = decode_stdin(sys.stdin.buffer.readline())
         return line.removesuffix("\n").removesuffix("\r") if line else None
 
     def confirm(self, question: str) -> bool:
@@ -56,7 +56,7 @@ class Screen:
     def part(self, text: str) -> None:
         click.echo(text, nl=False)
 
-    def answered(self, answered: TimedGeneration) -> None:
+    def show_timings(self, answered: TimedGeneration) -> None:
         click.echo()
 
     def say(self, text: str) -> None:
@@ -72,7 +72,7 @@ class JsonScreen(Screen):
     def part(self, text: str) -> None:
         """The whole answer comes at its end."""
 
-    def answered(self, answered: TimedGeneration) -> None:
+    def show_timings(self, answered: TimedGeneration) -> None:
         click.echo(json.dumps({"role": "assistant", "content": answered.texts[0], **answered.as_dict()}))
 
 
@@ -95,7 +95,7 @@ class Terminal(Screen):
         readline.parse_and_bind(f"set enable-bracketed-paste {'off' if plain else 'on'}")
 
     def welcome(self, model: RunningModel) -> None:
-        precision, memory = precision_told(model.engine), size(model.plan.total_bytes)
+        precision, memory = precision_text(model.engine), size(model.plan.total_bytes)
         self._console.print(model.name, style="bold", end="", markup=False)
         self._console.print(f"  {precision}, {memory}", style="dim", markup=False)
         self._console.print("  /help for commands, Ctrl-D leaves", style="dim", markup=False)
@@ -132,7 +132,7 @@ class Terminal(Screen):
         self._show(self._wrap.push(text.lstrip() if self._fresh else text))
         self._fresh = self._fresh and not text.strip()
 
-    def answered(self, answered: TimedGeneration) -> None:
+    def show_timings(self, answered: TimedGeneration) -> None:
         self._show(self._wrap.flush())
         n, seconds = answered.decode
         rate = f", {n / seconds:,.0f} tokens/s" if seconds > 0 else ""

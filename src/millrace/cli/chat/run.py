@@ -103,7 +103,7 @@ class Chat:
         with as_options(), _interruptible() as stopped:
             answered = stream(self._loop, ids, self.params, self.screen.part, stopped)
         self.messages = [*messages, message("assistant", answered.texts[0])]
-        self.screen.answered(answered)
+        self.screen.show_timings(answered)
         answered.raise_error()
 
     def _command(self, text: str) -> None:

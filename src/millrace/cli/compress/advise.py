@@ -16,8 +16,8 @@ from millrace.cli.compress.output import show_advice
 from millrace.cli.compress.request import (
     CompressOptions,
     Sampling,
-    opened,
-    readable,
+    open_checkpoint,
+    require_loss,
     statistics_for,
     warn_if_unpredictable,
 )
@@ -79,7 +79,7 @@ def run_advice(
     trials = _Trials(_names(presets), batch or BATCH, options.output, calibration, options.sampling)
     if dry_run:
         with progress(options.as_json) as report:
-            checkpoint = readable(opened(options.model, options.env, report))
+            checkpoint = require_loss(open_checkpoint(options.model, options.env, report))
         options.sampling.check("--advise", _calibrated(trials), calibration, dry_run=True)
         show_advice(checkpoint, trials.names, options.sampling, options.as_json)
         return
@@ -120,7 +120,7 @@ def _calibrated(trials: _Trials) -> bool:
 def _measure_methods(
     model: str, trials: _Trials, env: Env, report: Progress
 ) -> tuple[list[MethodRow], ComparisonInputs]:
-    checkpoint = readable(opened(model, env, report))
+    checkpoint = require_loss(open_checkpoint(model, env, report))
     calibrated = _calibrated(trials)
     trials.sampling.check("--advise", calibrated, trials.calibration)
     measured = Calibration.open(trials.calibration)

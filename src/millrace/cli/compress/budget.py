@@ -15,8 +15,8 @@ from millrace.cli.compress.request import (
     CompressOptions,
     Sampling,
     command_line,
-    opened,
-    readable,
+    open_checkpoint,
+    require_loss,
     statistics_for,
     warn_if_unpredictable,
 )
@@ -55,7 +55,7 @@ def run_search(
         _goal(MaxLoss.parse(max_loss), CompressionTarget(target or CompressionTarget.LATENCY), batch), out, calibration
     )
     with raise_on_sigterm(), progress(options.as_json) as report:
-        checkpoint = opened(options.model, options.env, report)
+        checkpoint = open_checkpoint(options.model, options.env, report)
         job, texts = _ready(checkpoint, budget, options.sampling, dry_run)
         result = None if dry_run else _search(job, texts, budget, options.sampling, report)
     if result is None:
@@ -95,7 +95,7 @@ def _ready(
 ) -> tuple[CompressionPlan, Texts]:
     """Return the layers and texts, and raise before any long work if the search cannot be done."""
     sampling.check("--max-loss", True, budget.calibration, dry_run)
-    job = plan(readable(checkpoint), PRESETS["int8-wo"])
+    job = plan(require_loss(checkpoint), PRESETS["int8-wo"])
     check_place(budget.out, most_bytes(job) + sampling.temporary_bytes(job))
     text = Calibration.open(budget.calibration)
     texts = Texts(text, windows_for(checkpoint, text), held_out_for(checkpoint, text))

@@ -73,7 +73,7 @@ def show_search(job: CompressionPlan, goal: SearchGoal, sampling: Sampling, as_j
 
 def show_advice(checkpoint: Checkpoint, names: Sequence[str], sampling: Sampling, as_json: bool) -> None:
     """Print the plan of `--advise`: the result of each method, or why a layer cannot use it."""
-    rows: dict[str, CompressionPlan | str] = {name: _planned(checkpoint, name) for name in names}
+    rows: dict[str, CompressionPlan | str] = {name: _plan_or_reason(checkpoint, name) for name in names}
     jobs = [job for job in rows.values() if isinstance(job, CompressionPlan)]
     tokens = sampling.n * LENGTH
     first = needs(jobs[0], tokens) if any(job.calibrated for job in jobs) else None
@@ -95,7 +95,7 @@ def show_advice(checkpoint: Checkpoint, names: Sequence[str], sampling: Sampling
         note("4-bit weights are measured twice: as they are, with 16-bit activations, and as w4a8, with 8-bit ones")
 
 
-def _planned(checkpoint: Checkpoint, name: str) -> CompressionPlan | str:
+def _plan_or_reason(checkpoint: Checkpoint, name: str) -> CompressionPlan | str:
     try:
         return plan(checkpoint, PRESETS[name])
     except CheckpointError as error:  # a method that a layer of this model cannot take

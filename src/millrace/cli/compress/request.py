@@ -160,7 +160,7 @@ def warn_if_unpredictable(perplexity: float, source: Checkpoint) -> None:
              "little. Measure on a text of the kind it knows (--calibration)")  # fmt: skip
 
 
-def opened(model: str, env: Env, report: Progress) -> Checkpoint:
+def open_checkpoint(model: str, env: Env, report: Progress) -> Checkpoint:
     """Open a checkpoint. raises ConfigError for an engine"""
     _, folder = model_folder(model, env, report)
     if (folder / MANIFEST).is_file():
@@ -168,7 +168,7 @@ def opened(model: str, env: Env, report: Progress) -> Checkpoint:
     return Checkpoint.open(folder)
 
 
-def readable(checkpoint: Checkpoint) -> Checkpoint:
+def require_loss(checkpoint: Checkpoint) -> Checkpoint:
     """Refuse models whose loss cannot be measured. raises CheckpointError"""
     without = unmeasurable_reason(checkpoint)
     if without:

@@ -14,7 +14,7 @@ from millrace.cli.compress.budget import run_search
 from millrace.cli.compress.engine import build_output, check_engine
 from millrace.cli.compress.output import WORST, about, notes, show_plan, sizes, worst
 from millrace.cli.compress.proof import AccuracyProofOptions, measure_again, rows_of, said_if_ended
-from millrace.cli.compress.request import CompressOptions, Sampling, command_line, opened, statistics_for
+from millrace.cli.compress.request import CompressOptions, Sampling, command_line, open_checkpoint, statistics_for
 from millrace.cli.console import heading, pairs, print_json, progress
 from millrace.cli.signals import raise_on_sigterm
 from millrace.compress.calibration.calibrated_methods import by_statistics
@@ -80,7 +80,7 @@ def _by_recipe(options: CompressOptions, /, recipe: str, dry_run: bool, **more: 
     proof = AccuracyProofOptions.from_flags(**_of_proof(more))
     calibration: str | None = more["calibration"]
     with raise_on_sigterm(), progress(options.as_json) as report:
-        checkpoint = opened(model, options.env, report)
+        checkpoint = open_checkpoint(model, options.env, report)
         job = plan(checkpoint, read_recipe(recipe))
         sampling.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
         check_place(output, job.bytes_after + (sampling.temporary_bytes(job) if job.calibrated else 0))
@@ -122,7 +122,7 @@ def _measure_again(options: CompressOptions, /, **more: Any) -> None:
     if not proof.asks:
         raise ConfigError("--measure is given, and nothing is to be measured", "one of both", "leave --no-evaluate out")
     with raise_on_sigterm(), progress(options.as_json) as report:
-        results = measure_again(model, opened(model, options.env, report), out, proof, report)
+        results = measure_again(model, open_checkpoint(model, options.env, report), out, proof, report)
     results |= proof.more(model, out, options.env, options.as_json)
     if options.as_json:
         print_json({"folder": str(out), **results})

@@ -24,7 +24,7 @@ def examine_gpu(device: str, as_json: bool) -> None:
     or fails"""
     gpu = known_gpu(device)
     has, support = multiplied(gpu.architecture), list(abilities(gpu))
-    rates = _measured(gpu.here, has) if gpu.here else None
+    rates = _measure_rates(gpu.here, has) if gpu.here else None
     if as_json:
         able = {
             one.requested.removeprefix("--"): {"multiplies": list(one.needed), "why_not": one.why_not or None}
@@ -49,7 +49,7 @@ def examine_gpu(device: str, as_json: bool) -> None:
         note(f"refused: {why}")
 
 
-def _measured(gpu: Gpu, precisions: tuple[str, ...]) -> "DeviceRates":
+def _measure_rates(gpu: Gpu, precisions: tuple[str, ...]) -> "DeviceRates":
     from millrace.engine.cuda.device_roofline import measured  # and with it PyTorch
 
     return measured(gpu, precisions)

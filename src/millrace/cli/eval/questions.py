@@ -138,7 +138,7 @@ def _evaluate(options: EvalOptions, task: _Task[J]) -> None:
         other = _results(options, task, options.against, theirs, None)
     compared = results_path(mine, other) if other else {}
     if options.as_json:
-        print_json({**_results_to_dict(mine), **({"against": _compared(other, compared)} if other else {})})
+        print_json({**_results_to_dict(mine), **({"against": _comparison_to_dict(other, compared)} if other else {})})
         return
     _show(mine, task.lost)
     if other:
@@ -237,7 +237,7 @@ def _results_to_dict(mine: Results[J]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _compared(other: Results[J], compared: Mapping[str, Paired]) -> dict[str, Any]:
+def _comparison_to_dict(other: Results[J], compared: Mapping[str, Paired]) -> dict[str, Any]:
     counted = {
         name: {
             "difference": one.difference, "interval": one.interval, "p_value": one.p_value, "gained": one.gained,

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from millrace.cli.console import decoded, note, print_json
+from millrace.cli.console import decode_stdin, note, print_json
 from millrace.cli.local_generation import chat_ids, stream
 from millrace.cli.open_model import opened
 from millrace.cli.options import make_settings
@@ -49,7 +49,7 @@ def _prompt(text: str | None, flag: str | None) -> str:
             "`millrace generate --help` shows examples",
         )
     prompt = text or flag or ""
-    return decoded(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else prompt
+    return decode_stdin(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else prompt
 
 
 def _show(text: str) -> None:

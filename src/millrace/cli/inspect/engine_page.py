@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli.console import size
-from millrace.cli.engine_tables import Tables, fusions_by_place, kernel_of, note_of, priced
+from millrace.cli.engine_tables import Tables, candidate_losses, fusions_by_place, kernel_of, note_of
 from millrace.engine.artifact.engine_tables import BufferEntry, CallEntry
 from millrace.engine.decode_roofline import DecodeWork
 from millrace.machine.roofline import Roofline
@@ -49,7 +49,7 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     reads = sum(call.matrix_bytes for call in tables.calls)
     return render(
         Path(__file__).with_name("engine_page.html"), m=tables.engine.manifest, tables=tables, memory=tables.memory(),
-        prices=priced(tables),
+        prices=candidate_losses(tables),
         plan=_plan(tables), layers=_layers(tables, reads, roofline), size=size, count=count, kinds=KINDS,
         turn="step" if tables.of_texts else "run",
         formats=list(tables.bytes_by_format().items())[:FEW], passes=tables.program.passes[:MANY],

@@ -8,7 +8,7 @@ import click
 from msgspec import to_builtins
 
 from millrace.cli.console import heading, note, pairs, print_json, progress, size, table
-from millrace.cli.engine_tables import Tables, fusions_by_place, kernel_of, note_of, priced, tuned
+from millrace.cli.engine_tables import Tables, candidate_losses, fusions_by_place, kernel_of, note_of, tuning_text
 from millrace.cli.html_output import write_page
 from millrace.cli.inspect.engine_page import engine_page, layers_of
 from millrace.compile.cache.rooflines import kept_roofline
@@ -52,7 +52,7 @@ def _summary(tables: Tables) -> None:
             ("precision", tables.precision()),
             ("price", m.evaluation.summary),
             ("limits", tables.limits),
-            ("tactics", tuned(tables)),
+            ("tactics", tuning_text(tables)),
             ("built by", f"millrace {m.millrace}, engine format {m.format}"),
             *(("note", text) for text in m.notes),
         ]
@@ -60,7 +60,7 @@ def _summary(tables: Tables) -> None:
     if len(m.evaluation.tried) > 1:
         click.echo()
         heading("Precisions tried")
-        table(("precision", "KL, nats", "perplexity", "same token", "weights of a step"), priced(tables))
+        table(("precision", "KL, nats", "perplexity", "same token", "weights of a step"), candidate_losses(tables))
     click.echo()
     heading("Layers")
     table(("modules", "calls", "kernels"), _layers(tables))
@@ -179,7 +179,7 @@ def _tactics(tables: Tables) -> None:
                 )
                 rows.append((region.name, str(choice.rows), c.knob, tried))
     table(("kernel", "rows", "knob", "tried (median), * chosen"), rows)
-    click.echo(f"  {tuned(tables)}")
+    click.echo(f"  {tuning_text(tables)}")
 
 
 def _as_json(tables: Tables, part: str | None) -> Any:

@@ -17,7 +17,7 @@ UNREADABLE = "unreadable"
 def run(env: Env, as_json: bool) -> None:
     """Run `millrace list`."""
     entries = EngineCache(env.cache).entries()
-    settings = described(entries)
+    settings = describe_engines(entries)
     if as_json:
         print_json([_plain(e, settings[e.name]) for e in entries])
     elif entries:
@@ -36,7 +36,7 @@ def run(env: Env, as_json: bool) -> None:
         note(f"no engines in {env.cache}; `millrace serve tiny` builds one")
 
 
-def described(entries: Sequence[CacheEntry]) -> dict[str, dict[str, Any]]:
+def describe_engines(entries: Sequence[CacheEntry]) -> dict[str, dict[str, Any]]:
     """Return the settings of each engine by name; {} for an unreadable one, which is listed all the same."""
     return {e.name: _settings(e) for e in entries}
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from millrace.cli.console import heading, note, pairs, print_line, size
-from millrace.cli.engine_tables import precision_told
+from millrace.cli.engine_tables import precision_text
 from millrace.cli.open_model import opened_to_serve
 from millrace.cli.options import make_settings
 from millrace.cli.serve.flags import ListenFlags, ProfileFlags, QueueFlags, ServeFlags
@@ -156,7 +156,7 @@ def _to_serve(
     loop_ = opened.loop(budget, policy_named(turns.schedule))
     engine = _engine(loop_, ServiceOptions(max_queued=turns.max_queued), flags.record)
     clock = _decode_clock(opened, budget, env)
-    return replace(_served(opened, engine, flags.served_model_name, clock), warm_prompts=warm, profile=profile)
+    return replace(_text_model(opened, engine, flags.served_model_name, clock), warm_prompts=warm, profile=profile)
 
 
 def _announcer(
@@ -199,7 +199,7 @@ def _decode_clock(model: RunningModel, budget: TokenBudget, env: Env) -> DecodeR
     return None if roofline is None else DecodeRoofline(DecodeWork.of(model.engine), roofline, budget)
 
 
-def _served(
+def _text_model(
     model: RunningModel, engine: AsyncEngine, names: tuple[str, ...], clock: DecodeRoofline | None = None
 ) -> TextModel:
     return TextModel(
@@ -230,7 +230,7 @@ def _introduce(model: RunningModel | OpenedEncoder, served: ServedModel) -> None
     heading(f"{served.name}", err=True)
     pairs(
         [
-            ("model", f"{m.architecture}, {precision_told(model.engine)}, on {model.isa}"),
+            ("model", f"{m.architecture}, {precision_text(model.engine)}, on {model.isa}"),
             *([("sampling", _sampling_text(model))] if isinstance(model, RunningModel) else []),
             *([("chat", _NO_TEMPLATE)] if isinstance(model, RunningModel) and model.chat_template is None else []),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),

@@ -7,13 +7,13 @@ from millrace.report.format_numbers import format_4_digits
 from millrace.size.answer.answer import SizingAnswer
 from millrace.size.answer.multi_model import Shared
 from millrace.size.report.answer_json import cut_short, headline
-from millrace.size.report.answer_tables import in_short, tables
+from millrace.size.report.answer_tables import summary_rows, tables
 from millrace.size.report.table import TextTable
 
 
 def print_answer(answer: SizingAnswer) -> None:
     heading(headline(answer))
-    pairs(in_short(answer))
+    pairs(summary_rows(answer))
     if answer.not_simulated:
         click.echo(f"  {cut_short(answer)}")
     for one in answer.existing:

@@ -19,7 +19,7 @@ from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Roofline
 from millrace.size.answer.answer import answer_question
-from millrace.size.answer.multi_model import shared
+from millrace.size.answer.multi_model import share_systems
 from millrace.size.performance.hardware import measured_here
 from millrace.size.question.question import SizingQuestion, read_answers
 from millrace.size.report.answer_json import answer_to_dict
@@ -46,7 +46,7 @@ def run(
         results = [
             answer_question(one, local_roofline=partial(_local_roofline, ctx.obj), tell=tell) for one in questions
         ]
-    together = shared(results) if len(results) > 1 else None
+    together = share_systems(results) if len(results) > 1 else None
     if as_json:
         print_json(
             {"models": [answer_to_dict(one) for one in results], "together": asdict(together)}

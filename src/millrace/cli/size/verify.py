@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from millrace.bench.run.server_process import ServerProcess
-from millrace.cli.bench.progress import driven
+from millrace.cli.bench.progress import run_with_progress
 from millrace.cli.console import heading, note, pairs, print_json, table
 from millrace.cli.open_model import engine_of
 from millrace.cli.options import make_settings
@@ -36,8 +36,8 @@ def run(
         raise ConfigError("MODEL and --url" if model else "neither MODEL nor --url", "one of them", "name what to ask")
     if url is not None and flags:
         raise ConfigError("FLAGS of a server that runs already", "MODEL, which is started with them", "leave them out")
-    with _served(model, flags, url, env, as_json) as at:
-        result = driven(lambda begins: verify(at, settings, begins=begins), as_json)
+    with _running_server(model, flags, url, env, as_json) as at:
+        result = run_with_progress(lambda begins: verify(at, settings, begins=begins), as_json)
     if as_json:
         print_json(verified_to_dict(result))
     else:
@@ -57,7 +57,7 @@ def run(
 
 
 @contextmanager
-def _served(model: str | None, flags: tuple[str, ...], url: str | None, env: Env, quiet: bool) -> Iterator[str]:
+def _running_server(model: str | None, flags: tuple[str, ...], url: str | None, env: Env, quiet: bool) -> Iterator[str]:
     if url is not None:
         yield url
         return

@@ -5,7 +5,7 @@ import math
 from msgspec import to_builtins
 
 from millrace.cli.console import heading, pairs, print_json, progress
-from millrace.cli.engine_tables import Tables, tuned
+from millrace.cli.engine_tables import Tables, tuning_text
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.resolve_model import find_built
 from millrace.compile.tune.tuner import Tuning, tune_folder
@@ -31,4 +31,4 @@ def run(env: Env, engine: str, seconds: float, threads: int | None, cached: bool
         print_json(to_builtins(table))
         return
     heading(str(folder))
-    pairs([("tactics", tuned(Tables(Engine.open(folder)))), ("details", f"millrace inspect {engine} --tactics")])
+    pairs([("tactics", tuning_text(Tables(Engine.open(folder)))), ("details", f"millrace inspect {engine} --tactics")])

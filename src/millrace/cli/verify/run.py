@@ -24,7 +24,7 @@ def run(model: str, request_file: Path, response_file: Path, as_json: bool) -> N
     """Run `millrace verify`."""
     request, response = _object(request_file), _object(response_file)
     receipt = _receipt(response)
-    with ServerProcess(model, ("--log-level", "warning", *_named(request, response)), start_s=TIMEOUT_S) as server:
+    with ServerProcess(model, ("--log-level", "warning", *_name_flags(request, response)), start_s=TIMEOUT_S) as server:
         again = _ask(server.url + receipt["path"], {**request, "model": None, "seed": receipt["seed"], "receipt": True})
     now = again["millrace"]["receipt"]
     differs = [name for name in ("engine", "prompt", "answers") if _json(now[name]) != _json(receipt[name])]
@@ -67,7 +67,7 @@ def _error_parts(
     return what, "the response as it came", "do not trust that file"
 
 
-def _named(request: dict[str, Any], response: dict[str, Any]) -> tuple[str, ...]:
+def _name_flags(request: dict[str, Any], response: dict[str, Any]) -> tuple[str, ...]:
     """Return the flag that serves MODEL by the name that the response gives it: its fingerprint depends on it."""
     name = response.get("model")
     usable = isinstance(name, str) and 0 < len(name) <= MAX_NAME and "*" not in name and name.isprintable()

@@ -139,7 +139,7 @@ def _alternative(
 ) -> Alternative:  # fmt: skip
     """Plan one device. roughly: limits for a closed-form plan; None simulates"""
     try:
-        some = offers.for_device(name) if roughly else case.simulated(offers.for_device(name))
+        some = offers.for_device(name) if roughly else case.simulate(offers.for_device(name))
         best = case.plan(some, roughly)
     except ConfigError as error:
         return Alternative(name, offers, None, None, error)

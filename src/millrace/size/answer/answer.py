@@ -12,7 +12,7 @@ from millrace.machine.roofline import Roofline
 from millrace.size.answer.alternatives import Alternative, Costs, alternatives
 from millrace.size.answer.scenario import ExistingSystems, Scenario, check_systems, parse_existing_systems
 from millrace.size.answer.sensitivity import Change, sensitivities
-from millrace.size.answer.sizing import SizingPlan, rounded
+from millrace.size.answer.sizing import SizingPlan, round_up
 from millrace.size.answer.waterfall import Offer, WaterfallStep, capacity_table, waterfall
 from millrace.size.load.arrivals import make_traffic
 from millrace.size.load.load_forecast import USER_REQUESTS, Demand, forecast_demand, supported_users
@@ -27,7 +27,7 @@ from millrace.size.performance.operating_points import Offers
 from millrace.size.question.question import SizingQuestion, parse_limits
 from millrace.size.question.question_validation import check_question
 from millrace.size.simulation.search_budget import Progress, SearchBudget
-from millrace.size.simulation.simulated_capacity import Replicas, simulated_at
+from millrace.size.simulation.simulated_capacity import Replicas, simulate_at
 
 _LOADS = ("rate", "average", "users", "calls", "trace")
 _PEOPLE_HOURS = 8.0  # default for --hours
@@ -91,7 +91,7 @@ class SizingAnswer:
     def instances(self) -> int:
         """Return the number of instances that the load needs; systems are rounded up from it."""
         per_system = self.plan.point.system / self.plan.point.devices
-        return rounded(self.plan.fractional / self.question.hardware.utilisation * per_system, 1)
+        return round_up(self.plan.fractional / self.question.hardware.utilisation * per_system, 1)
 
 
 def plan(**answers: Any) -> SizingAnswer:
@@ -174,7 +174,7 @@ def _operating(case: Scenario, offers: Offers, best: SizingPlan) -> OperatingPoi
         if case.traffic.recorded is not None and case.load is not None and case.load.busy is not None:
             each *= case.load.busy / case.load.peak  # the recorded arrivals include the peaks
         return (
-            simulated_at(offers, point, min(each, point.rate), h, case.replicas, instances, case.traffic, case.work)
+            simulate_at(offers, point, min(each, point.rate), h, case.replicas, instances, case.traffic, case.work)
             or point
         )
     alike = [p for p in offers.points if p.configuration == point.configuration]
@@ -194,7 +194,7 @@ def _plan_other_statistic(case: Scenario, offers: Offers) -> tuple[SizingPlan | 
         return None, "nothing is limited"
     limits = replace(case.limits, statistic=statistic)
     try:
-        offers = case.simulated(offers, limits)
+        offers = case.simulate(offers, limits)
         if statistic == "p95" and all(point.p95 is None for point in offers.points):
             return None, _why_no_p95(case)
         return case.plan(offers, limits), ""

@@ -21,7 +21,7 @@ class Shared:
     apart: int
 
 
-def shared(answers: Sequence[SizingAnswer]) -> Shared:
+def share_systems(answers: Sequence[SizingAnswer]) -> Shared:
     """Combine the answers of several models. raises ConfigError if their hardware or spares differ
 
     Instances use a power of two of a system's devices, so they fill systems without gaps.

@@ -14,7 +14,7 @@ from millrace.size.load.token_lengths import RequestWork
 from millrace.size.performance.operating_point import Limits, OperatingPoint
 from millrace.size.performance.operating_points import DEVICE, Offers, offers
 from millrace.size.question.question import SizingQuestion
-from millrace.size.simulation.simulated_capacity import Replicas, simulated
+from millrace.size.simulation.simulated_capacity import Replicas, add_simulated
 
 _THERE = re.compile(r"\s*(\d+)\s*(?:x\s*(.+?)\s*)?")
 _MAX_SYSTEMS = 1_000_000
@@ -67,12 +67,12 @@ class Scenario:
         changed = replace(self.question.hardware, **hardware)  # type: ignore[arg-type]
         return offers(self.question.request.model, changed, self.work, self.local_roofline)
 
-    def simulated(self, candidates: Offers, limits: Limits | None = None) -> Offers:
+    def simulate(self, candidates: Offers, limits: Limits | None = None) -> Offers:
         """Add simulated capacities if simulation is on. raises ConfigError if nothing meets the limits"""
         h = self.question.hardware
         if not self.question.search.simulate:
             return candidates
-        return simulated(candidates.computed, h, self.work, limits or self.limits, self.replicas, self.closed)
+        return add_simulated(candidates.computed, h, self.work, limits or self.limits, self.replicas, self.closed)
 
     def simulate_existing(self) -> "Scenario":
         """Return the scenario with simulated existing systems; those that do not meet the limits lose their points."""
@@ -80,7 +80,7 @@ class Scenario:
         for i, one in enumerate(self.existing):
             try:
                 with self.replicas.search.part(1 / (len(self.existing) - i + 1)):
-                    existing.append(replace(one, offers=self.simulated(one.offers)))
+                    existing.append(replace(one, offers=self.simulate(one.offers)))
             except ConfigError:
                 if self.replicas.search.over:
                     raise

@@ -155,7 +155,7 @@ def plan(
     fractional = rate / point.rate_of_system
 
     def bought(share: float) -> int:
-        n = rounded(fractional * share / fleet.utilisation, point.systems) + fleet.spare
+        n = round_up(fractional * share / fleet.utilisation, point.systems) + fleet.spare
         if n > _MAX_SYSTEMS:
             raise ConfigError(f"{format_4_digits(rate)} requests/s are {n:,} systems", f"at most {_MAX_SYSTEMS:,}",
                               f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
@@ -179,7 +179,7 @@ def plan(
     )  # fmt: skip
 
 
-def rounded(systems: float, an_instance: int) -> int:
+def round_up(systems: float, an_instance: int) -> int:
     """Round up to a multiple of `an_instance`, the systems that one instance takes."""
     return math.ceil(systems / an_instance - 1e-9) * an_instance
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from millrace.errors import ConfigError
-from millrace.size.answer.sizing import TPS, SizingPlan, rounded
+from millrace.size.answer.sizing import TPS, SizingPlan, round_up
 from millrace.size.load.sequential_calls import chain_calls
 from millrace.size.load.token_lengths import RequestWork
 from millrace.size.performance.closed_form import CONCURRENCIES, estimate_point
@@ -41,7 +41,7 @@ def waterfall(
         WaterfallStep(unlimited, "most requests/s that any configuration serves, whatever users wait"),
         WaterfallStep(plan.fractional, limits_text),
         WaterfallStep(planned, f"planned with {utilisation:.0%} of that"),
-        WaterfallStep(rounded(planned, point.systems), "whole systems"),
+        WaterfallStep(round_up(planned, point.systems), "whole systems"),
         WaterfallStep(plan.systems, f"{spare} to spare" if spare else "none to spare"),
     ]
     instance = offers.instance(point)

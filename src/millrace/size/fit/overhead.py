@@ -64,13 +64,13 @@ class Replayed:
 
 def replay(run: MeasuredRun, stack: Stack, device_profile: Profile | None = None) -> Replayed:
     device_profile = device_profile or profile(run.instance.device, run.instance.precision)
-    seconds, total = _recorded(run, stack, device_profile)
-    point = Replica(make_serving(run.instance, device_profile, run.lengths, stack, seconds)).closed(run.concurrency)
+    seconds, total = _recording_step_time(run, stack, device_profile)
+    point = Replica(make_serving(run.instance, device_profile, run.lengths, stack, seconds)).run_closed(run.concurrency)
     spent = total[:4] / total[4]
     return Replayed(run, point, spent)
 
 
-def _recorded(run: MeasuredRun, stack: Stack, device_profile: Profile) -> tuple[StepTime, Floats]:
+def _recording_step_time(run: MeasuredRun, stack: Stack, device_profile: Profile) -> tuple[StepTime, Floats]:
     """Return step times, and an array in which they accumulate: prefill, decode, cache, sequences, total."""
     parts = step_parts(run.instance, device_profile.constants)
     total: Floats = np.zeros(5)
@@ -129,14 +129,14 @@ def _step(rows: Floats, errors: Floats, now: Floats, start: Floats) -> Floats:
         root = np.sqrt(weights)
         system = np.vstack([scaled * root[:, None], belief])
         targets = np.concatenate([errors * root, belief @ ((start - now) / _UNITS)])
-        change = _bounded(system, targets, low, high)
+        change = _solve_bounded(system, targets, low, high)
         weights = 1 / np.maximum(np.abs(errors - scaled @ change), _GOOD)
         weights /= weights.mean()
     moved: Floats = change * _UNITS
     return moved
 
 
-def _bounded(system: Floats, targets: Floats, low: Floats, high: Floats) -> Floats:
+def _solve_bounded(system: Floats, targets: Floats, low: Floats, high: Floats) -> Floats:
     free, x = np.ones(len(low), bool), np.zeros(len(low))
     while free.any():
         x[free] = np.linalg.lstsq(system[:, free], targets - system[:, ~free] @ x[~free], rcond=None)[0]

@@ -76,13 +76,13 @@ def refit(results: Sequence[UserRun], instance: ModelInstance, start: Stack | No
     if len({(run.concurrency, run.lengths) for run in runs}) >= _FEW:
         stack = fit_stack(runs, start)
     else:
-        stack = _scaled(runs, start)
+        stack = _fit_common_factor(runs, start)
     replays = tuple(replay(run, stack) for run in runs)
     stack = replace(stack, name=f"{start.name}, refitted to {pluralize(len(runs), 'run')}")
     return Refit(stack, replays, before, summarize_errors("after", replays))
 
 
-def _scaled(runs: Sequence[MeasuredRun], start: Stack) -> Stack:
+def _fit_common_factor(runs: Sequence[MeasuredRun], start: Stack) -> Stack:
     """Fit one common factor on all step times."""
     stack = start
     for _ in range(4):
@@ -179,7 +179,7 @@ def _read_millrace(document: Mapping[str, Any], path: Path) -> UserRun:
     n_in, n_out, ttft_ms, e2e_ms = (_number(document, path, "metrics", name, "mean") for name in names)
     rate = _number(document, path, "requests_per_s", "value")
     p95 = _p95(document["metrics"], path, 1e-3)
-    return _checked(UserRun(n_in, n_out, rate, ttft_ms / 1e3, e2e_ms / 1e3, f"millrace bench, {path}", p95))
+    return _check_order(UserRun(n_in, n_out, rate, ttft_ms / 1e3, e2e_ms / 1e3, f"millrace bench, {path}", p95))
 
 
 def _p95(metrics: Mapping[str, Any], path: Path, unit: float) -> tuple[float, float, float] | None:
@@ -194,7 +194,7 @@ def _read_genai_perf(document: Mapping[str, Any], path: Path, tool: str) -> User
     names = ("input_sequence_length", "output_sequence_length", "time_to_first_token", "request_latency")
     n_in, n_out, ttft, e2e = (_number(document, path, name, "avg") for name in names)
     ttft_s, e2e_s = ttft * _unit(document, path, names[2]), e2e * _unit(document, path, names[3])
-    return _checked(
+    return _check_order(
         UserRun(
             n_in, n_out, _number(document, path, "request_throughput", "avg"), ttft_s, e2e_s, f"{tool}, {path}",
             _p95(document, path, _unit(document, path, names[2])),
@@ -216,7 +216,7 @@ def _read_vllm(document: Mapping[str, Any], path: Path) -> UserRun:
     ttft_ms, tpot_ms = _number(document, path, "mean_ttft_ms"), _number(document, path, "mean_tpot_ms")
     e2e_ms = ttft_ms + tpot_ms * max(0.0, n_out - 1)  # vLLM's TPOT is without the first token
     rate = _number(document, path, "request_throughput")
-    return _checked(UserRun(n_in, n_out, rate, ttft_ms / 1e3, e2e_ms / 1e3, f"vLLM, {path}"))
+    return _check_order(UserRun(n_in, n_out, rate, ttft_ms / 1e3, e2e_ms / 1e3, f"vLLM, {path}"))
 
 
 def _number(document: Mapping[str, Any], path: Path, *names: str) -> float:
@@ -231,7 +231,7 @@ def _number(document: Mapping[str, Any], path: Path, *names: str) -> float:
     return float(value)
 
 
-def _checked(result: UserRun) -> UserRun:
+def _check_order(result: UserRun) -> UserRun:
     if result.ttft_s > result.e2e_s:
         raise ConfigError(
             f"{result.source}: {result.ttft_s:.3g} s to the first token, {result.e2e_s:.3g} s to the last",

@@ -75,14 +75,14 @@ class Traffic:
     def stream(self, lengths: Lengths, context: int, rate: float, n: int, seed: int) -> ArrivalStream:
         """Return at most n arrivals. rate: mean requests/s of all instances. raises ConfigError if none fits"""
         if self.recorded is not None:
-            return self._recorded(self.recorded, context, rate, n)
+            return self._replay(self.recorded, context, rate, n)
         times = self.gaps.times(rate, n, seed).tolist()
         begins = tuple(range(-self.shared, 0))  # followed by a block of its own
         own = range(len(times)) if self.shared else ()
         blocks = [(*begins, i) for i in own] or [()] * len(times)
         return ArrivalStream([arrival(lengths, t, b) for t, b in zip(times, blocks, strict=True)])
 
-    def _recorded(self, recorded: Recording, context: int, rate: float, n: int) -> ArrivalStream:
+    def _replay(self, recorded: Recording, context: int, rate: float, n: int) -> ArrivalStream:
         """Return the first requests of the trace, with times scaled to the rate."""
         speed = rate * recorded.span_s / len(recorded)
         requests, left_out = arrivals(recorded, Replay(context, 1.0, _tick_s(recorded)))

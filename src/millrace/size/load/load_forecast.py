@@ -184,7 +184,7 @@ def _peak(settings: DemandSettings, busy: float, trace: Recording | None) -> tup
             )
         return settings.rate, (f"peak: {exact(settings.rate)} requests/s, as said",)
     if trace is not None:
-        return _recorded(settings, busy, trace)
+        return _trace_peak(settings, busy, trace)
     if not settings.percentile:
         if settings.split != 1:
             raise ConfigError("--split without a percentile", "--percentile above 0", "leave --split out")
@@ -209,7 +209,7 @@ def _poisson(settings: DemandSettings, busy: float) -> Peak:
     )
 
 
-def _recorded(settings: DemandSettings, busy: float, trace: Recording) -> tuple[float, tuple[str, ...]]:
+def _trace_peak(settings: DemandSettings, busy: float, trace: Recording) -> tuple[float, tuple[str, ...]]:
     """Return the percentile of the trace's windows, scaled to the average if that is given, too."""
     if settings.burst != 1 or settings.split != 1 or not settings.percentile:
         raise ConfigError("a trace, and --burst, --split or --percentile 0", "its own windows tell the peak",

@@ -198,7 +198,7 @@ def _calls(text: str, answer: ModelCall, question: tuple[float, str]) -> tuple[M
 
 
 def _call(text: str, pipeline: str, question: tuple[float, str]) -> ModelCall:
-    name, n_in, n_out = _parsed(text, pipeline)
+    name, n_in, n_out = _parse_call(text, pipeline)
     if n_in and n_out:
         return ModelCall(name, n_in, n_out, "as said")
     if name not in _WRITES:
@@ -212,11 +212,11 @@ def _call(text: str, pipeline: str, question: tuple[float, str]) -> ModelCall:
 
 
 def _last(text: str, pipeline: str, answer: ModelCall) -> ModelCall:
-    name, n_in, n_out = _parsed(text, pipeline)
+    name, n_in, n_out = _parse_call(text, pipeline)
     return ModelCall(name, n_in or answer.n_input, n_out or answer.n_output)
 
 
-def _parsed(text: str, pipeline: str) -> tuple[str, int, int]:
+def _parse_call(text: str, pipeline: str) -> tuple[str, int, int]:
     match = _CALL.fullmatch(text)
     if not match or any(n is not None and not 1 <= int(n) <= _MAX_TOKENS for n in match.groups()[1:]):
         raise ConfigError(f'a call "{text.strip():.60}" in the pipeline "{pipeline:.200}"', "guard:300/10>rag>answer",

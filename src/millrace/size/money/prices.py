@@ -90,10 +90,10 @@ def middle(rents: Sequence[Rent]) -> Rent:
 
 def read_prices(path: Path | None) -> Prices:
     """Read the bundled prices, overridden by those of the file. raises ConfigError"""
-    ours = _parsed(_OURS)
+    ours = _read_toml(_OURS)
     if path is None:
         return _parse_prices(ours, str(_OURS.name))
-    own = _parsed(path)
+    own = _read_toml(path)
     location = str(path)
     for name in own:
         _check_key(name, _KEYS, location)
@@ -114,7 +114,7 @@ def read_prices(path: Path | None) -> Prices:
     return _parse_prices(merged, location, default_offers)
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
         data = read_given(path, _MAX_BYTES)
         if len(data) > _MAX_BYTES:

@@ -124,7 +124,7 @@ def engines(peaks: Sequence[float], rate: float, utilisation: float) -> tuple[in
     return tuple(max(1, math.ceil(peak / (rate * utilisation) - 1e-9)) for peak in peaks)
 
 
-def bought(fleet: FleetNeed, prices: Prices) -> Bought | None:
+def purchase_costs(fleet: FleetNeed, prices: Prices) -> Bought | None:
     """Return the costs of buying; None if the price of such a system is unknown."""
     price = prices.systems.get(fleet.device.name)
     if price is None or fleet.system != SYSTEM:  # prices are of systems of 8
@@ -144,7 +144,7 @@ def watts(device: Device, prices: Prices) -> float:
     return SYSTEM * device.watts * share
 
 
-def rented(fleet: FleetNeed, rents: Sequence[Rent]) -> Rented | None:
+def rental_costs(fleet: FleetNeed, rents: Sequence[Rent]) -> Rented | None:
     """Return the costs of renting; None if there is no offer. rents: cheapest first"""
     if not rents:
         return None
@@ -190,7 +190,7 @@ def money(
 
     lengths: input and output tokens of a request, all calls together
     """
-    own, rent = bought(fleet, prices), rented(fleet, prices.rents(fleet.device, tier))
+    own, rent = purchase_costs(fleet, prices), rental_costs(fleet, prices.rents(fleet.device, tier))
     mix = hybrid(fleet, own, rent)
     requests = average * HOURS_YEAR * 3600
     a_request = sum(n * price / 1e6 for n, price in zip(lengths, prices.tokens, strict=True))

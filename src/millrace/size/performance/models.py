@@ -59,13 +59,13 @@ class ModelShape(DecoderSizes):
         """Return the KV-cache elements of a token."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim
 
-    def reached(self, context: float) -> float:
+    def attended_tokens(self, context: float) -> float:
         """Return how many tokens of a context attention reads (sliding window)."""
         return min(context, self.window) if self.window else context
 
     def pairs(self, n: float) -> float:
         """Return twice the number of attention pairs in the first n tokens of a sequence."""
-        reached = self.reached(n)
+        reached = self.attended_tokens(n)
         return reached**2 + 2 * reached * (n - reached)
 
     def touched_parameters(self, n_tokens: float) -> float:
@@ -125,7 +125,7 @@ def find_model(name: str) -> ModelShape:
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".json":
-        return of_config(read_config_file(path), path.resolve().parent.name)
+        return shape_from_config(read_config_file(path), path.resolve().parent.name)
     key = name.casefold()
     if key not in PRESETS:
         bare = _TUNED.sub("", key.rsplit("/", 1)[-1])  # of the Hub's names
@@ -138,6 +138,6 @@ def find_model(name: str) -> ModelShape:
     return PRESETS[key]
 
 
-def of_config(config: Mapping[str, object], name: str) -> ModelShape:
+def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
     """Read the shape from a configuration. raises CheckpointError, ConfigError"""
     return ModelShape(**asdict(read_sizes(config, name)))

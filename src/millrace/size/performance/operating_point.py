@@ -132,7 +132,7 @@ class Limits:
                     "correct it",
                 )
 
-    def scaled(self, times: float) -> "Limits":
+    def scale(self, times: float) -> "Limits":
         """Return limits that are `times` as long; unlimited latencies stay unlimited."""
 
         def scale(limit: float | None) -> float | None:

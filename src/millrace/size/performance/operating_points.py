@@ -84,9 +84,9 @@ def offers(
     """Return the candidates for a model and hardware. raises ConfigError if something is unknown, does not fit, or was
     not measured"""
     if settings.measured is not None:
-        return _measured(model, settings, work)
+        return _measured_offers(model, settings, work)
     if settings.profile is not None:
-        return _profiled(model, settings, work)
+        return _profiled_offers(model, settings, work)
     if model is None:
         raise ConfigError("no model is named", "a preset, or the path of a config.json", "name it: --model llama-3-8b")
     shape = find_model(model)
@@ -110,7 +110,7 @@ def offers(
     refused: dict[str, ConfigError] = {}
     for one in hardware:
         try:
-            points += _computed(shape, one, settings, work, own)
+            points += _computed_points(shape, one, settings, work, own)
         except ConfigError as error:
             refused[one.device.name] = error
     if not points:
@@ -118,7 +118,7 @@ def offers(
     return Offers(tuple(points), shape, hardware, own=own, refused={} if is_all else refused)
 
 
-def _computed(
+def _computed_points(
     shape: ModelShape, hardware: Hardware, settings: HardwareSettings, work: RequestWork, own: FittedStack | None
 ) -> list[OperatingPoint]:  # fmt: skip
     if settings.pp not in (None, 1) and hardware.max_tp == 1:
@@ -139,7 +139,7 @@ def _computed(
             "TP " + ", ".join(map(str, fits)),
             "take larger devices, or fewer bits; leave --tp out",
         )
-    return [replace(scaled(point, settings.factor), system=hardware.system) for point in usable]
+    return [replace(scale_times(point, settings.factor), system=hardware.system) for point in usable]
 
 
 def _single_call_points(
@@ -166,7 +166,7 @@ def _single_call_points(
     return points
 
 
-def _profiled(model: str | None, settings: HardwareSettings, work: RequestWork) -> Offers:
+def _profiled_offers(model: str | None, settings: HardwareSettings, work: RequestWork) -> Offers:
     """Return the candidates of a profiled server. raises ConfigError for another machine or model, or extra flags"""
     assert settings.profile is not None
     profile = read_profile(Path(settings.profile))
@@ -184,7 +184,7 @@ def _profiled(model: str | None, settings: HardwareSettings, work: RequestWork) 
     work.check_context(profile.schedule.context_tokens, f"the server of {settings.profile}",
                        "fit a profile of a server with more")  # fmt: skip
     points = chain_calls([own.points(call) for call in work.calls])
-    return Offers(tuple(scaled(point, settings.factor) for point in points), None, (), profiled=own)
+    return Offers(tuple(scale_times(point, settings.factor) for point in points), None, (), profiled=own)
 
 
 def _precisions(device: Device) -> list[str]:
@@ -194,7 +194,7 @@ def _precisions(device: Device) -> list[str]:
     return [wide, *([narrow] if narrow in device.peaks else [])] if narrow else [wide]
 
 
-def scaled(point: OperatingPoint, factor: float) -> OperatingPoint:
+def scale_times(point: OperatingPoint, factor: float) -> OperatingPoint:
     """Return the point with all times multiplied by a factor."""
     if factor == 1:
         return point
@@ -212,7 +212,7 @@ def scaled(point: OperatingPoint, factor: float) -> OperatingPoint:
     )  # fmt: skip
 
 
-def _measured(model: str | None, settings: HardwareSettings, work: RequestWork) -> Offers:
+def _measured_offers(model: str | None, settings: HardwareSettings, work: RequestWork) -> Offers:
     for name, value in (("stack", settings.stack), ("profile", settings.profile)):
         if value is not None:
             raise ConfigError(f"--{name} with measurements", "one of them", "leave one out")

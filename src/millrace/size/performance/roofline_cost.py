@@ -88,7 +88,7 @@ class ModelInstance:
 
     def cached_s(self, n: float, context: float) -> float:
         """Return the seconds to read the KV cache of n sequences at peak bandwidth."""
-        return n * self.kv_token_bytes * self.model.reached(context) / self.bandwidth
+        return n * self.kv_token_bytes * self.model.attended_tokens(context) / self.bandwidth
 
     def read_bytes(self, n_tokens: float) -> float:
         """Return the bytes of weights that a step of n tokens reads."""

@@ -34,7 +34,7 @@ def step_parts(instance: ModelInstance, constants: Constants) -> StepParts:
     """Return a function for the parts of a step of the engine alone."""
 
     @lru_cache(_CACHE_SIZE)
-    def chunked(prompts: tuple[float, ...], starts: tuple[float, ...], with_decode: bool) -> float:
+    def chunk_time(prompts: tuple[float, ...], starts: tuple[float, ...], with_decode: bool) -> float:
         return constants.chunks_s(instance, prompts, starts, with_decode)
 
     @cache
@@ -42,26 +42,30 @@ def step_parts(instance: ModelInstance, constants: Constants) -> StepParts:
         return constants.decode_s(instance, n, 0.0), constants.cached_s(instance, n, 1.0)
 
     def parts(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> tuple[float, float, float]:
-        chunks_s = chunked(tuple(prompts), tuple(starts), n > 0) if prompts else 0.0
+        chunks_s = chunk_time(tuple(prompts), tuple(starts), n > 0) if prompts else 0.0
         if not n:
             return chunks_s, 0.0, 0.0
         rest_s, a_token_s = decoding(n)
-        return chunks_s, rest_s, a_token_s * instance.model.reached(context)
+        return chunks_s, rest_s, a_token_s * instance.model.attended_tokens(context)
 
     return parts
 
 
 def step_time(instance: ModelInstance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
     """Return a function for the time of a step, serving overhead included."""
-    return _staged(instance, constants, stack) if instance.pp > 1 else _overlap(instance, constants, stack)
+    return (
+        _pipeline_step_time(instance, constants, stack)
+        if instance.pp > 1
+        else _single_stage_step_time(instance, constants, stack)
+    )
 
 
 def least_time(instance: ModelInstance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
     """Return a lower bound of the step time for any number of micro-batches: the slowest stage without bubbles."""
-    return _overlap(instance.stage, constants, stack)
+    return _single_stage_step_time(instance.stage, constants, stack)
 
 
-def _overlap(instance: ModelInstance, constants: Constants, stack: Stack) -> StepTime:
+def _single_stage_step_time(instance: ModelInstance, constants: Constants, stack: Stack) -> StepTime:
     parts = step_parts(instance, constants)
 
     def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
@@ -71,7 +75,7 @@ def _overlap(instance: ModelInstance, constants: Constants, stack: Stack) -> Ste
     return seconds
 
 
-def _staged(instance: ModelInstance, constants: Constants, stack: Stack) -> StepTime:
+def _pipeline_step_time(instance: ModelInstance, constants: Constants, stack: Stack) -> StepTime:
     """Return the step time with pipeline stages; host time counts once per step, not per stage."""
     *device, host_s = constants.decode
     quiet, n_hops = replace(constants, decode=(*device, 0.0)), instance.pp - 1
@@ -93,7 +97,7 @@ def _staged(instance: ModelInstance, constants: Constants, stack: Stack) -> Step
 
     def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
         n_tokens, chunks, begun = sum(prompts) + n, tuple(prompts), tuple(starts)
-        reached, found_s = instance.model.reached(context), []
+        reached, found_s = instance.model.attended_tokens(context), []
         for cut in _CUTS:
             if cut > max(1, n_tokens):
                 break

@@ -42,9 +42,9 @@ class SizingQuestion:
     def from_answers(cls, answers: Mapping[str, Any]) -> "SizingQuestion":
         """Create a question from settings by name, with `-` or `_`. raises ConfigError"""
         values: dict[str, Any] = {}
-        for name, value in _named(answers).items():
+        for name, value in _normalise_names(answers).items():
             if value is not None:
-                values[name] = _typed(NAMES[name], name, value)
+                values[name] = _convert(NAMES[name], name, value)
         return cls(*(group(**{n: v for n, v in values.items() if NAMES[n] is group}) for group in GROUPS))  # type: ignore[arg-type]
 
     @property
@@ -54,7 +54,7 @@ class SizingQuestion:
         return {f.name: value for part in parts for f in fields(part) if (value := getattr(part, f.name)) != f.default}
 
 
-def _named(answers: Mapping[Any, Any]) -> dict[str, Any]:
+def _normalise_names(answers: Mapping[Any, Any]) -> dict[str, Any]:
     """Normalise the names of settings. raises ConfigError for unknown and repeated ones"""
     values: dict[str, Any] = {}
     for key, value in answers.items():
@@ -70,7 +70,7 @@ def _named(answers: Mapping[Any, Any]) -> dict[str, Any]:
     return values
 
 
-def _typed(group: type[Settings], name: str, value: Any) -> Any:
+def _convert(group: type[Settings], name: str, value: Any) -> Any:
     """Convert a value to the type of its setting (YAML reads 1e6 as a string, hours as a list). raises ConfigError"""
     kind = plain_type(group, name)
     if name == "daily" and isinstance(value, list) and len(value) <= _MAX_VALUES:
@@ -115,7 +115,7 @@ def read_answers(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds no answers", "name: value, a line each", "write model: llama-3-8b, and so on")
-    return _named(document)
+    return _normalise_names(document)
 
 
 class _Strict(yaml.SafeLoader):  # type: ignore[misc]  # it has no types

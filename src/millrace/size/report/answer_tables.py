@@ -7,7 +7,7 @@ from millrace.report.format_numbers import count, format_4_digits, pluralize
 from millrace.size.answer.answer import SizingAnswer
 from millrace.size.performance.operating_point import P95_OF_CALLS, OperatingPoint
 from millrace.size.report.answer_json import interpretation_notes, uncertainty_text
-from millrace.size.report.cost_tables import costs, of_devices
+from millrace.size.report.cost_tables import cost_table, device_table
 from millrace.size.report.table import TextTable, system_count
 
 _MAX_ROWS = 12
@@ -15,7 +15,7 @@ _OF_A_SYSTEM = "requests/s are of a system; times in ms"
 _COLUMNS = ("configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems", "figures")
 
 
-def in_short(answer: SizingAnswer) -> list[tuple[str, str]]:
+def summary_rows(answer: SizingAnswer) -> list[tuple[str, str]]:
     """Return the summary of an answer as names and values."""
     plan, h = answer.plan, answer.question.hardware
     systems = f"{system_count(plan.fractional)} by the figures, {plan.systems} to buy; " if answer.demand else ""
@@ -58,9 +58,9 @@ def tables(answer: SizingAnswer) -> Iterator[TextTable]:
         yield _changes(answer)
     yield _follows(answer)
     if len(answer.alternatives) > 1:
-        yield of_devices(answer.alternatives)
+        yield device_table(answer.alternatives)
     if answer.money is not None:
-        yield costs(answer.money)
+        yield cost_table(answer.money)
 
 
 def _waits(answer: SizingAnswer) -> TextTable:

@@ -8,7 +8,7 @@ from millrace.size.money.tco import DAY_HOURS, Money
 from millrace.size.report.table import TextTable, system_count
 
 
-def of_devices(alternatives: Sequence[Alternative]) -> TextTable:
+def device_table(alternatives: Sequence[Alternative]) -> TextTable:
     rows = []
     for one in alternatives:
         cost = one.money.cheapest if one.money else None
@@ -30,8 +30,8 @@ def of_devices(alternatives: Sequence[Alternative]) -> TextTable:
     )
 
 
-def costs(money: Money) -> TextTable:
-    rows = [*_bought(money), *_rented(money), *_hybrid(money), *_cheapest(money)]
+def cost_table(money: Money) -> TextTable:
+    rows = [*_purchase_rows(money), *_rental_rows(money), *_hybrid_rows(money), *_cheapest_rows(money)]
     day, night = max(money.hourly), min(money.hourly)
     if day > night:
         rows.append(("instances", f"{night} at night, {day} by day: {_ranges(money.hourly)}"))
@@ -40,7 +40,7 @@ def costs(money: Money) -> TextTable:
     return TextTable("costs", f"Costs, {money.currency} a year", rows, notes=notes)
 
 
-def _bought(money: Money) -> list[tuple[str, str]]:
+def _purchase_rows(money: Money) -> list[tuple[str, str]]:
     own = money.bought
     if own is None:
         return []
@@ -51,7 +51,7 @@ def _bought(money: Money) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _rented(money: Money) -> list[tuple[str, str]]:
+def _rental_rows(money: Money) -> list[tuple[str, str]]:
     own = money.rented
     if own is None:
         return []
@@ -63,7 +63,7 @@ def _rented(money: Money) -> list[tuple[str, str]]:
     ]
 
 
-def _hybrid(money: Money) -> list[tuple[str, str]]:
+def _hybrid_rows(money: Money) -> list[tuple[str, str]]:
     rows = []
     if money.hybrid is not None:
         n, of = money.hybrid.systems, money.hybrid
@@ -80,7 +80,7 @@ def _hybrid(money: Money) -> list[tuple[str, str]]:
     return rows
 
 
-def _cheapest(money: Money) -> list[tuple[str, str]]:
+def _cheapest_rows(money: Money) -> list[tuple[str, str]]:
     tokens, requests = money.a_million_tokens, money.a_thousand_requests
     if money.cheapest is None or tokens is None or requests is None:
         return []

@@ -60,7 +60,7 @@ class Replica:
         factory = self.serving.any_lengths if of_any else self.serving.simulation
         return replace(factory(seed), tick=self._search.tick)
 
-    def closed(self, concurrency: int) -> OperatingPoint:
+    def run_closed(self, concurrency: int) -> OperatingPoint:
         """Simulate a closed loop: a constant number of requests in flight."""
         n = concurrency * _ROUNDS
         result = self.run([arrival(self.lengths, 0)] * n, concurrency)
@@ -78,7 +78,7 @@ class Replica:
     def full(self) -> OperatingPoint:
         """Return the point at the highest concurrency that fits, which is the highest throughput."""
         if self._full is None:
-            self._full = self.closed(self._room)
+            self._full = self.run_closed(self._room)
         return self._full
 
     def at(self, rate: float, seed: int = 0) -> OperatingPoint | None:
@@ -160,7 +160,7 @@ class Replica:
             middle = (low + high) // 2
             try:
                 if middle not in self._loops:
-                    self._loops[middle] = self.closed(middle)
+                    self._loops[middle] = self.run_closed(middle)
             except SearchTimeoutError:
                 if not low:
                     raise
@@ -194,7 +194,7 @@ class Replica:
     @property
     def alone(self) -> OperatingPoint:
         """Return the point with one request at a time."""
-        return self.closed(1)
+        return self.run_closed(1)
 
     def alone_breaks(self, limits: Limits) -> tuple[str, ...]:
         """Return the limits that not even a single request meets."""

@@ -30,7 +30,7 @@ class Routed(SimulatedServer):
         super().admit(arrival)
         self.prefixes.update(_chain(arrival.blocks))
 
-    def shared(self, blocks: tuple[int, ...]) -> int:
+    def matching_blocks(self, blocks: tuple[int, ...]) -> int:
         """Return how many leading blocks the replica has seen before."""
         return sum(1 for _ in takewhile(self.prefixes.__contains__, _chain(blocks)))
 
@@ -48,7 +48,7 @@ def simulate(simulations: Sequence[Simulation], arrivals: Iterable[Arrival], rou
     if not 0 < len(simulations) <= _MAX_REPLICAS:
         raise ConfigError(f"{len(simulations)} replicas", f"1 to {_MAX_REPLICAS}", "correct it")
     servers = [Routed(one) for one in simulations]
-    for arrival in simulations[0].checked(arrivals):
+    for arrival in simulations[0].check(arrivals):
         for server in servers:
             server.advance(arrival.at_s)
         servers[route(arrival, servers)].admit(arrival)
@@ -88,4 +88,4 @@ def prefix_aware(arrival: Arrival, servers: Sequence[Routed]) -> int:
     """Route to the replica that knows the longest prefix unless it is overloaded; ties: the fewest requests."""
     least = min(server.in_flight for server in servers)
     free = [i for i, server in enumerate(servers) if server.in_flight <= 2 * least + _CROWDED]
-    return max(free, key=lambda i: (servers[i].shared(arrival.blocks), -servers[i].in_flight, -i))
+    return max(free, key=lambda i: (servers[i].matching_blocks(arrival.blocks), -servers[i].in_flight, -i))

@@ -8,7 +8,7 @@ from millrace.size.load.arrivals import Gaps, Traffic
 from millrace.size.load.token_lengths import Lengths, RequestWork
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.operating_point import Limits, OperatingPoint, best
-from millrace.size.performance.operating_points import Offers, scaled
+from millrace.size.performance.operating_points import Offers, scale_times
 from millrace.size.question.settings import HardwareSettings
 from millrace.size.simulation.capacity import Replica
 from millrace.size.simulation.search_budget import SearchBudget, SearchTimeoutError
@@ -38,7 +38,7 @@ def _serving(offers: Offers, point: OperatingPoint, lengths: Lengths) -> Serving
     return make_serving(instance, profile(instance.device, point.precision), lengths, stack)
 
 
-def simulated(
+def add_simulated(
     offers: Offers,
     settings: HardwareSettings,
     work: RequestWork,
@@ -55,7 +55,7 @@ def simulated(
     """
     if offers.basis is None or settings.measured is not None:
         return offers
-    tried, lengths = limits.scaled(1 / settings.factor), Lengths.from_work(work)
+    tried, lengths = limits.scale(1 / settings.factor), Lengths.from_work(work)
     alike = {(p.precision, p.tp, p.pp): replicas.get(offers, p, lengths) for p in offers.points}
     bounded = [
         _CapacitySearch(replica.bound(tried) / (tp * pp), tp * pp, replica) for (_, tp, pp), replica in alike.items()
@@ -69,13 +69,13 @@ def simulated(
     other_rates: list[OperatingPoint] = []  # other rates of the same configurations, for plots
     for one in bounded:
         if one.point is not None:
-            points.append(replace(scaled(one.point, settings.factor), system=offers.points[0].system))
+            points.append(replace(scale_times(one.point, settings.factor), system=offers.points[0].system))
             other_rates += [
-                replace(scaled(p, settings.factor), system=offers.points[0].system) for p in one.replica.tried
+                replace(scale_times(p, settings.factor), system=offers.points[0].system) for p in one.replica.tried
             ]
     if not points:
         try:
-            alone = [replace(scaled(replica.alone, settings.factor), system=1) for replica in alike.values()]
+            alone = [replace(scale_times(replica.alone, settings.factor), system=1) for replica in alike.values()]
         except SearchTimeoutError:
             search.cut(f"a request alone on {offers.names[0]}", owner)
             return _not_simulated(offers, limits, search)
@@ -140,7 +140,7 @@ def _not_simulated(offers: Offers, limits: Limits, search: SearchBudget) -> Offe
     return offers
 
 
-def simulated_at(
+def simulate_at(
     offers: Offers, point: OperatingPoint, rate: float, settings: HardwareSettings, replicas: Replicas, instances: int,
     traffic: Traffic, work: RequestWork,
 ) -> OperatingPoint | None:  # fmt: skip
@@ -158,4 +158,4 @@ def simulated_at(
     except SearchTimeoutError:
         replicas.search.cut(f"what users wait for at this load on {replica.name}")
         return None
-    return None if at is None else replace(scaled(at, factor), system=point.system)
+    return None if at is None else replace(scale_times(at, factor), system=point.system)

@@ -77,12 +77,12 @@ class Simulation:
         """
         server = SimulatedServer(self)
         if closed is None:
-            for arrival in self.checked(arrivals):
+            for arrival in self.check(arrivals):
                 server.advance(arrival.at_s)
                 server.admit(arrival)
             server.advance(math.inf)
             return server.result()
-        coming = deque(self.checked(arrivals))
+        coming = deque(self.check(arrivals))
         while coming or server.in_flight:
             while coming and server.in_flight < closed:
                 server.admit(replace(coming.popleft(), at_s=server.stepped_s))
@@ -93,7 +93,7 @@ class Simulation:
         loop_class = FastForwardLoop if self.quick else SteppedLoop
         return loop_class(self.limits, self.clock, self.seconds, self.between, self.budget, self.prefix_cache)
 
-    def checked(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+    def check(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
         """Yield the arrivals. raises ConfigError if one does not fit the context, or times are out of order"""
         most, before_s = self.limits.context_tokens, 0.0
         for i, one in enumerate(arrivals):
