@@ -63,6 +63,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(PY) -m tools.name_lint
 
 check: TEST_FLAGS = --skips known
 check: lint test test-avx2 nightly-status
