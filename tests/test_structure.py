@@ -1,6 +1,7 @@
 """What keeps the house as it was drawn: the import order, the size of files and functions, the public surface."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,7 @@ LONGER = {
     "src/millrace/serve/http/connection.py", "src/millrace/model_repository/lifecycle/lifecycle.py",
 }  # fmt: skip
 MAX_LONGER = 500
+MAX_FOLDER = 20  # files
 
 
 @cache
@@ -180,6 +182,11 @@ def test_files_and_functions_stay_readable() -> None:
             if any(ast.unparse(d).partition("(")[0] == "triton.jit" for d in node.decorator_list):
                 continue  # a kernel's are its operands, and what it is compiled for
             assert count <= MAX_PARAMETERS, f"{place} has {count} parameters"
+
+
+def test_folders_stay_small() -> None:
+    files = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert max(files.values()) <= MAX_FOLDER, files.most_common(3)
 
 
 def test_every_module_says_what_it_is() -> None:
