@@ -39,8 +39,12 @@ WORDS = frozenset(
         "whoever",
     ]
 )
-# Names of an interface that others define: Triton's protobuf messages and its Python API.
-EXTERNAL = ("model_repository/config/model_config.py", "model_repository/python_backend/stub/")
+# Names of external interfaces: Triton's protobuf messages, its Python API, schemas of openapi.json.
+EXTERNAL = (
+    "serve/llm/response_types.py",
+    "model_repository/config/model_config.py",
+    "model_repository/python_backend/stub/",
+)
 
 
 def names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:

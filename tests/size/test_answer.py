@@ -206,10 +206,8 @@ def test_the_p95_of_measured_calls_is_said_to_be_a_bound(runs: str) -> None:
         and escape(said) in size_page(two)
     )
     assert said not in " ".join(next(tables(one)).notes) + one.plan.provenance
-    assert (
-        answer_to_dict(two)["answer"]["point"]["p95_is_upper_bound"]
-        and said in answer_to_dict(two)["definitions"]["p95"]
-    )
+    described = answer_to_dict(two)
+    assert described["answer"]["point"]["p95_is_upper_bound"] and said in described["definitions"]["p95"]
     assert not answer_to_dict(one)["answer"]["point"]["p95_is_upper_bound"]
     assert asked(runs, rate=5, **more).plan.provenance == "measured", "of a limit on the mean the p95 decides nothing"
 
@@ -235,10 +233,8 @@ def test_what_a_table_leaves_out_is_told(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     unsteady = ROWS[0].replace(",5.195,", ",9,")
     path.write_text("\n".join((HEAD, *ROWS, unsteady, unsteady)) + "\n")
-    assert (
-        interpretation_notes(asked(str(path), rate=5))[-1]
-        == f"{path}: 2 rows left out, which were not in a steady state"
-    )
+    last_note = interpretation_notes(asked(str(path), rate=5))[-1]
+    assert last_note == f"{path}: 2 rows left out, which were not in a steady state"
     path.write_text("\n".join((HEAD, *ROWS)) + "\n")
     assert "left out" not in " ".join(interpretation_notes(asked(str(path), rate=5)))
 

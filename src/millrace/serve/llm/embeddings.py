@@ -33,7 +33,7 @@ from millrace.serve.llm.encoder_requests import EmbeddingRequest
 from millrace.serve.llm.language_model import TextProcessor
 from millrace.serve.llm.matryoshka import Matryoshka, check_dimensions, shorten
 from millrace.serve.llm.request_decoding import TextsOrIds, drop_large_fields, texts_or_ids
-from millrace.serve.llm.response_types import EmbeddingItem, EmbeddingReply, EmbeddingUsage
+from millrace.serve.llm.response_types import Embedding, EmbeddingReply, EmbeddingUsage
 from millrace.serve.ops.metrics import counter, gauge
 
 MAX_WAITING_TOKENS = 4 * 2**20  # of all requests; a request of at most SMALL_TOKENS is admitted above that
@@ -151,7 +151,7 @@ async def embeddings(backend: EncoderBackend, call: RequestContext, request: Emb
         reply = EmbeddingReply(f"embd-{call.id}", int(time.time()), call.model, [], EmbeddingUsage(n_tokens, n_tokens))
 
         def encode_reply() -> bytes:
-            reply.data = [EmbeddingItem(i, _base64(v) if in_base64 else v.tolist()) for i, v in enumerate(vectors)]
+            reply.data = [Embedding(i, _base64(v) if in_base64 else v.tolist()) for i, v in enumerate(vectors)]
             return msgspec.json.encode(reply)
 
         content = await backend.off_loop(vectors.size > LARGE, encode_reply)

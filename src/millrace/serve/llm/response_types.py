@@ -102,7 +102,7 @@ class CompletionLogprobs(Struct, gc=False):
 # ------------------------------------------------------------------ embeddings
 
 
-class EmbeddingItem(Struct, gc=False):
+class Embedding(Struct, gc=False):
     index: int
     embedding: list[float] | str  # base64: of little-endian float32
     object: Literal["embedding"] = "embedding"
@@ -117,7 +117,7 @@ class EmbeddingReply(Struct):
     id: str
     created: int
     model: str
-    data: list[EmbeddingItem]
+    data: list[Embedding]
     usage: EmbeddingUsage
     object: Literal["list"] = "list"
 
