@@ -50,8 +50,8 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 LONGER = {
     "src/millrace/checkpoint/config/declared_keys.py", "src/millrace/runtime/loop.py",
     "src/millrace/runtime/service.py", "src/millrace/runtime/scheduling/scheduler.py",
-    "src/millrace/runtime/request/sampling_params.py",
-    "src/millrace/kernels/attention/cuda.py", "src/millrace/serve/http/connection.py", "src/millrace/model_repository/lifecycle/lifecycle.py",
+    "src/millrace/runtime/request/sampling_params.py", "src/millrace/kernels/attention/cuda.py",
+    "src/millrace/serve/http/connection.py", "src/millrace/model_repository/lifecycle/lifecycle.py",
 }  # fmt: skip
 MAX_LONGER = 500
 MAX_FOLDER = 20  # files
