@@ -17,15 +17,15 @@ MOST_OF_A_CORE = 0.30
 # Streams begin one after the other within the time of a token, as they would after a warm-up: not all in one burst.
 CLIENT = """
 import asyncio, json, sys, time, uvloop
-from millrace.bench.client.request_record import Message, Question
-from millrace.bench.client.client import Client, Target
+from millrace.bench.client.request_record import BenchMessage, BenchRequest
+from millrace.bench.client.client import BenchTarget, Client
 from millrace.bench.client.endpoints import CHAT
 url, streams, n_tokens, gap_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 async def one(client, i):
     await asyncio.sleep(i * gap_s)
-    return await client.ask(Question([Message("user", "Hello there")], n_tokens))
+    return await client.ask(BenchRequest([BenchMessage("user", "Hello there")], n_tokens))
 async def main():
-    async with Client(Target(url, CHAT)) as client:
+    async with Client(BenchTarget(url, CHAT)) as client:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         answers = await asyncio.gather(*(one(client, i) for i in range(streams)))
         cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s

@@ -39,10 +39,10 @@ from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.compress import compress
 from millrace.compress.compression_plan import plan
 from millrace.compress.recipe import PRESETS
-from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.calibration.statistics import CalibrationStatistics
 source, statistics, out, name = sys.argv[1:]
 job = plan(Checkpoint.open(Path(source)), PRESETS[name])
-compress(job, Path(out), by_statistics(Statistics.open(Path(statistics))))
+compress(job, Path(out), by_statistics(CalibrationStatistics.open(Path(statistics))))
 print(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024)
 """
 _MEASURED = """

@@ -379,8 +379,8 @@ def test_what_a_killed_run_left_is_swept_away(tmp_path: Path, what: str) -> None
     """Of the same name alone, and not where somebody is still at work."""
     out = tmp_path / "out"
     script = "import sys, os, signal; from pathlib import Path\n"
-    script += "from millrace.compress.checkpoint.checkpoint_writer import beside\n"
-    script += "with beside(Path(sys.argv[1]), sys.argv[2]) as path:\n    (path / 'part').write_bytes(b'x')\n"
+    script += "from millrace.compress.checkpoint.checkpoint_writer import staging_folder\n"
+    script += "with staging_folder(Path(sys.argv[1]), sys.argv[2]) as path:\n    (path / 'part').write_bytes(b'x')\n"
     script += "    os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", script, str(out), what], check=False)
     (left,) = tmp_path.glob(f".out.*.{what}")
