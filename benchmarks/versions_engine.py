@@ -14,9 +14,14 @@ from pathlib import Path
 from benchmarks.shapes import random_source
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
-from millrace.engine.artifact.engine import Engine
-from millrace.engine.dummy_step import dummy_step
 from millrace.kernels.library import usable_isas
+
+try:
+    from millrace.engine.artifact.engine import Engine
+    from millrace.engine.dummy_step import dummy_step
+except ImportError:  # a checkout before 2026-11-30
+    from millrace.engine.dummy import dummy_step  # type: ignore[import-not-found, no-redef]
+    from millrace.engine.engine import Engine  # type: ignore[import-not-found, no-redef]
 
 CONTEXT, PROMPT, AT, NEW_TOKENS = 1024, 512, 128, 8
 
