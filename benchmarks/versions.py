@@ -20,16 +20,18 @@ from typing import Any
 
 from benchmarks.record import count, judged, provenance, write_result
 from benchmarks.shapes import SHAPES
-from millrace.env import widest_isa
 
 ROOT = Path(__file__).parents[1]
 WORK = ("prefill-512", "decode-1", "decode-16")
 WITHIN = 0.02
 
 
+Ask = Callable[[str], dict[str, Any]]
+
+
 @contextlib.contextmanager
-def worker(root: Path, shape: str, precision: str, threads: int) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """A checkout's process with its engine; call it with a piece of work."""
+def worker(root: Path, shape: str, precision: str, threads: int) -> Iterator[tuple[Ask, str]]:
+    """Yield a checkout's process with its engine, to call with a piece of work, and its instruction set."""
     script = Path(__file__).with_name("versions_engine.py")
     arguments: list[str | Path] = [root / ".venv" / "bin" / "python", script, shape, precision, str(threads)]
     packages = {**os.environ, "PYTHONPATH": str(root)}
@@ -44,21 +46,23 @@ def worker(root: Path, shape: str, precision: str, threads: int) -> Iterator[Cal
         return answer
 
     with process:
-        json.loads(told.readline())
-        yield ask
+        isa: str = json.loads(told.readline())["isa"]
+        yield ask, isa
         asked.close()
 
 
-def compared(old: Path, shape: str, precision: str, threads: int, pairs: int) -> list[dict[str, Any]]:
+def compared(old: Path, shape: str, precision: str, threads: int, pairs: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
-        sides = {
+        workers = {
             side: stack.enter_context(worker(root, shape, precision, threads))
             for side, root in (("old", old), ("new", ROOT), ("new again", ROOT))
         }
-        return [taken_in_turns(sides, work, pairs) for work in WORK]
+        sides = {side: ask for side, (ask, _) in workers.items()}
+        isas = {side: isa for side, (_, isa) in workers.items()}
+        return {"isas": isas, "work": [taken_in_turns(sides, work, pairs) for work in WORK]}
 
 
-def taken_in_turns(sides: dict[str, Callable[[str], dict[str, Any]]], work: str, pairs: int) -> dict[str, Any]:
+def taken_in_turns(sides: dict[str, Ask], work: str, pairs: int) -> dict[str, Any]:
     samples: dict[str, list[float]] = {side: [] for side in sides}
     tokens: set[str] = set()
     names = list(sides)
@@ -98,19 +102,18 @@ def main() -> None:
         **provenance("benchmarks.versions"),
         "old": commit.stdout.strip(),
         "threads": args.threads,
-        "isa": widest_isa() or "widest",
     }
     result |= {"shape": ", ".join(args.shapes), "runs": []}
     for shape in args.shapes:
         for precision in args.precisions:
             found = compared(args.old.resolve(), shape, precision, args.threads, args.pairs)
-            for one in found:
+            for one in found["work"]:
                 tokens = "same tokens" if one["same_tokens"] else "OTHER TOKENS"
                 print(
                     f"{shape} {precision} {one['work']}: {one['speed_of_old']:.3f} x old, "
                     f"{one['speed_of_itself']:.3f} x itself, {tokens}", flush=True,
                 )  # fmt: skip
-            result["runs"].append({"shape": shape, "precision": precision, "work": found})
+            result["runs"].append({"shape": shape, "precision": precision, **found})
     result["goals"] = [
         judged(
             f"{run['shape']} in {run['precision']}, {one['work']}: speed, of {result['old']}'s",

@@ -1,6 +1,6 @@
 """Refuses names that do not say what they stand for, and two public classes of one name.
 
-python -m tools.name_lint [--count]
+python -m tools.name_lint
 
 A participle or pronoun alone (`told`, `asked`, `beside`) names nothing: a class, function, parameter or variable is
 called by the noun of its domain.
@@ -8,7 +8,7 @@ called by the noun of its domain.
 
 import ast
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,21 +71,19 @@ def names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 def main() -> None:
     wrong, classes = list[str](), defaultdict[str, list[str]](list)
-    counts: Counter[str] = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
-        for line, kind, name in names(tree):
-            if name.strip("_").lower() in WORDS:
-                wrong.append(f"{path}:{line}: {kind} {name}: name it by the noun of its domain")
-                counts.update([kind, path.relative_to(PACKAGE).parts[0]])
+        wrong += [
+            f"{path}:{line}: {kind} {name}: name it by the noun of its domain"
+            for line, kind, name in names(tree)
+            if name.strip("_").lower() in WORDS
+        ]
+        if path.relative_to(PACKAGE).as_posix().startswith(EXTERNAL):
+            continue
         for node in tree.body:
-            is_ours = not path.relative_to(PACKAGE).as_posix().startswith(EXTERNAL)
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and is_ours:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append(f"{path}:{node.lineno}")
     wrong += [f"{places[1]}: class {name} is also {places[0]}" for name, places in classes.items() if len(places) > 1]
-    if "--count" in sys.argv:
-        print(dict(counts), len(wrong))
-        return
     print("\n".join(wrong))
     sys.exit(bool(wrong))
 
