@@ -1,6 +1,6 @@
 """The ASGI application: routes of all protocols, their documentation, and the edge around them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol as Interface
 
@@ -79,12 +79,12 @@ def create_listeners(models: Models) -> list[Listener]:
     return [*listeners, *(GrpcServer(models, r, models.keys) for r in repositories)]
 
 
-def create_fast_path(models: Models) -> Callable[[], FastPath] | None:
-    """Return a factory of each connection's fast path if tensor models are served, or None."""
+def create_fast_path(models: Models) -> FastPath | None:
+    """Return the fast path of the served tensor models; None if there are none."""
     for repository in models.of_kind(RepositoryBackend):
         if not repository.http_guard.leaves_inference_alone:  # headers may say something else the next time
             return None
-        return HttpFastPath(repository, models.keys, models.serving).connection
+        return HttpFastPath(repository, models.keys, models.serving)
     return None
 
 

@@ -60,9 +60,6 @@ class InstanceContext:
         return self.folder / str(self.version) / self.config.default_model_filename
 
 
-ComputeFunction = Callable[[Mapping[str, Array]], Mapping[str, Array]]  # inputs to outputs, by name
-
-
 class InstanceLostError(Exception):
     """Raised if the instance was lost before it received the batch, which then goes to another instance."""
 
@@ -107,10 +104,6 @@ class Instance(ABC):
         """Return a function, callable from any thread, that checks readiness and may raise; None: always ready."""
         return None
 
-    def compute_function(self) -> "ComputeFunction | None":
-        """Return a function equal to `execute` for one request, if that depends only on its inputs."""
-        return None
-
     def record_time(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
         """Record a computation's time. n_bytes: of its inputs. cpu_ns: CPU time, if the thread may have waited"""
         return
@@ -148,10 +141,6 @@ class BatchedInstance(Instance):
     @abstractmethod
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Compute all outputs. If the model batches, the first dimension of every array is the batch."""
-
-    def compute_function(self) -> ComputeFunction | None:
-        is_own = type(self).execute is not BatchedInstance.execute
-        return None if self._is_ragged or is_own else self.compute
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         first = requests[0]

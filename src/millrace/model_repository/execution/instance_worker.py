@@ -7,20 +7,19 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
 from operator import index
 from typing import Any, Protocol, TypeVar
 
-from millrace.model_repository.backends.backend import ComputeFunction, Instance, InstanceContext, InstanceLostError
+from millrace.model_repository.backends.backend import Instance, InstanceContext, InstanceLostError
 from millrace.model_repository.execution.readiness_probe import ReadinessProbe
 from millrace.model_repository.execution.tracebacks import portable, without_frames
 from millrace.model_repository.python_backend.stub.model_runner import error_text
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError
-from millrace.model_repository.request.tensors import Array
 from millrace.model_repository.scheduling.dynamic_batcher import Batch
 
 log = logging.getLogger(__name__)
@@ -140,7 +139,6 @@ class InstanceWorker:
         self.is_lost = self.is_dead = False  # set by the listener; dead: abandoned
         self.unready = ""  # set by the listener: the reported reason for not being ready
         self.answers_later = False
-        self.compute_function: ComputeFunction | None = None  # its instance's
         self.busy_since_s: float | None = None  # start of `batch` by the event loop's clock
         self._instance: Instance | None = None
         self._watch: ReadinessProbe | None = None
@@ -199,11 +197,6 @@ class InstanceWorker:
         """The instance's `quick_bytes`, which may change as it computes."""
         return self._instance.quick_bytes if self._instance is not None else 0
 
-    def record_time(self, inputs: Mapping[str, Array], took_ns: int) -> None:
-        """Record how long the instance's compute function took for `inputs`."""
-        if self._instance is not None:
-            self._instance.record_time(sum(array.nbytes for array in inputs.values()), took_ns)
-
     def compute(self, batch: Batch) -> None:
         """Compute a batch in the calling thread, if `is_quick`."""
         assert self._instance is not None, f"{self.name} is not loaded"
@@ -261,7 +254,6 @@ class InstanceWorker:
         instance = self._make()
         self._lost_reason = ""
         self.answers_later = instance.answers_later
-        self.compute_function = instance.compute_function()
         self._instance = instance
         instance.on_lost(self._report_lost)
         asks = instance.readiness_check()

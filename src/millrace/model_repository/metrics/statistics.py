@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute
 COMPUTE = ("compute_input", "compute_infer", "compute_output")
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")  # of failures
 _Stages = dict[str, Duration | StageHistogram]
-_Alone = tuple[int, int, int, int]  # arrival, start and end of computing; batch_size
 
 
 def _durations() -> dict[str, Duration]:
@@ -29,8 +28,6 @@ class ModelStatistics:
     """Statistics. n_inferences counts items, n_executions batches. close_reasons: why batches were closed
 
     first_response: for a decoupled model, time from a request's arrival to its first response
-    inline_times: not yet counted inline requests; `settle` counts many at once, and must precede reading
-    single_close_reason: returns the close reason of a batch of one request of that size
     """
 
     stages: _Stages
@@ -41,8 +38,6 @@ class ModelStatistics:
     by_size: dict[int, dict[str, Duration]] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     close_reasons: Counter[CloseReason] = field(default_factory=Counter)
-    inline_times: list[_Alone] = field(default_factory=list)
-    single_close_reason: Callable[[int], CloseReason] = lambda size: CloseReason.SINGLE
 
     @classmethod
     def from_config(cls, config: ModelConfig, measures: MetricsConfig, *, is_decoupled: bool) -> "ModelStatistics":
@@ -67,35 +62,6 @@ class ModelStatistics:
         self.stages["queue"].add(0)
         self.stages["cache_hit"].add(done_ns - began_ns)
 
-    def settle(self) -> None:
-        """Count inline requests: `record_batch` and `record_success` of batches of one without queueing."""
-        alone = self.inline_times[:]
-        if not alone:
-            return
-        self.inline_times.clear()
-        by_size: dict[int, list[_Alone]] = {}
-        for one in alone:
-            by_size.setdefault(one[3] or 1, []).append(one)
-        for n_items, ones in by_size.items():
-            self._record_inline(
-                n_items, [began - came for came, began, _, _ in ones], [done - began for _, began, done, _ in ones]
-            )
-        ago_ns = time.monotonic_ns() - alone[-1][2]
-        self.last_inference_ms = max(self.last_inference_ms, (time.time_ns() - ago_ns) // 1_000_000)
-
-    def _record_inline(self, n_items: int, input_ns: Sequence[int], infer_ns: Sequence[int]) -> None:
-        """Record inline requests of `n_items` each, with their durations."""
-        n = len(input_ns)
-        self.n_inferences += n * n_items
-        self.n_executions += n
-        self.close_reasons[self.single_close_reason(n_items)] += n
-        sized, nothing = self.by_size.setdefault(n_items, _durations()), [0] * n
-        for stage, spent_ns in zip(COMPUTE, (input_ns, infer_ns, nothing), strict=True):
-            self.stages[stage].add_all(spent_ns)
-            sized[stage].add_all(spent_ns)
-        self.stages["queue"].add_all(nothing)
-        self.stages["success"].add_all([a + b for a, b in zip(input_ns, infer_ns, strict=True)])
-
     def record_failure(self, request: InferRequest, done_ns: int, reason: str) -> None:
         self.failures[reason] += 1
         self.stages["fail"].add(done_ns - request.received_ns)
@@ -111,7 +77,6 @@ class ModelStatistics:
 
     def to_dict(self, name: str, version: int) -> dict[str, Any]:
         """Return Triton's `model_stats`, plus the close reasons of batches."""
-        self.settle()
         return {
             "name": name,
             "version": str(version),

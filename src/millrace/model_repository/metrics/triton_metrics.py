@@ -145,8 +145,6 @@ _HISTOGRAMS: tuple[_Family, ...] = (
 def metrics_text(models: Iterable[Model], measures: MetricsConfig) -> str:
     """Return the metrics of all served versions, without families that have no sample."""
     labelled_models = [(model, _labels(model)) for model in models]
-    for model, _ in labelled_models:
-        model.statistics.settle()
     lines: list[str] = []
     for name, kind, help_text, samples in _families(measures):
         rows = [f"{name}{s.suffix}{{{labels}{s.more}}} {s.value}" for m, labels in labelled_models for s in samples(m)]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.model_repository.backends.backend import InstanceContext, ModelBackend
-from millrace.model_repository.execution.inline_execution import InlineExecutor
 from millrace.model_repository.execution.instance_worker import EventLoopMailbox, InstanceWorker
 from millrace.model_repository.execution.memory_usage import MemoryUsage
 from millrace.model_repository.execution.model_warmup import warm_up_instance
@@ -56,7 +55,6 @@ class BackendModel(Model):
                 self._limiter.add(worker, worker.context.group, self)
         self._idle = deque(self._workers)
         self._memory = MemoryUsage(self.name, self.version, self._workers)
-        self.infer_inline = InlineExecutor(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
         self._is_never_quick = bool(
             self.is_decoupled or self._reshaped or self.rules.delay_ns or self._slots is not None
             or self.cache is not None or self._limiter is not None
@@ -125,12 +123,6 @@ class BackendModel(Model):
             return
         for worker in self._workers:
             worker.on_cancel(request)
-
-    def can_run_inline(self, n_bytes: int) -> bool:
-        """Return whether a request with `n_bytes` of inputs, submitted now, is answered before `submit` returns."""
-        if self._n_open or self._is_never_quick or self._tracer.is_on or not self._idle:
-            return False
-        return n_bytes <= self._idle[0].quick_bytes
 
     async def retire(self) -> None:
         self._is_retired = True

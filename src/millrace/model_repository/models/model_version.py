@@ -18,7 +18,6 @@ from millrace.model_repository.models.repository_context import RepositoryContex
 from millrace.model_repository.request.infer_request import (
     InferRequest,
     InferResponse,
-    Parameter,
     Receiver,
     RequestTiming,
 )
@@ -26,7 +25,6 @@ from millrace.model_repository.request.request_validation import RequestValidato
 from millrace.model_repository.request.reshape import OutputReshaper
 from millrace.model_repository.request.response_cache import LocalResponseCache, cache_key
 from millrace.model_repository.request.status_code import Code, StatusError
-from millrace.model_repository.request.tensors import Array
 
 NO_RESPONSE = "received an unexpected null response"
 
@@ -203,14 +201,6 @@ class Model(ABC):
     def cancel(self, request: InferRequest) -> None:
         """Cancel a request. A request that is not in execution ends immediately."""
 
-    def can_run_inline(self, n_bytes: int) -> bool:
-        """Return whether `infer_inline` can now answer a request with `n_bytes` of inputs."""
-        return False
-
-    def infer_inline(self, template: InferRequest, inputs: dict[str, Array], came_ns: int) -> "Answered":
-        """Infer a copy of `template` with these inputs in this thread, if `can_run_inline`. raises StatusError"""
-        raise AssertionError(f"{self.name} does not answer at once")
-
     async def infer(self, request: InferRequest) -> InferResponse:
         """Return the response of a model that is not decoupled. raises StatusError; propagates cancellation"""
         done: asyncio.Future[InferResponse] = self._loop.create_future()
@@ -280,5 +270,4 @@ def only_response(answered: Callable[[InferResponse | None, StatusError | None],
     return receive
 
 
-Answered = tuple[Mapping[str, Array], Mapping[str, Parameter]]  # an InferResponse's
 Waiting = tuple[Model, InferRequest]  # a request, and the model that it was submitted to

@@ -47,9 +47,6 @@ class SequenceModel(BackendModel):
     def n_pending(self) -> int:
         return len(self._sequences)
 
-    def can_run_inline(self, n_bytes: int) -> bool:
-        return False
-
     def _enqueue(self, request: InferRequest, now_ns: int) -> None:
         if self._broken:
             raise StatusError(Code.UNAVAILABLE, request.error_prefix + self._broken)

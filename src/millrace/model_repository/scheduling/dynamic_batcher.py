@@ -129,7 +129,6 @@ class BatchQueue:
         self._levels: dict[int, _Level] = {}  # by priority, the lowest number first
         self._next_deadline_ns = NEVER
         self._wait_until_ns = NEVER
-        self._single_close_reasons: dict[int, CloseReason] = {}  # by request size
 
     def __len__(self) -> int:
         return sum(map(len, self._levels.values()))
@@ -166,23 +165,6 @@ class BatchQueue:
             # Drop empty levels: clients may use any number of priorities.
             self._levels = {p: one for p, one in sorted(self._levels.items()) if one is level or len(one)}
         return level
-
-    def single_batch(self, request: InferRequest) -> Batch:
-        """Return the batch that a request alone would form, if nothing waits and there is no delay."""
-        size = request.batch_size or 1
-        return Batch((request,), size, self.single_close_reason(size))
-
-    def single_close_reason(self, size: int) -> CloseReason:
-        """Return the close reason of a batch of one request of that size, if nothing waits and there is no delay."""
-        closed = self._single_close_reasons.get(size)
-        if closed is None:
-            other, request = BatchQueue(self._rules), InferRequest({})
-            request.batch_size = size
-            other.put(request, 0)
-            batch = other.take(0)
-            assert batch is not None, "there is a delay"
-            closed = self._single_close_reasons[size] = batch.close_reason
-        return closed
 
     def take_expired(self, now_ns: int) -> list[InferRequest]:
         """Remove and return timed-out requests to reject; move those that are only delayed behind the others."""

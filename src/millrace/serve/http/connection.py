@@ -10,7 +10,7 @@ import enum
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 from uvicorn._types import ASGI3Application
@@ -42,11 +42,9 @@ class _ParserState(enum.Enum):
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP connection, with limits and a fast path."""
 
-    def __init__(
-        self, connections: Connections, fast_path: Callable[[], FastPath] | None = None, **uvicorn_options: Any
-    ) -> None:
+    def __init__(self, connections: Connections, fast_path: FastPath | None = None, **uvicorn_options: Any) -> None:
         super().__init__(**uvicorn_options)
-        self._fast_path = fast_path() if fast_path is not None else None
+        self._fast_path = fast_path
         self.parser = Parser(self)
         self._connections, self._limits = connections, connections.limits
         self._state = _ParserState.START
@@ -100,7 +98,7 @@ class Connection(HttpToolsProtocol):
             self._read(data)
             if head:
                 self._offer_to_fast_path(self._fast_path, head + data, n_heads)
-        elif self._fast_path.knows(data):
+        elif self._fast_path.expects_body(data):
             self._head, self._head_timer = data, self.loop.call_later(HOLD_S, self._read_head)
         elif not self._answer_by_fast_path(self._fast_path, data):
             n_heads = self._n_heads + 1
@@ -110,11 +108,11 @@ class Connection(HttpToolsProtocol):
             else:
                 self._offer_to_fast_path(self._fast_path, data, n_heads)
 
-    def _offer_to_fast_path(self, shortcut: FastPath, packet: bytes, n_heads: int) -> None:
+    def _offer_to_fast_path(self, fast_path: FastPath, packet: bytes, n_heads: int) -> None:
         """Let the fast path remember what the normal path has just read, if that was exactly one request."""
         is_one = self._state is _ParserState.START and self._n_heads == n_heads and not self.pipeline
         if is_one and self.scope["http_version"] == "1.1":
-            shortcut.remember(self.scope["method"], self.scope["raw_path"], self.headers, packet)
+            fast_path.remember(self.scope["method"], self.scope["raw_path"], self.headers, packet)
 
     def _take_head(self) -> bytes:
         assert self._head_timer is not None, "a head is held"
@@ -128,10 +126,10 @@ class Connection(HttpToolsProtocol):
         self._read(head)
         self._head = head if self._state is _ParserState.BODY else b""
 
-    def _answer_by_fast_path(self, shortcut: FastPath, data: bytes) -> bool:
+    def _answer_by_fast_path(self, fast_path: FastPath, data: bytes) -> bool:
         if self.flow.write_paused or not self._admitted or self.transport.is_closing():
             return False
-        response = shortcut.begin(data, self.server_state.default_headers, self)
+        response = fast_path.begin(data, self.server_state.default_headers, self)
         if response is None:
             return False
         if isinstance(response, bytes):
@@ -143,12 +141,12 @@ class Connection(HttpToolsProtocol):
         return True
 
     def send(self, answered: FastPathCycle, response: bytes) -> None:
-        """As `Sending` has it."""
+        """As `ResponseWriter` has it."""
         self.transport.write(response)
         self._finish_response(answered)
 
     async def send_in_pieces(self, answered: FastPathCycle, head: bytes, body: bytes) -> None:
-        """As `Sending` has it."""
+        """As `ResponseWriter` has it."""
         answered.response_started = True
         self.transport.write(head)
         for at in range(0, len(body), PIECE_BYTES):  # what the client has not taken is copied

@@ -24,13 +24,13 @@ class ResponseWriter(Protocol):
 
 
 class FastPath(Protocol):
-    """Answers requests without ASGI that differ from an earlier one in their bodies only."""
+    """Answers requests without ASGI whose heads equal an earlier one's; shared by the connections of one server."""
 
     def remember(self, method: str, path: bytes, headers: Sequence[tuple[bytes, bytes]], packet: bytes) -> None:
         """Remember a request of HTTP/1.1, all of `packet`, which ASGI answers."""
 
-    def knows(self, head: bytes) -> bool:
-        """Return whether `head` was remembered with a body, which must follow."""
+    def expects_body(self, head: bytes) -> bool:
+        """Return whether `head` was remembered, with a body that has yet to come."""
 
     def begin(
         self, packet: bytes, dates: Sequence[tuple[bytes, bytes]], connection: ResponseWriter

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 import uvicorn
@@ -33,9 +33,9 @@ class UvicornServer(uvicorn.Server):
     @classmethod
     def from_settings(
         cls, app: ASGIApp, settings: ServerSettings, max_connections: int | None,
-        fast_path: Callable[[], FastPath] | None = None,
+        fast_path: FastPath | None = None,
     ) -> "UvicornServer":  # fmt: skip
-        """max_connections: None for as many as there are files for; shortcut: what a connection asks before the app"""
+        """max_connections: None for as many as there are files for; fast_path: asked before the app"""
         connections = Connections(
             ConnectionLimits(
                 max_connections=number_of_connections(max_connections), header_timeout_s=settings.header_timeout_s,

@@ -58,16 +58,13 @@ class GrpcFrontend:
         repository: ModelRepository,
         is_ready: Callable[[], bool],
         run_off_loop: RunOffLoop,
-        on_infer: Callable[[bytes, Any, Model], None] = lambda data, proto, model: None,
         shared: SharedMemoryRegions | None = None,
     ) -> None:
         """is_ready: of the server as a whole; run_off_loop: runs work on so many bytes off the event loop
 
-        on_infer: called with the bytes, the message and the model of each inference
         shared: None if clients' shared memory is not read
         """
         self._shared = shared
-        self._on_infer = on_infer
         self._repository, self._is_ready, self._run_off_loop = repository, is_ready, run_off_loop
         self._calls: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda _: {"live": True}, "ServerReady": lambda _: {"ready": is_ready()},
@@ -134,7 +131,6 @@ class GrpcFrontend:
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
-        self._on_infer(data, request, model)
         inference, output_options = await self.check_infer(request, cut, model, len(data), caller)
         with TracedExchange(self._repository.common.tracer, inference, "GRPC", arrived_ns, caller.parent) as call:
             response = await model.infer(inference)

@@ -6,7 +6,7 @@ It runs in HTTP's event loop and shares models, limits and keys with it.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,14 +24,12 @@ from millrace.serve.http.api_keys import LIMITED, ApiKeys, Grant
 from millrace.serve.http.connection_limits import number_of_connections
 from millrace.serve.http.errors import BUG, HttpError, problem_of
 from millrace.serve.http.http_request import (
-    BufferedRequestLog,
     RequestLog,
     combine_duplicate_headers,
     log_request,
     request_id_of,
 )
 from millrace.serve.protocols.kserve.grpc.calls import ADJUSTED, ADMITTED, OPEN, SHARED, GrpcCallContext, GrpcFrontend
-from millrace.serve.protocols.kserve.grpc.fast_path import GrpcFastPath
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE
 from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget, SendBudgetLease
 from millrace.serve.protocols.kserve.grpc.stream import Stream
@@ -71,9 +69,8 @@ class GrpcServer:
         self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
         self._max_bytes = min(repository.flags.http_max_input_size, _MAX_MESSAGE_BYTES)
         self._backend, self._guard = backend, backend.grpc_guard
-        self._fast_path = GrpcFastPath(backend)
         is_ready = partial(backend.is_ready, models.heartbeat)
-        self._front = GrpcFrontend(repository, is_ready, backend.run_off_loop, self._fast_path.remember, backend.shared)
+        self._front = GrpcFrontend(repository, is_ready, backend.run_off_loop, backend.shared)
         self._send_budget = SendBudget(settings.max_unread_bytes)
         self._streams: set[Stream] = set()
         self._server: Any = None
@@ -100,8 +97,6 @@ class GrpcServer:
         handlers = [
             grpc.method_handlers_generic_handler(name.strip("/"), methods) for name, methods in services.items()
         ]
-        if self._keys.are_open and self._guard.leaves_inference_alone:
-            handlers.insert(0, _InferHandler(self._fast_path, self._backend.log, self._unary(SERVICE, "ModelInfer")))
         server.add_generic_rpc_handlers(tuple(handlers))
         try:
             port = self._add_port(server)
@@ -263,56 +258,6 @@ class _OpenCall:
     metadata: dict[str, str]
     grant: Grant | None = None
     bill: TokenUsage = field(default_factory=TokenUsage)
-
-
-class _InferHandler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
-    """Handler of ModelInfer on a server without keys: uses the fast path for short inferences of fast models."""
-
-    def __init__(
-        self, fast_path: GrpcFastPath, log_later: BufferedRequestLog, fallback: Callable[[bytes, Any], Awaitable[bytes]]
-    ):
-        self.fast_path, self.log_later, self.fallback = fast_path, log_later, fallback
-
-    def service(self, handler_call_details: Any) -> "_InferMethod | None":
-        is_ours = handler_call_details.method == _INFER
-        return _InferMethod(self, handler_call_details.invocation_metadata or ()) if is_ours else None
-
-
-@Awaitable.register  # of what is called that grpcio need not look whether its code is a coroutine's, call by call
-class _InferMethod:
-    """grpcio's RpcMethodHandler of one call. It has the metadata, which the context would read once more."""
-
-    __slots__ = ("_handler", "_metadata")
-    request_streaming = response_streaming = False
-    request_deserializer = response_serializer = None
-
-    def __init__(self, handler: _InferHandler, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        self._handler, self._metadata = handler, metadata
-
-    @property
-    def unary_unary(self) -> "_InferMethod":
-        return self
-
-    async def __call__(self, data: bytes, context: Any) -> bytes:
-        arrived_ns, code, details = time.monotonic_ns(), _OK, ""
-        try:
-            response = self._handler.fast_path.answer(data, arrived_ns)
-        except StatusError as error:
-            response, code, details = b"", STATUS[error.code], error.message
-        if response is None:
-            answer = self._handler.fallback(data, context)
-            del data  # as in `_unary`
-            return await answer
-        del data
-        request_id = None  # drawn when the line is written
-        for key, value in self._metadata:
-            if key == "x-request-id":
-                request_id = request_id_of(value.encode() if isinstance(value, str) else bytes(value))
-        took_ms = (time.monotonic_ns() - arrived_ns) / 1e6
-        self._handler.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
-        if details:
-            await _abort(context, code, details)
-        return response
 
 
 async def _finish_call(context: Any, outcome: T | _Refusal) -> T:

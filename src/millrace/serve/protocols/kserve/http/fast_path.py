@@ -1,300 +1,348 @@
-"""Short inferences over HTTP, answered in the call that reads them if an instance is idle: no task, parser or JSON.
+"""The fast path of inference requests over HTTP, for every backend: no HTTP parser, no task, no ASGI scope.
 
-A client repeats the same HTTP head and JSON; only the numbers of its tensors and the request id differ
-(`request_template.py`). Each connection remembers the last request that the normal path read and checked: all bytes
-before the tensors, and where each tensor starts. A packet with exactly these bytes and as many after them is the same
-request with other numbers. Nothing is parsed here, so nothing can be read differently. Everything else takes the normal
-path, as does every request while the model is busy, was reloaded, or the server drains.
+A client repeats the same HTTP head; only the body differs. A head that the normal path has parsed and admitted is
+cached, byte for byte, with its meaning: model, lengths, credentials. A packet with the same head and a body of the
+announced length is such a request. Its body is decoded and submitted to the model as on the normal path, and the
+response is written when it is ready. Everything else takes the normal path: another head, a body in several packets or
+above `FREE_BYTES`, a stream, a request during tracing or while the server drains.
 """
 
+import asyncio
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import ref
 
-import numpy as np
-from numpy import ndarray
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.request.infer_request import InferRequest, InferResponse, Parameter
+from millrace.errors import BusyError
+from millrace.model_repository.execution.tracebacks import without_frames
+from millrace.model_repository.models.model_version import Model, only_response
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse, TokenUsage
 from millrace.model_repository.request.status_code import StatusError
-from millrace.model_repository.request.tensors import Array
-from millrace.serve.http.api_keys import ApiKeys
-from millrace.serve.http.fast_path import ResponseWriter
-from millrace.serve.http.http_request import request_id_of
-from millrace.serve.http.server_context import ServerContext
-from millrace.serve.protocols.kserve.http.direct import Direct, DirectAnswer, InferHead, header_lines
-from millrace.serve.protocols.kserve.http.frontend import error_of, infer_headers
-from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions, read_infer
-from millrace.serve.protocols.kserve.http.infer_response import encode_response
-from millrace.serve.protocols.kserve.http.request_template import (
-    ID,
-    REQUEST_ID,
-    FilledTemplate,
-    RequestTemplate,
-    head_of,
+from millrace.model_repository.request.tensors import memory_bytes
+from millrace.serve.http.api_keys import ApiKeys, Grant
+from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
+from millrace.serve.http.fast_path import FastPath, ResponseWriter
+from millrace.serve.http.http_request import PIECE_BYTES, RequestLog, log_request, request_id_of
+from millrace.serve.http.request_bodies import FREE_BYTES
+from millrace.serve.http.server_context import LARGE_BODY, ServerContext
+from millrace.serve.protocols.kserve.http import compression
+from millrace.serve.protocols.kserve.http.frontend import (
+    HttpReply,
+    error_of,
+    error_reply,
+    header_length,
+    infer_headers,
+    parse_model_path,
 )
+from millrace.serve.protocols.kserve.http.infer_request import HEADER, HttpOutputOptions, read_infer
+from millrace.serve.protocols.kserve.http.infer_response import encode_response
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
+from millrace.serve.protocols.kserve.routes import BELOW, pattern_of
+from millrace.serve.protocols.kserve.shared_memory import regions_of_tenant
 
-MAX_REQUESTS = 4  # heads that a connection remembers
 Header = tuple[bytes, bytes]
-TensorSignature = Sequence[tuple[str, Any, tuple[int, ...]]]  # arrays' names, dtypes and shapes
+END, LENGTH, JSON_LENGTH, REQUEST_ID = b"\r\n\r\n", b"content-length", HEADER.lower().encode(), b"x-request-id"
+MAX_HEADS, MAX_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB
+_MODELS = f"{BELOW}/models/".encode()
+# Headers that change nothing here, or that are read below. A head with any other one takes the normal path.
+_HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"content-type", LENGTH,
+                       b"connection", b"authorization", b"x-api-key", REQUEST_ID, JSON_LENGTH))  # fmt: skip
+log = logging.getLogger(__name__)
 
 
-class InputPlace(NamedTuple):
-    """Position of an input in a message; over HTTP from the end of the head.
+@dataclass(frozen=True, slots=True)
+class InferHead:
+    """A parsed HTTP head of an inference request.
 
-    It is copied, because NumPy takes three times as long for data at an odd address, and the input is short.
+    n_body, n_json: bytes of the body, and of the JSON that begins it (None: all of it)
     """
 
+    n_bytes: int
     name: str
-    dtype: Any
-    shape: tuple[int, ...]
-    at: int
-    end: int
+    version: int | None
+    n_body: int
+    n_json: int | None
+    path: str  # as the log has it
+    route: str  # as the metrics call it
+    coding: str  # of the response
+    headers: Mapping[bytes, bytes]
 
 
-@dataclass(slots=True)
-class _CachedReply:
-    """A response without its numbers. front, back: its JSON before and after the id of n_id bytes"""
+class HeadCache:
+    """HTTP heads of inference requests, of all connections of one server; the least recently used leave first."""
 
-    signature: TensorSignature
-    n_id: int
-    headers: bytes
-    front: bytes
-    back: bytes
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of a body"""
+        self._max_bytes = min(max_bytes, FREE_BYTES)
+        self._heads: OrderedDict[bytes, InferHead] = OrderedDict()
+
+    def lookup(self, packet: bytes) -> InferHead | None:
+        """Return the head of `packet`, if it is known and its whole body follows; None: take the normal path."""
+        end = packet.find(END, 0, MAX_HEAD_BYTES) + len(END)
+        raw = packet[:end]
+        head = self._heads.get(raw)
+        if head is None or len(packet) - end != head.n_body:
+            return None
+        self._heads.move_to_end(raw)
+        return head
+
+    def has_body(self, raw: bytes) -> bool:
+        """Return whether `raw` is a cached head, of a request with a body."""
+        head = self._heads.get(raw)
+        return head is not None and head.n_body > 0
+
+    def add(self, path: bytes, headers: Sequence[Header], packet: bytes) -> InferHead | None:
+        """Keep the head of `packet`, a POST of HTTP/1.1 to `path`; None if something in it needs the normal path."""
+        if not path.startswith(_MODELS):
+            return None
+        end, by_name = packet.find(END) + len(END), dict(headers)
+        if end > MAX_HEAD_BYTES or len(by_name) < len(headers) or not _HARMLESS.issuperset(by_name):
+            return None
+        length = by_name.get(LENGTH, b"")
+        if not length.isdigit() or len(length) > 9 or not int(length) == len(packet) - end <= self._max_bytes:
+            return None
+        if by_name.get(b"connection", b"keep-alive").lower() != b"keep-alive":
+            return None
+        path_text = path.decode("ascii")
+        try:
+            name, version, action = parse_model_path(path_text.split("/")[3:])
+            n_json = header_length(by_name.get(JSON_LENGTH))
+        except StatusError:
+            return None
+        if action != "infer":
+            return None
+        coding = compression.choose_coding(by_name.get(b"accept-encoding", b"identity").decode("latin-1"))
+        head = InferHead(
+            end, name, version, int(length), n_json, path_text[:300], pattern_of(path_text), coding, by_name
+        )
+        self._heads[packet[:end]] = head
+        if len(self._heads) > MAX_HEADS:
+            self._heads.popitem(last=False)
+        return head
 
 
-@dataclass(slots=True)
-class _CachedRequest:
-    """A remembered request: its head, and everything derived from it."""
-
-    head: RequestTemplate
-    filled: FilledTemplate  # as it last was
-    n_bytes: int  # of its tensors
-    infer_head: InferHead
-    model: "ref[Model]"  # weak, so that unloading frees its memory although connections remember it
-    tensors: Sequence[InputPlace]
-    template: InferRequest  # without its inputs
-    output_options: HttpOutputOptions
-    last: _CachedReply | None = None  # the last answer
-
-
-class HttpFastPath:
-    """The HTTP fast path of one server."""
+class HttpFastPath(FastPath):
+    """The fast path of one server, shared by its connections."""
 
     def __init__(self, backend: RepositoryBackend, keys: ApiKeys, serving: ServerContext) -> None:
-        self.repository, self.backend, self.serving = backend.repository, backend, serving
-        self.direct = Direct(backend, keys, serving)
-
-    def connection(self) -> "ConnectionFastPath":
-        return ConnectionFastPath(self)
-
-
-class ConnectionFastPath:
-    """The fast path of one connection, with the requests that it remembers."""
-
-    def __init__(self, server: HttpFastPath) -> None:
-        self._server = server
-        self._requests: list[_CachedRequest] = []  # the newest first
-        self._head: RequestTemplate | None = (
-            None  # of the last that came the usual way: what comes twice is to be remembered
-        )
-
-    # ------------------------------------------------------------------ what came the usual way
+        self.backend, self.keys, self.serving = backend, keys, serving
+        self.heads = HeadCache(backend.bodies.max_bytes)
 
     def remember(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
-        """Remember one HTTP/1.1 request, which is all of `packet` and is being answered."""
         if method == "POST" and path.endswith(b"/infer"):
-            infer_head = self._server.direct.heads.add(path, headers, packet)
-            if infer_head is not None:
-                self._remember_inline(infer_head, packet)
+            self.heads.add(path, headers, packet)
 
-    def _remember_inline(self, infer_head: InferHead, packet: bytes) -> None:
-        """Remember a request that comes for the second time, if its model can run inline."""
-        if infer_head.n_json is None or infer_head.coding != "identity":
-            return
-        try:
-            model = self._server.repository.get(infer_head.name, infer_head.version)
-        except StatusError:
-            return
-        # without JSON, heads of different lengths are equal
-        if not model.can_run_inline(infer_head.n_body - infer_head.n_json):
-            return
-        head = head_of(packet, infer_head.headers)
-        if head is not None and head == self._head:
-            cached = self._read(infer_head, model, packet, head)
-            self._requests = [cached, *self._requests][:MAX_REQUESTS] if cached is not None else self._requests
-        self._head = head
+    def expects_body(self, head: bytes) -> bool:
+        return self.heads.has_body(head)
 
-    def _read(self, infer_head: InferHead, model: Model, packet: bytes, head: RequestTemplate) -> _CachedRequest | None:
-        body, n_json = packet[infer_head.n_bytes :], infer_head.n_json
-        assert n_json is not None, "it has that header"
-        n_bytes = len(body) - n_json
-        if any(k.head == head and k.n_bytes == n_bytes and k.model() is model for k in self._requests):
+    def begin(
+        self, packet: bytes, dates: Sequence[Header], connection: ResponseWriter
+    ) -> "InferExchange | bytes | None":
+        head = self.heads.lookup(packet)
+        model = self._model(head) if head is not None else None
+        if head is None or model is None:
             return None
-        try:
-            request, output_options = read_infer(body, n_json, model.name, model.checker)
-        except StatusError:
-            return None
-        tensors = _places(request, body, n_json)
-        if tensors is None:
-            return None
-        request.inputs = {}
-        filled = head.fill(packet)
-        assert filled is not None, "it is its head"
-        return _CachedRequest(head, filled, n_bytes, infer_head, ref(model), tensors, request, output_options)
-
-    # ------------------------------------------------------------------ what comes again
-
-    def knows(self, head: bytes) -> bool:
-        """As the connection's `FastPath` has it."""
-        return self._server.direct.heads.knows(head)
-
-    def begin(self, packet: bytes, dates: Sequence[Header], connection: ResponseWriter) -> DirectAnswer | bytes | None:
-        """As the connection's `FastPath` has it."""
-        if self._requests and (response := self.answer(packet, dates)) is not None:
-            return response
-        head = self._server.direct.heads.lookup(packet)
-        if head is None:
-            return None
-        self._remember_inline(head, packet)
-        return self._server.direct.begin(head, packet, dates, connection)
-
-    def answer(self, packet: bytes, dates: Sequence[Header]) -> bytes | None:
-        """Return the whole response to `packet`; None if it is not remembered. dates: headers of every response"""
-        for cached in self._requests:
-            holes = cached.filled.match(packet)
-            if holes is None:
-                filled = cached.head.fill(packet)
-                if filled is None or len(packet) - filled.end != cached.n_bytes:
-                    continue
-                cached.filled, holes = filled, filled.match(packet)
-                assert holes is not None, "it is the same packet"
-            model = fast_path_model(
-                self._server.backend, cached.infer_head.name, cached.infer_head.version, cached.model, cached.n_bytes
-            )
-            return self._answer_with_grant(cached, model, packet, holes, dates) if model is not None else None
-        return None
-
-    def _answer_with_grant(
-        self, cached: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
-    ) -> bytes | None:
-        """Answer a remembered request if its key grants it. holes: their values"""
-        grant = self._server.direct.grant(cached.infer_head)
+        grant = self._grant(head)
         if grant is None:
             return None
+        exchange = InferExchange(self, head, model, grant.end, dates, connection)
+        return exchange.begin(packet[head.n_bytes :], grant.tenant) or exchange
+
+    def _grant(self, head: InferHead) -> Grant | None:
+        """Return what the credentials of a head grant; None: the normal path refuses the request, and counts that."""
+        credentials = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
         try:
-            return self._answer(cached, model, packet, holes, dates)
-        finally:
-            grant.end()
-
-    def _answer(
-        self, cached: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
-    ) -> bytes:
-        began_ns, front = time.monotonic_ns(), cached.filled.end
-        request_id = request_id_of(holes.get(REQUEST_ID) or cached.infer_head.headers.get(REQUEST_ID))
-        if (own := holes.get(ID)) is not None:
-            cached.template.id = own.decode()
-        try:
-            inputs = {
-                name: ndarray(shape, dtype, packet[front + at : front + end])
-                for name, dtype, shape, at, end in cached.tensors
-            }
-            answered = model.infer_inline(cached.template, inputs, began_ns)
-            status, (head, body) = 200, _encode_reply(cached, model, own or b"", *answered)
-        except StatusError as error:
-            refused = error_of(error)
-            status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
-        took_ms = (time.monotonic_ns() - began_ns) / 1e6
-        self._server.backend.log.add("POST", cached.infer_head.path, request_id, status, took_ms)
-        self._server.serving.metrics.count_response(cached.infer_head.route, "POST", status)
-        id_header = b"x-request-id: %b\r\n\r\n" % request_id.encode()
-        return b"".join((STATUS_LINE[status], header_lines(dates), head, id_header, body))
-
-
-def fast_path_model(
-    backend: RepositoryBackend, name: str, version: int | None, model_ref: "ref[Model]", n_bytes: int
-) -> Model | None:
-    """Return the model, if the name still refers to it and it can run n_bytes inline; otherwise None."""
-    try:
-        model = backend.repository.get(name, version)
-    except StatusError:
-        return None
-    return model if model is model_ref() and backend.has_room and model.can_run_inline(n_bytes) else None
-
-
-def _places(request: InferRequest, body: bytes, n_json: int) -> list[InputPlace] | None:
-    """Return the positions of the inputs, from the end of the JSON.
-
-    None if an input is not a plain slice of the body: it was JSON or strings, or had to be converted.
-    """
-    places, begin = [], _address(np.frombuffer(body, np.uint8))
-    for name, array in request.inputs.items():
-        here = _address(array) - begin
-        if not array.nbytes or not array.flags.c_contiguous or not n_json <= here <= len(body) - array.nbytes:
+            return self.keys.grant(*credentials, counts_refusals=False)
+        except HttpError:
             return None
-        places.append(InputPlace(name, array.dtype, array.shape, here - n_json, here - n_json + array.nbytes))
-    return places
+
+    def _model(self, head: InferHead) -> Model | None:
+        backend = self.backend
+        repository = backend.repository
+        if repository.common.tracer.is_on or self.serving.tracer.is_on or not backend.has_room:
+            return None
+        if backend.shared is not None and backend.shared.slow_bytes > LARGE_BODY:
+            return None  # reading it may take long
+        try:
+            model = repository.get(head.name, head.version)
+        except StatusError:
+            return None
+        return None if model.is_decoupled else model
 
 
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+class _DisconnectEvent:
+    """The `message_event` of a request, which uvicorn sets if its client disconnects."""
+
+    __slots__ = ("set",)
+
+    def __init__(self, called: Callable[[], None]) -> None:
+        self.set = called
 
 
-def _encode_reply(
-    cached: _CachedRequest,
-    model: Model,
-    request_id: bytes,
-    outputs: Mapping[str, Array],
-    parameters: Mapping[str, Parameter],
-) -> tuple[bytes, bytes]:
-    """Return headers and body, with the last framing if names, dtypes and shapes of the outputs are unchanged.
+class InferExchange:
+    """A request, from its body to its response; replaces uvicorn's RequestResponseCycle."""
 
-    request_id: the id, if it differs each time
-    """
-    last_reply = cached.last
-    if (
-        last_reply is not None
-        and not parameters
-        and len(request_id) == last_reply.n_id
-        and matches_signature(last_reply.signature, outputs)
-    ):
-        return last_reply.headers, b"".join(
-            (last_reply.front, request_id, last_reply.back, *[array.tobytes() for array in outputs.values()])
+    scope = {"http_version": "1.1"}  # noqa: RUF012  read by the connection, never written
+    __slots__ = (
+        "_began_ns",
+        "_connection",
+        "_dates",
+        "_end_grant",
+        "_fast_path",
+        "_head",
+        "_id",
+        "_is_begun",
+        "_is_over",
+        "_model",
+        "_output_options",
+        "_request",
+        "_response",
+        "_writing",
+        "disconnected",
+        "keep_alive",
+        "message_event",
+        "response_complete",
+        "response_started",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        fast_path: HttpFastPath,
+        head: InferHead,
+        model: Model,
+        end_grant: Callable[[int], None],
+        dates: Sequence[Header],
+        connection: ResponseWriter,
+    ) -> None:
+        self._fast_path, self._head, self._model, self._end_grant = fast_path, head, model, end_grant
+        self._dates, self._connection, self._began_ns = dates, connection, time.monotonic_ns()
+        self._id = request_id_of(head.headers.get(REQUEST_ID))
+        self._request: InferRequest | None = None
+        self._output_options: HttpOutputOptions | None = None
+        self._response: bytes | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._is_begun = self._is_over = False
+        self.disconnected = self.response_started = self.response_complete = False
+        self.keep_alive = True
+        self.message_event = _DisconnectEvent(self._on_disconnect)
+
+    def begin(self, body: bytes, tenant: str) -> bytes | None:
+        """Read the body and submit the request; return the response if it is ready at once."""
+        backend = self._fast_path.backend
+        self._fast_path.serving.load.n += 1
+        backend.enter()
+        try:
+            request, self._output_options = read_infer(
+                body,
+                self._head.n_json,
+                self._model.name,
+                self._model.checker,
+                regions_of_tenant(backend.shared, tenant),
+            )
+            request.token_usage, request.tenant = TokenUsage(), tenant
+            self._request = request
+            self._model.submit(request, only_response(self._take_response))
+        except StatusError as error:
+            self._take_response(None, error)
+        self._is_begun = True
+        response, self._response = self._response, None
+        return response
+
+    # ------------------------------------------------------------------ its end
+
+    def _take_response(self, response: InferResponse | None, error: StatusError | None) -> None:
+        """Take the model's response, or the error."""
+        if self._is_over:
+            return
+        if response is not None and (n_bytes := memory_bytes(response.outputs.values())) > LARGE_BODY:
+            self._writing = asyncio.ensure_future(self._encode_off_loop(response, n_bytes))
+        else:
+            self._finish(self._reply(response, error))
+
+    async def _encode_off_loop(self, response: InferResponse, n_bytes: int) -> None:
+        try:
+            reply = await self._fast_path.backend.run_off_loop(lambda: self._reply(response, None), n_bytes)
+        except BusyError as busy:
+            problem = problem_of(busy, accepting=True)
+            reply = error_reply(problem.status, problem.message)
+        if self._is_over:
+            return
+        if len(reply.body) <= PIECE_BYTES:
+            self._finish(reply)
+            return
+        self._end(reply.status)
+        await self._connection.send_in_pieces(self, self._head_of(reply), reply.body)
+
+    def _reply(self, response: InferResponse | None, error: StatusError | None) -> HttpReply:
+        try:
+            if response is not None:
+                assert self._request is not None and self._output_options is not None, "it was read"
+                body, n_json = encode_response(self._model, self._request, response, self._output_options)
+                headers, coding = infer_headers(n_json), self._head.coding
+                if coding != "identity":
+                    body = compression.compress(body, coding)
+                    headers.append((b"content-encoding", coding.encode()))
+                return HttpReply(200, body, headers)
+        except StatusError as unfit:
+            error = unfit
+        except Exception as bug:  # as at the edge: one request ends with it, not the server
+            log.exception("request %s: a bug in the server", self._id)
+            without_frames(bug)
+            return error_reply(BUG.status, BUG.message)
+        assert error is not None, "there is a response, or an error"
+        return error_of(without_frames(error))
+
+    def _finish(self, reply: HttpReply) -> None:
+        self._end(reply.status)
+        response = self._head_of(reply) + reply.body
+        if self._is_begun:
+            self._connection.send(self, response)
+        else:
+            self._response = response
+
+    def _head_of(self, reply: HttpReply) -> bytes:
+        return b"".join(
+            (
+                STATUS_LINE[reply.status],
+                header_lines(self._dates),
+                header_lines(reply.headers),
+                b"content-length: %d\r\nx-request-id: %b\r\n\r\n" % (len(reply.body), self._id.encode()),
+            )
         )
-    body, n_json = encode_response(model, cached.template, InferResponse(outputs, parameters), cached.output_options)
-    headers, _ = _with_head(infer_headers(n_json), body)
-    is_plain = not (
-        parameters or cached.output_options.n_classes or any(a.dtype == np.object_ for a in outputs.values())
-    )
-    # all of them, and nothing else, in binary: then what is in front of them depends on `template` alone
-    if n_json is not None and is_plain and body[n_json:] == b"".join(a.tobytes() for a in outputs.values()):
-        front = b'{"id":"' if request_id else b""
-        assert body.startswith(front + request_id), body[:80]
-        cached.last = _CachedReply(
-            tensor_signature(outputs), len(request_id), headers, front, body[len(front) + len(request_id) : n_json]
+
+    def _end(self, status: int) -> None:
+        """Release what the request holds, and log it."""
+        self._is_over = True
+        fast_path, head, took_ms = self._fast_path, self._head, (time.monotonic_ns() - self._began_ns) / 1e6
+        fast_path.backend.leave()
+        bill = self._request.token_usage if self._request is not None else None
+        prompt, generated = (bill.prompt, bill.generated) if bill is not None else (0, 0)
+        self._end_grant(prompt + generated)
+        if prompt or generated:
+            log_request(RequestLog("POST", head.path, self._id, status, took_ms, None, prompt, generated or None))
+        else:
+            fast_path.backend.log.add("POST", head.path, self._id, status, took_ms)
+        fast_path.serving.metrics.count_response(head.route, "POST", status)
+        fast_path.serving.load.n -= 1
+        self._request = self._output_options = (
+            None  # the connection keeps this, and so would regions of shared memory be kept
         )
-    return headers, body
+
+    def _on_disconnect(self) -> None:
+        """Cancel the request if its client has disconnected."""
+        if not self.disconnected or self._is_over:
+            return
+        request = self._request
+        self._end(CLIENT_CLOSED)
+        if request is not None:
+            self._model.cancel(request)
+        if self._writing is not None:
+            self._writing.cancel()
 
 
-def tensor_signature(outputs: Mapping[str, Array]) -> TensorSignature:
-    """Return names, dtypes and shapes of outputs."""
-    return [(name, array.dtype, array.shape) for name, array in outputs.items()]
-
-
-def matches_signature(signature: TensorSignature, outputs: Mapping[str, Array]) -> bool:
-    """Return whether outputs have the signature `signature`."""
-    if len(signature) != len(outputs):
-        return False
-    for (name, dtype, shape), (output_name, array) in zip(signature, outputs.items(), strict=True):
-        if name != output_name or dtype != array.dtype or shape != array.shape:
-            return False
-    return True
-
-
-def _with_head(headers: Sequence[Header], body: bytes) -> tuple[bytes, bytes]:
-    return header_lines([*headers, (b"content-length", b"%d" % len(body))]), body
+def header_lines(headers: Sequence[Header]) -> bytes:
+    """Return the lines of an HTTP head, as uvicorn writes them."""
+    return b"".join(b"%b: %b\r\n" % (name.lower(), value) for name, value in headers)

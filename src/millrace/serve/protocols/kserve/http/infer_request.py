@@ -4,7 +4,6 @@ A valid body is decoded in one pass, by types; an invalid one is read once more,
 wrong type is an internal error in Triton, so its status is 500.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,7 +75,6 @@ class InferBody(Struct, gc=False):
 
 
 _decoder = msgspec.json.Decoder(InferBody)
-_ID, _TRIED = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"((?:[^"\\]|\\.)*)"'), b"another id"
 
 
 @dataclass(slots=True)
@@ -136,24 +134,6 @@ def _decode(head: memoryview) -> InferBody:
         raise too_deep() from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise no_json(error) from None
-
-
-def id_place(head: bytes) -> tuple[int, int] | None:
-    """Return the position of the request's `id` in its JSON, where other plain text could stand; None if uncertain.
-
-    It is verified by decoding the JSON with another id that only the id changes, because the same key may also occur in
-    parameters, twice, or within a text.
-    """
-    places = list(_ID.finditer(head))
-    if len(places) != 1:
-        return None
-    begin, end = places[0].span(1)
-    try:
-        decoded, tried = _decoder.decode(head), _decoder.decode(head[:begin] + _TRIED + head[end:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    is_id, tried.id = tried.id == _TRIED.decode() != decoded.id, decoded.id
-    return (begin, end) if is_id and tried == decoded else None
 
 
 def _raw_inputs(

@@ -1,6 +1,6 @@
-"""Inference requests that are answered without ASGI: as the usual path answers them, whatever clients do meanwhile.
+"""Inference requests that are answered without ASGI: as the normal path answers them, whatever clients do meanwhile.
 
-A header that the server does not know makes a request take the usual path.
+A header that the server does not know makes a request take the normal path.
 """
 
 import json
@@ -18,14 +18,13 @@ import pytest
 
 from millrace.serve.http.api_key_file import KeyFile
 from millrace.serve.http.connection import HOLD_S
-from millrace.serve.protocols.kserve.http import direct
-from millrace.serve.protocols.kserve.http.direct import Direct, HeadCache
-from millrace.serve.protocols.kserve.http.request_template import END
+from millrace.serve.protocols.kserve.http import fast_path
+from millrace.serve.protocols.kserve.http.fast_path import END, HeadCache, HttpFastPath
 from millrace.serve.settings import ServerSettings
-from tests.serve.protocols.kserve.test_http_fast_path import Connection
 from tests.serve.support import until
 from tests.support.kserve import HEADER, binary, one
 from tests.support.python_models import HEAD, write
+from tests.support.raw_connection import Connection
 from tests.support.repository import in_process
 from tests.support.server import Threaded
 
@@ -75,17 +74,17 @@ def url(served: Threaded) -> str:
 
 
 @pytest.fixture
-def n_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def n_fast(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One for each request that was answered without ASGI."""
     found: list[int] = []
-    begin = Direct.begin
+    begin = HttpFastPath.begin
 
     def counted(*given: Any) -> Any:
         answer = begin(*given)
         found.extend([1] if answer is not None else [])
         return answer
 
-    monkeypatch.setattr(Direct, "begin", counted)
+    monkeypatch.setattr(HttpFastPath, "begin", counted)
     return found
 
 
@@ -99,7 +98,7 @@ def packet(data: bytes, **headers: str) -> bytes:
     return (f"POST {PATH} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items()) + "\r\n").encode() + data
 
 
-def usual(whole: bytes) -> bytes:
+def normal(whole: bytes) -> bytes:
     return whole.replace(b"host: x\r\n", b"host: x\r\nx-unknown: 1\r\n", 1)
 
 
@@ -140,84 +139,84 @@ def bodies(draw: random.Random) -> Iterator[tuple[bytes, dict[str, str]]]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_answers_are_those_of_the_usual_path(url: str, n_direct: list[int], seed: int) -> None:
+def test_answers_are_those_of_the_normal_path(url: str, n_fast: list[int], seed: int) -> None:
     for data, headers in bodies(random.Random(seed)):
         whole = packet(data, **headers)
         with Connection(url) as warm, Connection(url) as fresh:
-            wanted, before = fresh.ask(usual(whole)), len(n_direct)
-            found = [warm.ask(whole) for _ in range(3)]
+            wanted, before = fresh.send(normal(whole)), len(n_fast)
+            found = [warm.send(whole) for _ in range(3)]
             assert found == [wanted] * 3, data[:200]
-            assert len(n_direct) >= before + 2
+            assert len(n_fast) >= before + 2
 
 
-def test_an_id_of_the_client_is_said_again_and_others_are_new(url: str, n_direct: list[int]) -> None:
+def test_an_id_of_the_client_is_said_again_and_others_are_new(url: str, n_fast: list[int]) -> None:
     with httpx.Client() as client:
         told = [client.post(url + PATH, content=body([1.0]), headers={"x-request-id": "mine"}) for _ in range(3)]
         assert [one.headers["x-request-id"] for one in told] == ["mine"] * 3
         assert len({client.post(url + PATH, content=body([1.0])).headers["x-request-id"] for _ in range(5)}) == 5
-    assert len(n_direct) >= 6
+    assert len(n_fast) >= 6
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.01, 0.2])
-def test_a_body_behind_its_head_is_the_same_request(url: str, n_direct: list[int], pause_s: float) -> None:
-    """As most clients send it; after a while the usual path waits for it."""
+def test_a_body_behind_its_head_is_the_same_request(url: str, n_fast: list[int], pause_s: float) -> None:
+    """As most clients send it; after a while the normal path waits for it."""
     whole = packet(body([1.0, 2.0]))
     at = whole.index(END) + len(END)
     with Connection(url) as client:
-        (wanted,) = client.ask(usual(whole))
+        (wanted,) = client.send(normal(whole))
         for _ in range(4):
-            client._raw.sendall(whole[:at])
+            client.socket.sendall(whole[:at])
             time.sleep(pause_s)
-            assert client.ask(whole[at:]) == [wanted]
-        client._raw.sendall(whole[:at])
+            assert client.send(whole[at:]) == [wanted]
+        client.socket.sendall(whole[:at])
         time.sleep(pause_s)
-        assert client.ask(whole[at:] + whole, n=2) == [wanted] * 2
-        client._raw.sendall(whole[:at])
+        assert client.send(whole[at:] + whole, n=2) == [wanted] * 2
+        client.socket.sendall(whole[:at])
         time.sleep(pause_s)
-        assert client.ask(whole[at : at + 5], whole[at + 5 :]) == [wanted]
-        client._raw.sendall(whole[:at])
+        assert client.send(whole[at : at + 5], whole[at + 5 :]) == [wanted]
+        client.socket.sendall(whole[:at])
         time.sleep(pause_s)
-        client._raw.shutdown(socket.SHUT_WR)
+        client.socket.shutdown(socket.SHUT_WR)
         assert client._read.read() == b"", "its body never came"
-    assert n_direct or pause_s > HOLD_S
+    assert n_fast or pause_s > HOLD_S
 
 
-def test_requests_behind_one_that_is_computed_are_answered_in_their_order(url: str, n_direct: list[int]) -> None:
+def test_requests_behind_one_that_is_computed_are_answered_in_their_order(url: str, n_fast: list[int]) -> None:
     slow, quick = packet(body([1.0], 0.2, id="slow")), packet(body([2.0], id="told"))
     with Connection(url) as client:
-        client.ask(slow), client.ask(quick)
-        for packets in ([slow, quick, quick], [slow, usual(quick)], [slow + quick], [slow, quick[:30], quick[30:]]):
+        client.send(slow), client.send(quick)
+        for packets in ([slow, quick, quick], [slow, normal(quick)], [slow + quick], [slow, quick[:30], quick[30:]]):
             n = sum(part.count(b"POST") for part in packets)
-            answers = client.ask(*packets, n=n)
+            answers = client.send(*packets, n=n)
             assert [json.loads(told)["id"] for _, _, told in answers] == ["slow"] + ["told"] * (n - 1)
-    assert n_direct
+    assert n_fast
 
 
-def test_who_sends_no_more_is_answered_and_who_leaves_is_not_waited_for(served: Threaded, n_direct: list[int]) -> None:
+def test_who_sends_no_more_is_answered_and_who_leaves_is_not_waited_for(served: Threaded, n_fast: list[int]) -> None:
     url, slow = served.url, packet(body([1.0], 0.3))
     with Connection(url) as client:
-        client.ask(slow)
-        client._raw.sendall(slow)
-        client._raw.shutdown(socket.SHUT_WR)
-        (told,) = client._answer()
+        client.send(slow)
+        client.socket.sendall(slow)
+        client.socket.shutdown(socket.SHUT_WR)
+        (told,) = client.read_response()
         assert told[0].startswith(b"HTTP/1.1 200") and client._read.read() == b""
     forever = packet(body([1.0], 3600.0))
     with Connection(url) as client:
-        client.ask(packet(body([1.0], 0.0)))
-    with Connection(url) as client:  # once the usual way, so that its head is known
-        client._raw.sendall(forever)
+        client.send(packet(body([1.0], 0.0)))
+    with Connection(url) as client:  # once the normal way, so that its head is known
+        client.socket.sendall(forever)
         time.sleep(0.1)
     with Connection(url) as client:
-        client._raw.sendall(forever)
-        until(lambda: len(n_direct) > 1)
+        client.socket.sendall(forever)
+        until(lambda: len(n_fast) > 1)
     with Connection(url) as client:  # the instance is free again
-        assert client.ask(packet(body([5.0])))[0][0].startswith(b"HTTP/1.1 200")
+        assert client.send(packet(body([5.0])))[0][0].startswith(b"HTTP/1.1 200")
     metrics = httpx.get(f"{url}/metrics").text
     assert 'path="/v2/models/{model}/infer",status="499"' in metrics
     until(lambda: httpx.get(f"{url}/load").json()["server_load"] == 0)
 
 
-def test_a_key_is_charged_until_it_is_answered(tmp_path: Path, n_direct: list[int]) -> None:
+def test_a_key_is_charged_until_it_is_answered(tmp_path: Path, n_fast: list[int]) -> None:
     write(tmp_path / "models", "m", _MODEL, _TENSORS)
     keys = tmp_path / "keys.json"
     keys.write_text("one name=one concurrent=1")
@@ -227,47 +226,47 @@ def test_a_key_is_charged_until_it_is_answered(tmp_path: Path, n_direct: list[in
         whole = packet(body([1.0]), authorization="Bearer one")
         with Connection(served.url) as client, Connection(served.url) as other:
             for _ in range(3):
-                assert client.ask(whole)[0][0].startswith(b"HTTP/1.1 200")
-            assert len(n_direct) == 2
-            assert other.ask(packet(body([1.0]), authorization="Bearer two"))[0][0].startswith(b"HTTP/1.1 401")
+                assert client.send(whole)[0][0].startswith(b"HTTP/1.1 200")
+            assert len(n_fast) == 2
+            assert other.send(packet(body([1.0]), authorization="Bearer two"))[0][0].startswith(b"HTTP/1.1 401")
             slow = packet(body([1.0], 1.0), authorization="Bearer one")
-            assert client.ask(slow)[0][0].startswith(b"HTTP/1.1 200")
-            client._raw.sendall(slow)
-            until(lambda: len(n_direct) > 2)
-            assert other.ask(whole)[0][0].startswith(b"HTTP/1.1 429")
-            (told,) = client._answer()
+            assert client.send(slow)[0][0].startswith(b"HTTP/1.1 200")
+            client.socket.sendall(slow)
+            until(lambda: len(n_fast) > 2)
+            assert other.send(whole)[0][0].startswith(b"HTTP/1.1 429")
+            (told,) = client.read_response()
             assert told[0].startswith(b"HTTP/1.1 200")
-            assert other.ask(whole)[0][0].startswith(b"HTTP/1.1 200")
+            assert other.send(whole)[0][0].startswith(b"HTTP/1.1 200")
 
 
-def test_a_server_that_stops_answers_what_it_has_taken(tmp_path: Path, n_direct: list[int]) -> None:
+def test_a_server_that_stops_answers_what_it_has_taken(tmp_path: Path, n_fast: list[int]) -> None:
     write(tmp_path, "m", _MODEL, _TENSORS)
     with in_process(tmp_path) as served, Connection(served.url) as client:
         slow = packet(body([1.0], 0.5))
-        client.ask(slow)
-        client._raw.sendall(slow)
-        until(lambda: len(n_direct) == 1)
+        client.send(slow)
+        client.socket.sendall(slow)
+        until(lambda: len(n_fast) == 1)
         threading.Timer(0.1, served.server.stop).start()
-        (told,) = client._answer()
+        (told,) = client.read_response()
         assert told[0].startswith(b"HTTP/1.1 200") and client._read.read() == b""
 
 
 def test_a_bug_in_writing_ends_one_request(
-    url: str, n_direct: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    url: str, n_fast: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = packet(body([1.0]))
     with Connection(url) as client:
-        client.ask(whole)
+        client.send(whole)
         with monkeypatch.context() as broken:
-            broken.setattr(direct, "encode_response", lambda *given: 1 / 0)
-            assert client.ask(whole)[0][0].startswith(b"HTTP/1.1 500")
-        assert client.ask(whole)[0][0].startswith(b"HTTP/1.1 200")
+            broken.setattr(fast_path, "encode_response", lambda *given: 1 / 0)
+            assert client.send(whole)[0][0].startswith(b"HTTP/1.1 500")
+        assert client.send(whole)[0][0].startswith(b"HTTP/1.1 200")
     assert "a bug in the server" in caplog.text
 
 
 def test_heads_are_bounded_and_the_least_recently_used_leave() -> None:
     heads = HeadCache(max_bytes=100)
-    path, n = PATH.encode(), direct.MAX_HEADS
+    path, n = PATH.encode(), fast_path.MAX_HEADS
 
     def added(name: str, n_body: int = 3) -> bytes:
         whole = packet(b"x" * n_body, user_agent=name)
@@ -283,11 +282,11 @@ def test_heads_are_bounded_and_the_least_recently_used_leave() -> None:
     assert heads.lookup(first) is not None and heads.lookup(second) is None
     assert heads.lookup(first[:-1]) is None and heads.lookup(first + b"x") is None
     assert heads.lookup(added("too large", 101)) is None
-    assert heads.lookup(added("x" * direct.MAX_HEAD_BYTES)) is None
+    assert heads.lookup(added("x" * fast_path.MAX_HEAD_BYTES)) is None
 
 
 @pytest.mark.parametrize("line", ["x-other: 1", "expect: 100-continue", "content-encoding: gzip", "connection: close"])
-def test_heads_that_need_the_usual_path_are_not_kept(line: str) -> None:
+def test_heads_that_need_the_normal_path_are_not_kept(line: str) -> None:
     heads, whole = HeadCache(100), packet(b"{}").replace(b"host: x", b"host: x\r\n" + line.encode())
     headers = [tuple(one.split(b": ")) for one in whole.partition(END)[0].split(b"\r\n")[1:]]
     assert heads.add(PATH.encode(), headers, whole) is None and heads.lookup(whole) is None  # type: ignore[arg-type]
