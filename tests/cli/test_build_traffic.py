@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from millrace.cli.build.flags import TrafficSettings
 from millrace.cli.build.output import Figures
-from millrace.cli.build.traffic import choose_settings
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.tactics import read_tactics
+from millrace.tune.engine_settings import choose_settings
+from millrace.tune.settings import TrafficSettings
 from tests.cli.conftest import Millrace
 from tests.tune.traffic_files import line, written
 
@@ -73,18 +73,6 @@ def test_flags_win(millrace: Millrace, traffic: Path, tmp_path: Path) -> None:
     assert (told["max_context"], told["max_sequences"]) == (512, 2)
 
 
-def test_coverage_leaves_out_the_longest(tmp_path: Path) -> None:
-    lines = [line(i, 100 if i else 1500, 20, duration=10) for i in range(100)]
-    file = written(tmp_path / "t", lines)
-    for covers, context, unfit in ((None, 1536, 0), (99.0, 128, 1)):
-        given = TrafficSettings(traffic=str(file), traffic_covers=covers)
-        ((_, found),) = choose_settings(TINY, given, BuildSettings(), tune_said=False)
-        assert found.value("max_context") == context and found.proposal.n_unfit == unfit
-        why = found.choices[0].why
-        assert ("1 (1 %) would not fit (--traffic-covers 99)" in why) == bool(unfit), why
-        assert "what max_tokens they asked for is not known" in why
-
-
 def test_two_engines_where_day_and_night_differ(millrace: Millrace, tmp_path: Path) -> None:
     lines = [
         line(3600 * (24 * day + hour) + 60 * i, *(100, 20) if 8 <= hour < 20 else (700, 100), duration=100)
@@ -128,7 +116,7 @@ def test_mistakes_say_what_to_mend(millrace: Millrace, traffic: Path, tmp_path: 
 
 
 def test_memory_that_is_not_there_is_said(traffic: Path, built_tiny: Path) -> None:
-    ((_, found),) = choose_settings(TINY, TrafficSettings(traffic=str(traffic)), BuildSettings(), tune_said=False)
+    ((_, found),) = choose_settings(TINY, TrafficSettings(traffic=str(traffic)), BuildSettings(), has_tune_flag=False)
     page = Engine.open(built_tiny).page_bytes
     enough, short = (Figures(found, page, page // 2, 9 * page - less) for less in (0, 1))
     assert enough.hint() == "" and "--kv-cache-dtype int8" in short.hint() and "are free" in short.hint()

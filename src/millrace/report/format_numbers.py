@@ -28,6 +28,20 @@ def pluralize(n: float, name: str) -> str:
     return f"{exact(n)} {name}{'' if n == 1 else 's'}"
 
 
+def format_percent(share: float) -> str:
+    """Format a share; less than 1 is never shown as 100 %."""
+    text = f"{100 * share:.3g} %"
+    return "almost 100 %" if share < 1 and text == "100 %" else text
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in its largest unit: 1.5 days, 3 h, 1.48 min, 12 s."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
 def is_number(text: str) -> bool:
     """Of a table: one that stands flush right in its column, or leaves that to the others."""
     return _NUMBER.fullmatch(text) is not None

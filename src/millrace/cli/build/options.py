@@ -5,10 +5,10 @@ from typing import Any
 
 import click
 
-from millrace.cli.build.flags import TrafficSettings
 from millrace.cli.options import GroupedCommand, json_option, settings_options
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.device_lookup import CPU
+from millrace.tune.settings import TrafficSettings
 
 EPILOG = """\b
 Examples:

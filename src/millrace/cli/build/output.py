@@ -1,16 +1,17 @@
 """Output of `millrace build --traffic`: choices and savings in bytes of the engine that was built."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.cli.build.traffic import ChosenSettings, TrafficChoice, percent, span
 from millrace.cli.console import heading, pairs, size
 from millrace.cli.engine_tables import Tables
 from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat, page_bytes
 from millrace.machine.cpu import memory
+from millrace.report.format_numbers import format_duration, format_percent
 from millrace.runtime.memory_plan import RESERVE
 from millrace.tune.day_night import DayPart
+from millrace.tune.engine_settings import ChosenSettings, TrafficChoice
 from millrace.tune.traffic import BUSY, Proposal
 
 NAMES = {"max_context": "max context", "max_batch": "max batch", "tune_rows": "tuned rows", "tune": "tuning"}
@@ -64,7 +65,7 @@ class Figures:
         if p.pages_kept > p.pages_running:
             all_of = "" if self.pages >= p.pages_kept else f" (all would take {size(p.pages_kept * self.page)})"
             text += f"; the rest keeps beginnings that come again{all_of}"
-        return text + (f"; {percent(p.again)} of the prompts' tokens had come before" if p.again else "")
+        return text + (f"; {format_percent(p.again)} of the prompts' tokens had come before" if p.again else "")
 
     def hint(self) -> str:
         """Return a hint if free memory is insufficient; "" otherwise."""
@@ -76,7 +77,7 @@ class Figures:
     def summary(self) -> dict[str, Any]:
         c, p = self.chosen, self.chosen.proposal
         choices = [
-            *map(asdict, c.choices),
+            *(choice.summary() for choice in c.choices),
             {"setting": "kv_memory", "value": self.kv_bytes, "default": self.default_kv_bytes, "source": "traffic",
              "why": self.reason(), "flag": self.flag, "hint": self.hint() or None},
         ]  # fmt: skip
@@ -106,7 +107,7 @@ def show_traffic(figures: Figures) -> None:
     c, p = figures.chosen, figures.chosen.proposal
     summary = figures.summary()
     of = "" if c.part == "all" else f", {p.n:,} of them by {c.part}"
-    heading(f"{c.name}: {len(c.recording):,} requests in {span(c.recording.span_s)}{of}")
+    heading(f"{c.name}: {len(c.recording):,} requests in {format_duration(c.recording.span_s)}{of}")
     rows = [(name, _lengths(p.lengths[name])) for name in ("input", "output")]
     rows += [
         (NAMES[choice.setting], _line(choice, _shown(choice.value), _shown(choice.default))) for choice in c.choices
@@ -117,7 +118,12 @@ def show_traffic(figures: Figures) -> None:
     rows += [("saved", _saved(figures))]
     if not c.parts:
         if c.recording.span_s < 24 * 3600:
-            rows += [("hours", f"the recording spans {span(c.recording.span_s)}, and tells nothing of other hours")]
+            rows += [
+                (
+                    "hours",
+                    f"the recording spans {format_duration(c.recording.span_s)}, and tells nothing of other hours",
+                )
+            ]
     else:
         rows += [(part["part"], _of_part(part, c.recording.dated)) for part in summary["parts"]]
         if c.part == "all":
@@ -127,7 +133,7 @@ def show_traffic(figures: Figures) -> None:
 
 def _line(choice: TrafficChoice, value: str, default: str) -> str:
     by = {"flag": "as its flag says", "default": "the default", "traffic": f"default {default}"}[choice.source]
-    return f"{value} ({by}): {choice.why}"
+    return f"{value} ({by}): {choice.reason}"
 
 
 def _shown(value: Any) -> str:

@@ -10,9 +10,7 @@ import click
 from click.core import ParameterSource
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.build.flags import TrafficSettings
 from millrace.cli.build.output import Figures, show_traffic
-from millrace.cli.build.traffic import ChosenSettings, choose_settings
 from millrace.cli.console import heading, pairs, print_json, progress, size
 from millrace.cli.engine_tables import Tables, tuning_text
 from millrace.cli.options import make_settings
@@ -29,6 +27,8 @@ from millrace.errors import ConfigError
 from millrace.report.format_numbers import count
 from millrace.settings import read_given, reject_duplicate_keys
 from millrace.tune.accuracy_pricing import pricing
+from millrace.tune.engine_settings import ChosenSettings, choose_settings
+from millrace.tune.settings import TrafficSettings
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     started_s = time.perf_counter()
     build, traffic = make_settings(BuildSettings, options), make_settings(TrafficSettings, options)
     precisions = _read_map(precision_map, build) if precision_map else None
-    tune_said = ctx.get_parameter_source("tune") is not ParameterSource.DEFAULT
+    has_tune_flag = ctx.get_parameter_source("tune") is not ParameterSource.DEFAULT
     results, env = [], ctx.obj
     with raise_on_sigterm(), progress(as_json) as report:
         name, folder = model_folder(model, env, report)
@@ -49,10 +49,10 @@ def run(
         if for_gpu:
             _check_traffic(traffic, device)
             check_gpu_has(device, folder, build, precisions)
-            build = build if tune_said or build.tune_rows else replace(build, tune=0)
+            build = build if has_tune_flag or build.tune_rows else replace(build, tune=0)
         engines: list[tuple[Path, BuildSettings, ChosenSettings | None]] = [(output, build, None)]
         if traffic.traffic is not None:
-            choices = choose_settings(folder, traffic, build, tune_said=tune_said)
+            choices = choose_settings(folder, traffic, build, has_tune_flag=has_tune_flag)
             engines = [(_with_suffix(output, suffix), c.settings(build), c) for suffix, c in choices]
         for path, _, _ in engines:
             check_new(path)

@@ -1,4 +1,4 @@
-"""Traffic settings of `millrace build`."""
+"""Settings of `millrace build --traffic`."""
 
 from dataclasses import dataclass
 

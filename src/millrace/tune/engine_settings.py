@@ -1,4 +1,4 @@
-"""`millrace build --traffic`: chooses settings from a recording unless flags do, each with its reason."""
+"""Chooses the settings of an engine from recorded traffic unless flags do, each with its reason."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -6,14 +6,15 @@ from typing import Any
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
-from millrace.cli.build.flags import TrafficSettings
 from millrace.compile.build import DEFAULT_BATCH, STEP_TOKENS
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import contexts
 from millrace.compile.tune.tuning_cases import USUAL_ROWS
 from millrace.errors import ConfigError
+from millrace.report.format_numbers import format_duration, format_percent
 from millrace.tune.day_night import DayPart, day_and_night, distance
 from millrace.tune.recorded_requests import Recording, read_recording
+from millrace.tune.settings import TrafficSettings
 from millrace.tune.traffic import BUSY, Proposal, TrafficSummary, check_enough, propose
 
 
@@ -25,7 +26,14 @@ class TrafficChoice:
     value: Any
     default: Any
     source: str
-    why: str
+    reason: str
+
+    def summary(self) -> dict[str, Any]:
+        """Return JSON data."""
+        return {
+            "setting": self.setting, "value": self.value, "default": self.default, "source": self.source,
+            "why": self.reason,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +59,11 @@ class ChosenSettings:
 
 
 def choose_settings(
-    checkpoint: Path, traffic: TrafficSettings, build: BuildSettings, *, tune_said: bool
+    checkpoint: Path, traffic: TrafficSettings, build: BuildSettings, *, has_tune_flag: bool
 ) -> list[tuple[str, ChosenSettings]]:
     """Return the name suffix and the settings of each requested engine. raises ConfigError
 
-    tune_said: whether --tune was given
+    has_tune_flag: whether --tune was given
     """
     assert traffic.traffic is not None
     config = Checkpoint.open(checkpoint).config
@@ -64,54 +72,58 @@ def choose_settings(
     path = Path(traffic.traffic)
     recording = read_recording(path)
     check_enough(recording, str(path))
-    usual, most = contexts(config)
+    default_context, max_context = contexts(config)
     summary = TrafficSummary(
-        model_context=most, usual_batch=DEFAULT_BATCH, step_tokens=STEP_TOKENS, covers=traffic.traffic_covers or 100.0,
-        max_context=build.max_context, max_batch=build.max_batch,
+        model_context=max_context, usual_batch=DEFAULT_BATCH, step_tokens=STEP_TOKENS,
+        covers=traffic.traffic_covers or 100.0, max_context=build.max_context, max_batch=build.max_batch,
     )  # fmt: skip
     parts = tuple(distance(recording, summary))
-    wanted_part = traffic.traffic_part or "all"
-    if wanted_part != "all" and not parts:
-        raise _not_apart(wanted_part, recording)
+    part_name = traffic.traffic_part or "all"
+    if part_name != "all" and not parts:
+        raise _no_separate_parts(part_name, recording)
 
     def choose(part: str, proposal: Proposal) -> ChosenSettings:
-        reasons = _Words(summary, proposal, build, usual, tune_said, bool(recording.max_tokens.any()))
-        return ChosenSettings(path.name, recording, proposal, reasons.choices(), part, parts)
+        has_limits = bool(recording.max_tokens.any())
+        choices = _ExplainedChoices(summary, proposal, build, default_context, has_tune_flag, has_limits).choices()
+        return ChosenSettings(path.name, recording, proposal, choices, part, parts)
 
-    if wanted_part == "all":
+    if part_name == "all":
         return [("", choose("all", propose(recording, summary)))]
-    named = [(part.name, proposal) for part, proposal in parts if wanted_part in (part.name, "both")]
-    return [(f"-{name}" if wanted_part == "both" else "", choose(name, proposal)) for name, proposal in named]
+    requested = [(part.name, proposal) for part, proposal in parts if part_name in (part.name, "both")]
+    return [(f"-{name}" if part_name == "both" else "", choose(name, proposal)) for name, proposal in requested]
 
 
-def _not_apart(wanted_part: str, recording: Recording) -> ConfigError:
-    what = f"--traffic-part is {wanted_part}, and "
+def _no_separate_parts(part_name: str, recording: Recording) -> ConfigError:
+    problem = f"--traffic-part is {part_name}, and "
     if recording.span_s < 24 * 3600:
-        what += f"the recording spans {span(recording.span_s)}"
-        return ConfigError(what, "a day at least", "record longer, or leave it out")
-    few = day_and_night(recording) is None
-    what += "day or night holds too few requests" if few else "day and night need the same engine"
-    return ConfigError(what, "a recording whose hours differ", "leave it out")
+        problem += f"the recording spans {format_duration(recording.span_s)}"
+        return ConfigError(problem, "a day at least", "record longer, or leave it out")
+    too_few = day_and_night(recording) is None
+    problem += "day or night holds too few requests" if too_few else "day and night need the same engine"
+    return ConfigError(problem, "a recording whose hours differ", "leave it out")
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
-    """The choices with their reasons. limits_known: the recording has the requests' max_tokens"""
+class _ExplainedChoices:
+    """Makes the choices, each with its reason.
+
+    has_tune_flag: --tune was given; has_limits: the recording has the requests' max_tokens
+    """
 
     summary: TrafficSummary
     proposal: Proposal
     build: BuildSettings
-    usual_context: int
-    tune_said: bool
-    limits_known: bool
+    default_context: int
+    has_tune_flag: bool
+    has_limits: bool
 
     def choices(self) -> tuple[TrafficChoice, ...]:
         p, build = self.proposal, self.build
         return (
-            TrafficChoice("max_context", p.context, self.usual_context, _by(build.max_context), self._context()),
+            TrafficChoice("max_context", p.context, self.default_context, _source(build.max_context), self._context()),
             TrafficChoice("max_batch", *self._batch()),
             TrafficChoice(
-                "tune_rows", build.tune_rows or str(p.rows), str(USUAL_ROWS), _by(build.tune_rows), self._rows()
+                "tune_rows", build.tune_rows or str(p.rows), str(USUAL_ROWS), _source(build.tune_rows), self._rows()
             ),
             self._tuning(),
         )
@@ -120,7 +132,7 @@ class _Words:
         p, needed = self.proposal, self.proposal.lengths["needed"]
         text = f"of {p.n:,} requests half need {needed['p50']:,} tokens, 99 % {needed['p99']:,}, one {p.longest:,}"
         if p.n_unfit:
-            text += f"; {p.n_unfit:,} ({percent(p.n_unfit / p.n)}) would not fit"
+            text += f"; {p.n_unfit:,} ({format_percent(p.n_unfit / p.n)}) would not fit"
             if self.build.max_context is None:
                 by_model = p.context == self.summary.model_context
                 text += (
@@ -128,25 +140,30 @@ class _Words:
                 )
         else:
             text += f"; all fit, and 19 times of 20 so will {p.sure:.4g} % of others like them"
-        return text + ("" if self.limits_known else "; what max_tokens they asked for is not known")
+        return text + ("" if self.has_limits else "; what max_tokens they asked for is not known")
 
     def _batch(self) -> tuple[int, int, str, str]:
         p, fixed = self.proposal, self.build.max_batch
         if p.batch is None:
             value = fixed or DEFAULT_BATCH
-            return value, DEFAULT_BATCH, _by(fixed, "default"), "the recording does not say how long requests stayed"
-        why = f"at {BUSY:g} % of the arrivals no more than {p.batch:,} ran, at most {p.peak:,}"
-        late = f"{p.n_late:,} of {p.n:,} ({percent(p.n_late / p.n)})" if p.n_late else "none"
-        why += f"; {late} would have waited, {percent(p.waited)} did for a tenth of their time"
-        return fixed or p.batch, DEFAULT_BATCH, _by(fixed), why
+            return (
+                value,
+                DEFAULT_BATCH,
+                _source(fixed, "default"),
+                "the recording does not say how long requests stayed",
+            )
+        reason = f"at {BUSY:g} % of the arrivals no more than {p.batch:,} ran, at most {p.peak:,}"
+        late = f"{p.n_late:,} of {p.n:,} ({format_percent(p.n_late / p.n)})" if p.n_late else "none"
+        reason += f"; {late} would have waited, {format_percent(p.waited)} did for a tenth of their time"
+        return fixed or p.batch, DEFAULT_BATCH, _source(fixed), reason
 
     def _tuning(self) -> TrafficChoice:
-        usual, n = BuildSettings().tune, self.proposal.rows.n_cases
-        if self.tune_said or self.build.tune_rows is not None:
-            source = "flag" if self.tune_said else "default"
-            return TrafficChoice("tune", self.build.tune, usual, source, "for the kernels, about")
-        why = f"as long a look at each of {n} kinds of steps as else at each of {USUAL_ROWS.n_cases}"
-        return TrafficChoice("tune", round(usual * n / USUAL_ROWS.n_cases, 2), usual, "traffic", why)
+        default, n = BuildSettings().tune, self.proposal.rows.n_cases
+        if self.has_tune_flag or self.build.tune_rows is not None:
+            source = "flag" if self.has_tune_flag else "default"
+            return TrafficChoice("tune", self.build.tune, default, source, "for the kernels, about")
+        reason = f"as long a look at each of {n} kinds of steps as else at each of {USUAL_ROWS.n_cases}"
+        return TrafficChoice("tune", round(default * n / USUAL_ROWS.n_cases, 2), default, "traffic", reason)
 
     def _rows(self) -> str:
         if self.proposal.batch is None:
@@ -154,18 +171,5 @@ class _Words:
         return "answers at a time half, 90 and 99 % of the time; what half and 90 % of the prompts have to compute"
 
 
-def _by(flag: object, default: str = "traffic") -> str:
+def _source(flag: object, default: str = "traffic") -> str:
     return default if flag is None else "flag"
-
-
-def percent(share: float) -> str:
-    """Format a share; less than 1 is never shown as 100 %."""
-    shown = f"{100 * share:.3g} %"
-    return "almost 100 %" if share < 1 and shown == "100 %" else shown
-
-
-def span(seconds: float) -> str:
-    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds:.3g} s"
