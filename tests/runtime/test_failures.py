@@ -12,9 +12,9 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, EngineError
+from millrace.runtime.engine_thread import MAX_CONSECUTIVE_FAILURES
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
-from millrace.runtime.scheduling.step import MAX_FAILURES_IN_A_ROW
 from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import limits, make_loop
 
@@ -88,14 +88,14 @@ def test_a_step_of_one_request_fails_it_and_nobody_who_waits() -> None:
 def test_failures_in_a_row_end_the_loop() -> None:
     loop = make_loop(limits(max_sequences=1, max_step_tokens=8), failing_at(*range(1, 100)))
     deltas: list[Delta] = []
-    for _ in range(MAX_FAILURES_IN_A_ROW + 2):  # one sequence at a time: one request fails per step
+    for _ in range(MAX_CONSECUTIVE_FAILURES + 2):  # one sequence at a time: one request fails per step
         loop.submit([1, 2, 3], LONG, deltas.extend)
-    for _ in range(MAX_FAILURES_IN_A_ROW):
+    for _ in range(MAX_CONSECUTIVE_FAILURES):
         assert loop.stats().healthy
         loop.step()
     stats = loop.stats()
     assert not stats.healthy and stats.pages_used == 0 and stats.idle
-    assert [d.finish_reason for d in deltas] == [FinishReason.ERROR] * (MAX_FAILURES_IN_A_ROW + 2)
+    assert [d.finish_reason for d in deltas] == [FinishReason.ERROR] * (MAX_CONSECUTIVE_FAILURES + 2)
     with pytest.raises(BusyError, match="the engine has stopped"):
         loop.submit([1], LONG, deltas.extend)
 
@@ -113,11 +113,11 @@ def test_p12_a_request_that_comes_again_and_again_ends_nothing(n_pages_kept: int
 
     loop = make_loop(limits(max_sequences=2, max_step_tokens=8, page_tokens=4, max_context=12, n_pages=3), run)
     answered(loop, [1] * 4 * n_pages_kept or [1], replace(LONG, max_tokens=1))
-    for i in range(2 * MAX_FAILURES_IN_A_ROW + 1):
+    for i in range(2 * MAX_CONSECUTIVE_FAILURES + 1):
         bad = Client(loop, [77, 78, 79], replace(LONG, max_tokens=5, seed=4242))
         run_all(loop)
         assert bad.reasons == [FinishReason.ERROR] and "no step with this seed" in (bad.deltas[-1].error or "")
-        assert n_alone == (i + 1) // MAX_FAILURES_IN_A_ROW, "a step of its own, where it is time to doubt"
+        assert n_alone == (i + 1) // MAX_CONSECUTIVE_FAILURES, "a step of its own, where it is time to doubt"
     good = answered(loop, [5, 6], replace(LONG, max_tokens=9))
     assert good.outputs == answered(make_loop(limits(), prefix_cache=False), [5, 6], good.params).outputs
     assert loop.stats().healthy and loop.stats().pages_used == 0
@@ -128,11 +128,11 @@ def test_who_looks_after_it_hears_of_its_end_though_nobody_waits_for_an_answer()
     dead: list[bool] = []
     loop = make_loop(before_run=failing_at(*range(1, 10)), depth=2)
     loop._after_step = lambda: dead.append(not loop.stats().healthy)
-    for n in range(MAX_FAILURES_IN_A_ROW):
+    for n in range(MAX_CONSECUTIVE_FAILURES):
         client = Client(loop, [1, 2, 3], LONG)
         loop.step()
         assert loop._flights and not any(dead)
-        if n == MAX_FAILURES_IN_A_ROW - 1:
+        if n == MAX_CONSECUTIVE_FAILURES - 1:
             loop.cancel(client.request)
         run_all(loop)
     assert client.reasons == [FinishReason.ABORT] and dead[-1]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.encoder_inputs import Ids, text_inputs
 from millrace.errors import EngineError, MillraceError, RequestError, engine_stopped_error
-from millrace.runtime.scheduling.step import EngineThread
+from millrace.runtime.engine_thread import EngineThread
 
 Vectors = NDArray[np.float32]  # (texts, width)
 Step = list[tuple["EmbeddingJob", int]]  # and which of its texts
@@ -164,7 +164,7 @@ class EncoderLoop:
         with self.thread.changed:
             self.thread.check_open()
             if self._is_idle():
-                self.thread.progressed()
+                self.thread.record_progress()
             self._jobs.append(job)
             self._waiting += len(texts)
             self._waiting_tokens += sum(map(len, texts))
@@ -253,7 +253,7 @@ class EncoderLoop:
         with self.thread.changed:
             self._steps += 1
             self._step = []
-            self.thread.progressed()
+            self.thread.record_progress()
             self._busy_s += self.thread.clock() - started_s
 
     def _distribute(self, step: Step, vectors: NDArray[np.generic]) -> None:

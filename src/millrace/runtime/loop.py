@@ -24,6 +24,7 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, StepOutputs
 from millrace.errors import MillraceError, RequestError
 from millrace.runtime.adapters import check_adapter
+from millrace.runtime.engine_thread import EngineThread
 from millrace.runtime.kv.kv_offload import KvOffloadStore
 from millrace.runtime.kv.pages import PagePool
 from millrace.runtime.loop_stats import Counters, LoopStats
@@ -43,7 +44,7 @@ from millrace.runtime.request.resume import resume
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams, TokenLogprobs, resolve
 from millrace.runtime.scheduling.admission_policy import Policy, fcfs
 from millrace.runtime.scheduling.scheduler import Scheduler
-from millrace.runtime.scheduling.step import BatchBuilder, EngineThread, InFlightStep, Step, check
+from millrace.runtime.scheduling.step import BatchBuilder, InFlightStep, Step, check
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.step_history import History, RequestRecord, RequestTrace, StepRecord, traces
 from millrace.runtime.structured_output.grammar import GrammarCompiler, Matcher
@@ -133,7 +134,7 @@ class EngineLoop:
             if request.to_keep:
                 self._scheduler.retention.promise(request)
             if self._is_idle():
-                self.thread.progressed()
+                self.thread.record_progress()
             self._submitted.append(request)
             self._n_submitted += len(request.choices)
             self.thread.changed.notify()
@@ -204,7 +205,7 @@ class EngineLoop:
                 self._run_step()
             if not (goes_on and ran and self._scheduler.has_work):
                 self._deliver()
-            self.thread.progressed()
+            self.thread.record_progress()
         return ran
 
     def _run(self) -> None:
@@ -238,7 +239,7 @@ class EngineLoop:
         """Launch a step, and wait for the oldest: which is the same one, unless two are under way."""
         before = self._flights[-1] if self._flights else None
         # Who gives way must not be under way; nor may a step be that somebody's callback has cut off from its wait.
-        if before is not None and (self._scheduler.is_short or not before.ahead or len(self._flights) > 1):
+        if before is not None and (self._scheduler.is_short or not before.can_run_ahead or len(self._flights) > 1):
             self._wait_and_distribute()
             return
         if self._pool.tier is not None and self._scheduler.waiting:
@@ -255,7 +256,7 @@ class EngineLoop:
             return
         if fault is not None:
             self._step_failed(step, fault)
-        elif self._flights and not self._flights[-1].ahead:
+        elif self._flights and not self._flights[-1].can_run_ahead:
             self._wait_and_distribute()
 
     def _launch(self, step: Step, before: InFlightStep | None, waits: bool) -> InFlightStep:
@@ -285,7 +286,7 @@ class EngineLoop:
         except (RuntimeError, MillraceError) as error:  # what executors raise; a failed assert is our own and ends us
             if self._flights:
                 self._discard_flight(self._flights.popleft())
-            if flight.ahead:
+            if flight.can_run_ahead:
                 self._scheduler.take_back(step)
             self._step_failed(step, error)
             return False
@@ -294,7 +295,7 @@ class EngineLoop:
         self.thread.step_done()
         now_s = self.thread.clock()
         began_s, self._done_s = max(flight.started_s, self._done_s), now_s
-        if not flight.ahead:
+        if not flight.can_run_ahead:
             self._scheduler.advance(step)
         self.budget.observe(step.n_prefill, now_s - began_s, step.n_tokens - step.n_prefill)
         self._counters.steps += 1
@@ -310,7 +311,7 @@ class EngineLoop:
             self._executor.wait()
         except (RuntimeError, MillraceError) as error:
             log.warning("a step behind one that failed", exc_info=error)
-        if flight.ahead:
+        if flight.can_run_ahead:
             self._scheduler.take_back(flight.step)
 
     def _distribute(self, flight: InFlightStep, outputs: StepOutputs, now_s: float) -> None:
@@ -331,7 +332,7 @@ class EngineLoop:
                 for choice in seq.request.choices:  # the others wait for it: each tells of the prompt before its answer
                     self._add(choice, choice.scored(scored))
             if chunk.draws:
-                seq.n_ahead -= flight.ahead
+                seq.n_ahead -= flight.can_run_ahead
                 self._scheduler.verified(seq, chunk.start + chunk.n)
                 logprobs = None if resolved.n_top is None else TokenLogprobs.of(outputs, row - 1, resolved.n_top)
                 self._count(seq, now_s)

@@ -6,7 +6,7 @@ from millrace.errors import BusyError, MachineError, RequestError
 from millrace.model_repository.backends.backend import Instance
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.runtime.scheduling.step import EngineThread
+from millrace.runtime.engine_thread import EngineThread
 
 
 class EngineInstance(Instance):

@@ -1,13 +1,11 @@
-"""Steps: their chunks, packing them into the executor's arrays and reading results. Also holds EngineThread.
+"""Steps: their chunks, and packing these into the executor's arrays.
 
 Python work per sequence, none per token.
 
 T tokens, S sequences, R sampling rows; see StepInputs. The buffers are reused: inputs are valid until the next `build`.
 """
 
-import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -16,7 +14,6 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, IntArray, StepInputs, plain_rows
-from millrace.errors import MillraceError, engine_stopped_error
 from millrace.runtime.adapters import step_adapters
 from millrace.runtime.kv.cache_groups import CacheGroups, step_states, step_windows
 from millrace.runtime.kv.pages import PagePool
@@ -28,9 +25,6 @@ from millrace.runtime.structured_output.grammar import GrammarCompiler
 _NO_IDS = np.empty(0, dtype=np.int32)
 _NO_VALUES = np.empty(0, dtype=np.float32)
 _UNKNOWN = np.zeros(1, dtype=np.int32)  # a token that the device has drawn, or will
-MAX_FAILURES_IN_A_ROW = 3  # steps
-
-log = logging.getLogger(__name__)
 
 
 class Chunk(Struct):
@@ -66,10 +60,10 @@ class Step:
 
     def by_request(self) -> list["Step"]:
         """The same for each of its requests alone."""
-        of: dict[Request, list[Chunk]] = {}
+        groups: dict[Request, list[Chunk]] = {}
         for chunk in self.chunks:
-            of.setdefault(chunk.sequence.request, []).append(chunk)
-        return [Step._of(chunks) for chunks in of.values()]
+            groups.setdefault(chunk.sequence.request, []).append(chunk)
+        return [Step._of(chunks) for chunks in groups.values()]
 
     def without_ended(self) -> "Step":
         """What is left of it where sequences have ended since it was scheduled."""
@@ -106,7 +100,7 @@ class InFlightStep:
 
     step: Step
     started_s: float
-    ahead: bool
+    can_run_ahead: bool
 
 
 class BatchBuilder:
@@ -126,7 +120,7 @@ class BatchBuilder:
         self._sampling = np.zeros(R, dtype=SAMPLING)
         self._sampling_bytes = self._sampling.view(np.uint8).reshape(R, SAMPLING.itemsize)  # copied with less ado
 
-    def build(self, step: Step, before: Step | None = None) -> StepInputs:
+    def build(self, step: Step, previous: Step | None = None) -> StepInputs:
         """Pack the step's chunks, in their order; the sampling rows of each chunk, in the same order.
 
         before: the step that is under way, and draws the last tokens of some of them
@@ -136,7 +130,7 @@ class BatchBuilder:
         n_own = [-(-(chunk.start + chunk.n) // size) for chunk in chunks]
         page_starts = [0, *accumulate(n_own)]
         S, n_tokens, n_pages = len(chunks), starts[-1], page_starts[-1]
-        row_before = {c.sequence: row - 1 for c, _, row in before.rows() if c.draws} if before else {}
+        row_before = {c.sequence: row - 1 for c, _, row in previous.rows() if c.draws} if previous else {}
         tokens: list[IntArray] = []  # of each chunk: put together in one go, as its pages
         pending: list[tuple[int, int]] = []  # (token of the step, row of the step before)
         for chunk, at in zip(chunks, starts, strict=False):
@@ -289,76 +283,3 @@ def _fill_bias(
     if not biased:
         return _NO_IDS, _NO_VALUES
     return np.concatenate([own.bias_ids for own in biased]), np.concatenate([own.bias_values for own in biased])
-
-
-class EngineThread:
-    """The life of a loop, of whatever engine: its thread, when it last got on, and why it stopped.
-
-    `changed` guards `stopping` and `dead_because`, and what the loop hands over between threads.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.changed = threading.Condition()
-        self.stopping = False
-        self.dead_because = ""  # what went wrong, so that the loop has ended for ever
-        self._thread: threading.Thread | None = None
-        self._failed_in_row = 0
-        self._progress_s = clock()
-
-    @property
-    def running(self) -> bool:
-        return self._thread is not None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller runs in it."""
-        return self._thread is threading.current_thread()
-
-    @property
-    def seconds_since_progress(self) -> float:
-        """Since the loop last got on."""
-        return self.clock() - self._progress_s
-
-    def start(self, run: Callable[[], None]) -> None:
-        assert self._thread is None, "the loop is already running"
-        self.stopping = False
-        self._thread = threading.Thread(target=run, name="millrace-engine", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> bool:
-        """Waits for the step in progress, and whatever the loop does at its end. False: it had no thread."""
-        with self.changed:
-            self.stopping = True
-            self.changed.notify()
-        if self._thread is None:
-            return False
-        self._thread.join()
-        self._thread = None
-        return True
-
-    def check_open(self) -> None:
-        """Under `changed`, before the loop is given work. raises BusyError"""
-        if self.stopping or self.dead_because:
-            raise engine_stopped_error(self.dead_because)
-
-    def progressed(self) -> None:
-        """Also when work comes to an idle loop: to wait for it was no lack of progress."""
-        self._progress_s = self.clock()
-
-    def step_done(self) -> None:
-        self._failed_in_row = 0
-
-    def step_failed(self, what: str, error: Exception, check: Callable[[], object]) -> None:
-        """Only what was in the step fails with it; but a loop that computes nothing any more has ended.
-
-        check: computes something else, as one request may have come again and again. raises what a step raises
-        """
-        self._failed_in_row += 1
-        log.error("%s failed, %d in a row", what, self._failed_in_row, exc_info=error)
-        if self._failed_in_row == MAX_FAILURES_IN_A_ROW:
-            try:
-                check()
-                self._failed_in_row = 0
-            except (RuntimeError, MillraceError) as failed:
-                self.dead_because = f"{MAX_FAILURES_IN_A_ROW} steps in a row failed, then one of its own: {failed}"
