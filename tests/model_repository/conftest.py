@@ -6,6 +6,7 @@ from millrace.model_repository.models import bls
 
 
 @pytest.fixture
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings of models that wait for one another are looked for five times as often; one is seen in two looks."""
-    monkeypatch.setattr(bls, "CHECK_INTERVAL_S", 0.05)
+def short_bls_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests from model to model have a short timeout; loads in a circle are looked for more often."""
+    monkeypatch.setattr(bls, "TIMEOUT_S", 0.4)
+    monkeypatch.setattr(bls, "LOAD_CHECK_INTERVAL_S", 0.05)

@@ -8,12 +8,12 @@ value a class without constructor arguments.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.model_repository.config.model_config import InstanceGroup, ModelConfig
 from millrace.model_repository.models.bls import BlsExecutor
-from millrace.model_repository.models.model_version import ModelVersionSource, Waiting
+from millrace.model_repository.models.model_version import ModelVersionSource
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
@@ -24,8 +24,7 @@ from millrace.model_repository.scheduling.ragged_batch import RaggedBatch
 class InstanceContext:
     """Context of an instance. config: completed. folder: the model's folder, with its versions below it
 
-    bls: calls other models. waits: nested requests that it waits for while executing a batch, and whether it
-    certainly does
+    bls: calls other models
     """
 
     name: str  # the group's name and the instance's number
@@ -34,7 +33,6 @@ class InstanceContext:
     folder: Path
     group: InstanceGroup
     bls: BlsExecutor
-    waits: dict[Waiting, bool] = field(default_factory=dict)
     namespace: str = ""  # the model's
 
     @classmethod

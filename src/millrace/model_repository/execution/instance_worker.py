@@ -166,10 +166,6 @@ class InstanceWorker:
         self.batch = self._ahead.popleft() if self._ahead else None
         self.busy_since_s = now_s if self.batch is not None else None
 
-    def has(self, request: InferRequest) -> bool:
-        """Return whether the request is in execution or queued here."""
-        return (self.batch is not None and request in self.batch.requests) or request in self.not_begun()
-
     def not_begun(self) -> Iterator[InferRequest]:
         """Return the queued requests that have not started, as far as known, and are not finished."""
         return (request for batch in self._ahead for request in batch.requests if not request.finished)

@@ -15,7 +15,7 @@ from millrace.model_repository.execution.instance_worker import EventLoopMailbox
 from millrace.model_repository.execution.memory_usage import MemoryUsage
 from millrace.model_repository.execution.model_warmup import warm_up_instance
 from millrace.model_repository.models.bls import BlsExecutor
-from millrace.model_repository.models.model_version import Model, ModelVersionSource, Waiting
+from millrace.model_repository.models.model_version import Model, ModelVersionSource
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Batch, BatchQueue, BatchRules
@@ -92,27 +92,6 @@ class BackendModel(Model):
 
     def _start(self, request: InferRequest, now_ns: int) -> None:
         self._dispatch(now_ns)
-
-    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
-        """Return what the instance of a request waits for; if it is not started, what all instances wait for."""
-        workers = [worker for worker in self._workers if not worker.is_dead]
-        if any(worker.is_lost for worker in workers):
-            return None
-        if request.started_ns:
-            workers = [w for w in workers if w.has(request)]
-        elif self._idle and (self._limiter is None or any(map(self._limiter.may_compute, self._idle))):
-            return None
-        return self._all_wait_for(workers, surely)
-
-    def _all_wait_for(self, workers: Sequence[InstanceWorker], surely: bool) -> list[Waiting] | None:
-        """Return what the workers wait for; None if one of them waits for nothing."""
-        waits = [self._waits_of(worker, surely) for worker in workers]
-        return [waiting for per_worker in waits for waiting in per_worker] if waits and all(waits) else None
-
-    def _waits_of(self, worker: InstanceWorker, surely: bool) -> Sequence[Waiting]:
-        if worker.batch is None and self._limiter is not None:
-            return self._limiter.holding(worker)
-        return [waiting for waiting, is_sure in worker.context.waits.items() if is_sure or not surely]
 
     def cancel(self, request: InferRequest) -> None:
         """Cancel a request. A request that no instance computes ends immediately."""
@@ -244,8 +223,6 @@ class BackendModel(Model):
             self._dispatch(time.monotonic_ns())
             return
         self._n_busy -= 1
-        for waiting in [waiting for waiting, is_sure in worker.context.waits.items() if not is_sure]:
-            del worker.context.waits[waiting]  # the finished batch did not wait for it
         if self._limiter is not None:
             self._limiter.end(worker)
         if worker.is_lost:

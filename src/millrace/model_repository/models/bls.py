@@ -1,8 +1,8 @@
-"""Business logic scripting (BLS): requests from one model to another, with deadlock detection.
+"""Business logic scripting (BLS): requests from one model to another, limited in depth and in time.
 
 A model that waits for another model blocks its instance. If all instances of a model wait for requests that in turn
-wait for these instances, they deadlock. Waiting requests are checked periodically, and the youngest request of such a
-ring fails with an error that names the ring.
+wait for these instances, none is ever answered: hence the timeout of every nested request. The depth limit stops
+requests that models with free instances pass on without end.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from millrace.model_repository.lifecycle.load_override import Files
 from millrace.model_repository.metrics.custom_metrics import CustomMetrics
-from millrace.model_repository.models.model_version import NO_RESPONSE, Model, Waiting
+from millrace.model_repository.models.model_version import NO_RESPONSE, Model
 from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse, Receiver
@@ -23,8 +23,9 @@ from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.response_stream import UnreadBytes
 from millrace.model_repository.request.status_code import Code, StatusError
 
-CHECK_INTERVAL_S = 0.25  # between two checks; a ring counts once two checks in a row have found it
-MAX_POSSIBLE_RINGS = 20  # in a row, for rings in which an instance only possibly waits for a thread's request
+MAX_DEPTH = 32  # models and ensembles that a request may have passed through when a model calls another
+TIMEOUT_S = 300.0  # without a response, for a nested request that has no timeout of its own
+LOAD_CHECK_INTERVAL_S = 0.25  # between two searches for models that wait for each other to load
 T = TypeVar("T")
 
 
@@ -32,27 +33,32 @@ T = TypeVar("T")
 class NestedRequest:
     """One request from a model to another.
 
-    caller: the calling model. inputs: the inputs of `request`. parents: the call is cancelled when all of these are.
-    caller_waits: the requests that the calling instance waits for, and whether it certainly does; None if it does not.
+    inputs: the inputs of `request`. parents: the call is cancelled when all of these are.
     receive: called in the event loop
     """
 
-    caller: str
     model: str
     version: int | None
     is_decoupled: bool
     request: InferRequest
     inputs: Sequence[RawInput]
     parents: Sequence[InferRequest]
-    caller_waits: "dict[Waiting, bool] | None"
-    is_sure: bool
     receive: Receiver
     is_over: bool = False
     target: Model | None = None
     unread: UnreadBytes | None = None
     sizes: deque[int] = field(default_factory=deque)  # of unread responses, in bytes
-    n_sure_rings: int = 0  # consecutive checks that found it in a ring of certain waits
-    n_possible_rings: int = 0  # consecutive checks that found it in a ring with possible waits
+    deadline_s: float = 0.0  # in the event loop's time; moved on by each response
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        return self.request.timeout_us / 1e6 or TIMEOUT_S
+
+    @property
+    def path(self) -> str:
+        """The models that the request came through, and the called one."""
+        return " -> ".join((*self.request.callers, self.model))
 
     def outer_cancelled(self) -> bool:
         return bool(self.parents) and all(outer.cancelled for outer in self.parents)
@@ -82,8 +88,6 @@ class BlsExecutor:
     def __init__(self, repository: BlsRepository, custom: CustomMetrics, loop: asyncio.AbstractEventLoop) -> None:
         self._repository, self.custom, self._loop = repository, custom, loop
         self._loads: dict[ModelId, list[str]] = {}  # by a model that is loading: the models it waits for
-        self._open: dict[NestedRequest, None] = {}  # in the order of arrival
-        self._timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ from any thread
 
@@ -117,7 +121,7 @@ class BlsExecutor:
         try:
             while not loading.done():
                 self._check_load(caller, name)  # an ensemble's members are known only while it loads
-                await asyncio.wait((loading,), timeout=CHECK_INTERVAL_S)
+                await asyncio.wait((loading,), timeout=LOAD_CHECK_INTERVAL_S)
             return await loading
         finally:
             loading.cancel()
@@ -170,6 +174,9 @@ class BlsExecutor:
 
     def _begin(self, call: NestedRequest) -> None:
         """Submit a nested request. raises StatusError"""
+        if len(call.request.callers) > MAX_DEPTH:
+            what = f"a request passes through more models than {MAX_DEPTH}, the limit of nested requests ({call.path})"
+            raise StatusError(Code.INVALID_ARG, call.request.error_prefix + what)
         try:
             model = self._repository.get(call.model, call.version)
         except StatusError as error:
@@ -190,14 +197,24 @@ class BlsExecutor:
         call.target, call.unread, watcher = model, UnreadBytes(model), partial(self._outer_cancelled, call)
         for outer in call.parents:
             outer.watch(call, watcher)
-        if call.caller_waits is not None:
-            call.caller_waits[model, call.request] = call.is_sure
-        self._open[call] = None
+        call.deadline_s = self._loop.time() + call.timeout_s
+        call.timer = self._loop.call_at(call.deadline_s, self._check_timeout, call)
         for outer in call.parents:
             self._repository.common.tracer.trace_nested(call.request, outer)
         model.submit(call.request, lambda *answer: self._answered(call, *answer))
-        if self._open and self._timer is None:
-            self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check_deadlocks)
+
+    def _check_timeout(self, call: NestedRequest) -> None:
+        """End a call that got no response for its timeout; wait on if a response has moved the deadline."""
+        if self._loop.time() < call.deadline_s:
+            call.timer = self._loop.call_at(call.deadline_s, self._check_timeout, call)
+            return
+        what = (
+            f"model '{call.model}' gave no response for {call.timeout_s:g} s ({call.path}). Usually all instances of a "
+            "model then wait for requests that wait for these instances: give the model more instances, or do not let "
+            "it call itself, directly or through others. If it needs more time, pass `timeout`, in microseconds, "
+            "to pb_utils.InferenceRequest"
+        )
+        self._end_early(call, StatusError(Code.UNAVAILABLE, call.request.error_prefix + what))
 
     def _outer_cancelled(self, call: NestedRequest) -> None:
         if call.outer_cancelled():
@@ -219,6 +236,8 @@ class BlsExecutor:
             error, final = StatusError(Code.INTERNAL, NO_RESPONSE), True
         if final:
             self._end(call)
+        else:
+            call.deadline_s = self._loop.time() + call.timeout_s
         if response is not None and error is None and call.unread is not None:
             try:
                 call.sizes.append(call.unread.add(call.request, response))
@@ -229,65 +248,7 @@ class BlsExecutor:
 
     def _end(self, call: NestedRequest) -> None:
         call.is_over = True
-        self._open.pop(call, None)
+        if call.timer is not None:
+            call.timer.cancel()
         for outer in call.parents:
             outer.unwatch(call)
-        if call.caller_waits is not None and call.target is not None:
-            call.caller_waits.pop((call.target, call.request), None)
-
-    # ------------------------------------------------------------------ rings
-
-    def _check_deadlocks(self) -> None:
-        """Find rings of waiting requests. Runs once per CHECK_INTERVAL_S while nested requests are open."""
-        self._timer = None
-        for call in reversed(list(self._open)):  # the youngest first: without it the others may continue
-            ring = _ring(call, surely=True)
-            call.n_sure_rings = call.n_sure_rings + 1 if ring else 0
-            ring = ring or _ring(call, surely=False)
-            call.n_possible_rings = call.n_possible_rings + 1 if ring else 0
-            if call.n_sure_rings > 1 or call.n_possible_rings > MAX_POSSIBLE_RINGS:
-                self._end_early(call, _deadlock(call, ring))
-        if self._open:
-            self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check_deadlocks)
-
-
-def _ring(call: NestedRequest, surely: bool) -> list[Waiting]:
-    """Return the ring of requests through which `call` waits for itself; empty if it may still be answered."""
-    if call.caller_waits is None or call.target is None or (surely and not call.is_sure):
-        return []
-    first: Waiting = (call.target, call.request)
-    visited, left = {first}, [first]
-    while left:
-        behind = _next_waits(left.pop(), surely)
-        if behind is None:
-            return []
-        left += [waiting for waiting in behind if waiting not in visited]
-        visited.update(behind)
-    return _circle(first, surely)
-
-
-def _circle(first: Waiting, surely: bool) -> list[Waiting]:
-    """Follow the waits from `first` until a request repeats."""
-    path = [first]
-    while (behind := _next_waits(path[-1], surely)) is not None:
-        path.append(behind[0])
-        if behind[0] in path[:-1]:
-            break
-    return path
-
-
-def _next_waits(waiting: Waiting, surely: bool) -> Sequence[Waiting] | None:
-    model, request = waiting
-    return model.waits_for(request, surely)
-
-
-def _deadlock(call: NestedRequest, ring: Sequence[Waiting]) -> StatusError:
-    names = [model.name for model, _ in ring]
-    if names[-2:-1] == [call.caller]:  # the ring ends at the caller
-        names.pop()
-    way = " -> ".join([call.caller, *names])
-    return StatusError(
-        Code.UNAVAILABLE,
-        f"{call.request.error_prefix}deadlock: model '{call.caller}' asks model '{call.model}', all of whose instances "
-        f"wait, in the end for one another ({way}); give these models more instances, or let none of them ask itself",
-    )

@@ -6,7 +6,7 @@ Models may answer small requests before `submit` returns, so a run keeps a work 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from millrace.model_repository.models.ensemble_steps import (
     rebatched,
     steps_from_config,
 )
-from millrace.model_repository.models.model_version import NO_RESPONSE, Model, ModelVersionSource, Waiting
+from millrace.model_repository.models.model_version import NO_RESPONSE, Model, ModelVersionSource
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.request_validation import RawInput
@@ -122,10 +122,6 @@ class Ensemble(Model):
         request.queued_ns = request.started_ns = now_ns
         self._runs[request].begin()
 
-    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
-        run = self._runs.get(request)
-        return run.open_calls() if run is not None else None
-
     def cancel(self, request: InferRequest) -> None:
         request.cancel()
         run = self._runs.get(request)
@@ -186,6 +182,7 @@ class _Run:
         self._stream_ended = False  # the decoupled step has sent its final response
         self._unread = UnreadBytes(ensemble)
         self._open: dict[InferRequest, Model] = {}  # requests submitted to members
+        self._callers = (*request.callers, ensemble.name)
         self._work: deque[Callable[[], None]] = deque()
         self._is_working = self._is_over = False
         for member in self._members.values():
@@ -206,9 +203,6 @@ class _Run:
         self._start(self._root)
         if not self._root.n_left:  # the decoupled step depends on no other step
             self._done(self._root)
-
-    def open_calls(self) -> list[Waiting] | None:
-        return [(member, step_request) for step_request, member in self._open.items()] or None
 
     def end(self, error: StatusError) -> None:
         """End the run with its first error, and cancel all open requests."""
@@ -252,6 +246,7 @@ class _Run:
         step, member, request = self._steps[i], self._members[i], self._request
         step_request = InferRequest({}, tuple(name for name, _ in step.outputs), request.id)
         step_request.is_step, step_request.parameters = True, dict(request.parameters)
+        step_request.callers = self._callers
         step_request.correlation_id, step_request.flags = request.correlation_id, request.flags
         self._ensemble.trace_step(step_request, request)
         step_request.priority, step_request.timeout_us = request.priority, request.timeout_us

@@ -191,13 +191,6 @@ class Model(ABC):
         """Start computing queued requests; may respond immediately."""
 
     @abstractmethod
-    def waits_for(self, request: InferRequest, surely: bool) -> "Sequence[Waiting] | None":
-        """Return the requests that block this one: nothing happens until one of them ends. None if it is not blocked.
-
-        surely: leave out requests that an instance only possibly waits for
-        """
-
-    @abstractmethod
     def cancel(self, request: InferRequest) -> None:
         """Cancel a request. A request that is not in execution ends immediately."""
 
@@ -268,6 +261,3 @@ def only_response(answered: Callable[[InferResponse | None, StatusError | None],
             answered(response, None if response is not None else StatusError(Code.INTERNAL, NO_RESPONSE))
 
     return receive
-
-
-Waiting = tuple[Model, InferRequest]  # a request, and the model that it was submitted to

@@ -3,13 +3,12 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
 
 from millrace.model_repository.backends.backend import ModelBackend
 from millrace.model_repository.execution.instance_worker import InstanceWorker
 from millrace.model_repository.models.backend_model import BackendModel
 from millrace.model_repository.models.bls import BlsExecutor
-from millrace.model_repository.models.model_version import ModelVersionSource, Waiting
+from millrace.model_repository.models.model_version import ModelVersionSource
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Batch
@@ -90,14 +89,6 @@ class SequenceModel(BackendModel):
     def _answer_lost(self, worker: InstanceWorker, request: InferRequest) -> None:
         gone = self._sequences.lost_error(request.correlation_id, worker.name)
         self._on_response(request, None, StatusError(gone.code, request.error_prefix + gone.message), True)
-
-    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
-        """Also count waiting for the previous request of the sequence, or for a slot."""
-        if request.started_ns:
-            return super().waits_for(request, surely)
-        holders = self._sequences.holders(request)
-        workers = [self._workers[i] for i in holders or ()]
-        return None if any(worker.is_lost for worker in workers) else self._all_wait_for(workers, surely)
 
     # ------------------------------------------------------------------ batches
 

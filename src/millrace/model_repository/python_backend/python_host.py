@@ -12,7 +12,6 @@ from millrace.model_repository.lifecycle.load_override import PREFIX
 from millrace.model_repository.models.bls import BlsExecutor, NestedRequest
 from millrace.model_repository.python_backend.stub.errors import CODES, TritonError, TritonModelException
 from millrace.model_repository.python_backend.stub.host_interface import (
-    BlockingCalls,
     BlsClient,
     BlsRequest,
     Host,
@@ -85,6 +84,7 @@ class ServerHost(Host):
         request.received_ns = time.monotonic_ns()  # the timeout starts here, not once the event loop runs
         request.parameters, request.correlation_id = dict(bls_request.parameters), bls_request.correlation_id
         request.flags, request.timeout_us = bls_request.flags, bls_request.timeout_us
+        request.callers = (*max((outer.callers for outer in parents), key=len, default=()), self.model)
         request.priority = min((outer.priority for outer in parents), default=0)
 
         def answered(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
@@ -97,11 +97,9 @@ class ServerHost(Host):
             raw_inputs = [_raw_input(name, array) for name, array in bls_request.inputs]
         except StatusError as error:
             raise TritonModelException(str(error)) from None
-        waits = self._context.waits if bls_request.waits is not BlockingCalls.NO else None
         call = NestedRequest(
-            self.model, bls_request.model, bls_request.version, bls_request.is_decoupled, request, raw_inputs, parents,
-            waits, bls_request.waits is BlockingCalls.YES, answered,
-        )  # fmt: skip
+            bls_request.model, bls_request.version, bls_request.is_decoupled, request, raw_inputs, parents, answered
+        )
         if not self._bls.post(self._bls.begin, call):
             receive(ModelResponse(error=TritonError("Server is stopping", TritonError.UNAVAILABLE)), True)
         return InProcessBls(self._bls, call)

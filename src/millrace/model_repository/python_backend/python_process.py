@@ -18,7 +18,7 @@ from millrace.model_repository.backends.backend import Instance, InstanceContext
 from millrace.model_repository.python_backend.python_host import InProcessBls, ServerHost, to_status_error
 from millrace.model_repository.python_backend.python_interpreter import Python, StubProcess
 from millrace.model_repository.python_backend.stub.errors import TritonModelException
-from millrace.model_repository.python_backend.stub.host_interface import BlockingCalls, BlsRequest, ModelResponse
+from millrace.model_repository.python_backend.stub.host_interface import BlsRequest, ModelResponse
 from millrace.model_repository.python_backend.stub.ipc import FrameError, Named
 from millrace.model_repository.python_backend.stub.model_runner import ModelDescription
 from millrace.model_repository.python_backend.stub.stub_process import read_response, response_fields, response_tensors
@@ -278,7 +278,6 @@ class StubInstance(Instance):
         bls_request = BlsRequest(
             header["model"], header["version"], header["id"], header["correlation_id"], header["flags"],
             header["timeout_us"], header["parameters"], tensors, header["outputs"], header["decoupled"], (),
-            BlockingCalls(header["waits"]),
         )  # fmt: skip
 
         def receive(answer: ModelResponse | None, final: bool) -> None:

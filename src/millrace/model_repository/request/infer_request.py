@@ -71,7 +71,7 @@ class InferRequest:
     """
 
     __slots__ = (
-        "_watchers", "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id",
+        "_watchers", "batch", "batch_size", "callers", "cancelled", "computed_ns", "computing_ns", "correlation_id",
         "deadline_ns", "digest", "exchange", "finished", "flags", "has_failed", "id", "inputs", "is_inner",
         "is_step", "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive",
         "received_ns", "reschedule_by", "send_by", "sequence", "shape_key", "started_ns", "tenant", "timeout_us",
@@ -83,6 +83,7 @@ class InferRequest:
         self.parameters: dict[str, Parameter] = {}
         self.batch_size = self.priority = self.timeout_us = self.flags = 0
         self.correlation_id: int | str = 0
+        self.callers: tuple[str, ...] = ()  # models and ensembles that it came through, the outermost first
         self.tenant = ""  # name of the client's API key, if there are several
         self.digest = b""  # of the inputs, if the model's responses are cached
         self.shape_key: object = None  # requests with equal keys may share a batch

@@ -8,29 +8,19 @@ waits for; so it neither starves nor blocks the others. Everything runs in the e
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from millrace.errors import ConfigError
 from millrace.model_repository.config.model_config import InstanceGroup
-from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import invalid
-from millrace.model_repository.scheduling.dynamic_batcher import Batch
 
 FLAG, RESOURCE_FLAG = "--rate-limit", "--rate-limit-resource"
 _RESOURCE = re.compile(r"([^:\s]{1,200}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 
 
-class InstanceSlot(Protocol):
-    """The view of an instance that the limiter needs."""
-
-    @property
-    def batch(self) -> Batch | None:
-        """The batch in execution."""
-
-
-S = TypeVar("S", bound=InstanceSlot)
+S = TypeVar("S", bound=Hashable)  # an instance
 
 
 class ResourceWaiter(Protocol):
@@ -71,10 +61,10 @@ class InstanceRateLimiter:
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
-        self._states: dict[InstanceSlot, _InstanceState] = {}
+        self._states: dict[Hashable, _InstanceState] = {}
         self._used: Counter[str] = Counter()
-        self._computing: set[InstanceSlot] = set()
-        self._waiting: dict[InstanceSlot, None] = {}
+        self._computing: set[Hashable] = set()
+        self._waiting: dict[Hashable, None] = {}
         self._are_global: dict[str, bool] = {}
         self._is_woken = False
 
@@ -116,10 +106,10 @@ class InstanceRateLimiter:
                     )
         self._are_global = are_global
 
-    def add(self, worker: InstanceSlot, group: InstanceGroup, owner: ResourceWaiter) -> None:
+    def add(self, worker: Hashable, group: InstanceGroup, owner: ResourceWaiter) -> None:
         self._states[worker] = _InstanceState(ResourceRequest.from_group(group), owner)
 
-    def remove(self, workers: Iterable[InstanceSlot]) -> None:
+    def remove(self, workers: Iterable[Hashable]) -> None:
         """Remove instances that compute nothing more."""
         for worker in workers:
             self.end(worker)
@@ -129,7 +119,7 @@ class InstanceRateLimiter:
         there = {name for state in self._states.values() for name in state.needs.counts}
         self._are_global = {name: is_global for name, is_global in self._are_global.items() if name in there}
 
-    def may_compute(self, worker: InstanceSlot) -> bool:
+    def may_compute(self, worker: Hashable) -> bool:
         state = self._states[worker]
         counts = state.needs.counts
         if any(self._used[name] + n > self._limit(name) for name, n in counts.items()):
@@ -146,31 +136,25 @@ class InstanceRateLimiter:
         self._waiting.update(dict.fromkeys(worker for worker in idle if worker not in runnable))
         return runnable
 
-    def clear_waiting(self, workers: Iterable[InstanceSlot]) -> None:
+    def clear_waiting(self, workers: Iterable[Hashable]) -> None:
         """Stop waiting for instances that have no work now."""
         for worker in list(workers):
             if worker in self._waiting:
                 del self._waiting[worker]
                 self._wake()  # instances behind it may now run
 
-    def begin(self, worker: InstanceSlot) -> None:
+    def begin(self, worker: Hashable) -> None:
         state = self._states[worker]
         self._waiting.pop(worker, None)
         self._computing.add(worker)
         self._used.update(state.needs.counts)
         state.n_runs += 1
 
-    def end(self, worker: InstanceSlot) -> None:
+    def end(self, worker: Hashable) -> None:
         if worker in self._computing:
             self._computing.remove(worker)
             self._used.subtract(self._states[worker].needs.counts)
             self._wake()
-
-    def holding(self, worker: InstanceSlot) -> list[tuple[Any, InferRequest]]:
-        """Return owners and requests in execution that hold resources the instance needs."""
-        names = self._states[worker].needs.counts.keys()
-        holders = (other for other in self._computing if names & self._states[other].needs.counts)
-        return [(self._states[o].owner, r) for o in holders if o.batch is not None for r in o.batch.requests]
 
     def _limit(self, name: str) -> int:
         if name in self._limits:

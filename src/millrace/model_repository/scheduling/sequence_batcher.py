@@ -257,19 +257,6 @@ class SequenceBatcher:
             heapq.heappush(self._free, place)
         self._fill(now_ns)
 
-    def holders(self, request: InferRequest) -> set[int] | None:
-        """Return the instances of which one must finish a batch before a waiting request can proceed.
-
-        None if it may proceed sooner, because a client ends a sequence or a sequence idles out
-        """
-        sequence = self._by_id[request.sequence.id][0]  # sequences of an id run one after the other
-        holding = [sequence] if sequence.place is not None else [s for slots in self._slots for s in slots.values()]
-        if request.sequence is sequence and sequence.place is not None:
-            return {sequence.place[1]}
-        if not holding or any(one.busy is None for one in holding):
-            return None
-        return {one.place[1] for one in holding if one.place is not None}
-
     def finish(self, now_ns: int) -> None:
         """Close all sequences; waiting requests are still computed."""
         for sequence in list(self._all_sequences()):

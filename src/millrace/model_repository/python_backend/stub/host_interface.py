@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 from .bytes_tensors import Array
@@ -45,18 +44,11 @@ class Incoming(ABC):
         """Execute the request again later; the next `execute` answers it."""
 
 
-class BlockingCalls(IntEnum):
-    NO = 0
-    PERHAPS = 1  # called from another thread during `execute`
-    YES = 2
-
-
 @dataclass(frozen=True)
 class BlsRequest:
     """One request of the model to another model.
 
     version: None is the highest. parents: the requests that it serves; it is cancelled when all of these are.
-    waits: whether the thread in `execute` waits for the response
     """
 
     model: str
@@ -70,7 +62,6 @@ class BlsRequest:
     outputs: Sequence[str]
     is_decoupled: bool
     parents: Sequence[Incoming]
-    waits: BlockingCalls
 
 
 # Called from another thread: a response, or None for the end; and whether it is the last.
@@ -98,7 +89,6 @@ class Host(ABC):
         """name: the instance's name"""
         self.name, self.model, self.pid = name, model, os.getpid()
         self.is_executing = self.is_closing = False  # between `initialize` and `finalize`; from then on
-        self.is_busy = False  # in a call of `execute`
 
     @abstractmethod
     def call_model(self, request: BlsRequest, receive: Receive) -> BlsClient:
@@ -128,11 +118,10 @@ class Host(ABC):
 
 @dataclass(frozen=True)
 class Execution:
-    """One call of `execute`. thread: the calling thread; None if it continues in an event loop after returning"""
+    """One call of `execute`."""
 
     host: Host
     requests: Sequence[Incoming]
-    thread: int | None
 
 
 EXECUTION: ContextVar[Execution | None] = ContextVar("execution", default=None)

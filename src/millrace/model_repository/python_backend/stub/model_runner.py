@@ -86,8 +86,7 @@ class PythonModelRunner:
             )
             for request in requests
         ]
-        token = EXECUTION.set(Execution(self._host, requests, threading.get_ident()))
-        self._host.is_busy = True
+        token = EXECUTION.set(Execution(self._host, requests))
         try:
             answers = self._model.execute(model_requests)
             if inspect.iscoroutine(answers):
@@ -104,7 +103,6 @@ class PythonModelRunner:
                 one.mark_answered()
             raise PythonModelError(failed) from error
         finally:
-            self._host.is_busy = False
             EXECUTION.reset(token)
 
     def _failed(self, error: BaseException) -> str:
@@ -126,7 +124,7 @@ class PythonModelRunner:
         requests = [one._incoming for one in model_requests if one._incoming is not None]
 
         async def run() -> None:
-            EXECUTION.set(Execution(self._host, requests, None))
+            EXECUTION.set(Execution(self._host, requests))
             try:
                 self._answer(requests, model_requests, await work)
             except BaseException as error:  # noqa: BLE001  as in `execute`: sys.exit, too, is the answer
@@ -152,7 +150,7 @@ class PythonModelRunner:
     def _await(self, work: Coroutine[Any, Any, Any], requests: Sequence[Incoming]) -> Any:
         """Return the result of a coroutine of a non-decoupled model. Tasks it leaves behind continue in a thread."""
         if self._thread is not None:
-            execution = Execution(self._host, requests, self._thread.ident)
+            execution = Execution(self._host, requests)
 
             async def run() -> Any:
                 EXECUTION.set(execution)

@@ -4,14 +4,13 @@ import asyncio
 import inspect
 import json
 import os
-import threading
 from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
 from .bls_calls import BlsCall, ResponseIterator, start_iterator
 from .bytes_tensors import text
 from .errors import TritonError, TritonModelException
-from .host_interface import EXECUTION, BlockingCalls, BlsRequest, Host, Incoming, ModelResponse
+from .host_interface import EXECUTION, BlsRequest, Host, Incoming, ModelResponse
 from .responses import LOST, InferenceResponseSender, check_parameters, to_inference_response
 from .tensors import Tensor, named_arrays
 
@@ -204,11 +203,8 @@ class InferenceRequest:
             raise TritonModelException("a process that a model has forked cannot ask other models; use a thread pool")
         execution, incoming = EXECUTION.get(), self._trace._incoming
         parents = [incoming] if incoming is not None else list(execution.requests) if execution is not None else []
-        waits = BlockingCalls.PERHAPS if host.is_busy else BlockingCalls.NO
-        if execution is not None and execution.thread == threading.get_ident():
-            waits = BlockingCalls.YES
         bls_request = BlsRequest(
             self._model, self._version, self._id, self._correlation_id, self._flags, self._timeout_us,
-            self._parameters, named_arrays(self._inputs), self._outputs, decoupled, parents, waits,
+            self._parameters, named_arrays(self._inputs), self._outputs, decoupled, parents,
         )  # fmt: skip
         return BlsCall(host, bls_request)

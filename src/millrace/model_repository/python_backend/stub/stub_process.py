@@ -104,7 +104,7 @@ class _Host(Host):
                 "t": "ask", "c": number, "model": request.model, "version": request.version, "id": request.id,
                 "correlation_id": request.correlation_id, "flags": request.flags, "timeout_us": request.timeout_us,
                 "parameters": request.parameters, "outputs": list(request.outputs), "decoupled": request.is_decoupled,
-                "behind": parents, "waits": request.waits,
+                "behind": parents,
             },
             request.inputs,
         )  # fmt: skip

@@ -1,7 +1,6 @@
-"""Models that wait for one another: what could never end is named, and what can end is left alone."""
+"""Requests from model to model end: at a depth, or without a response after a time. Loads in a circle are refused."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +9,11 @@ import pytest
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models import bls
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
-from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.status_code import Code, StatusError
 from tests.support.python_models import HEAD, asked, loaded, write
 from tests.support.triton_models import SQUARE_CONFIG
 
-pytestmark = pytest.mark.usefixtures("quick_looks")
+pytestmark = pytest.mark.usefixtures("short_bls_timeout")
 
 # Asks `model` with what it was asked, until IN is 0.
 NEXT = """
@@ -30,19 +29,6 @@ NEXT = """
                     raise pb_utils.TritonModelException(response.error().message())
                 n = response.output_tensors()[0].as_numpy() + 1
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", n)]))
-        return responses
-"""
-ASYNC = """
-    async def execute(self, requests):
-        responses = []
-        for request in requests:
-            asking = [pb_utils.InferenceRequest(model_name=%r, requested_output_names=["OUT"], inputs=request.inputs())
-                      for _ in range(2)]
-            found = await asyncio.gather(*(one.async_exec() for one in asking))
-            for response in found:
-                if response.has_error():
-                    raise pb_utils.TritonModelException(response.error().message())
-            responses.append(pb_utils.InferenceResponse(found[0].output_tensors()))
         return responses
 """
 PIPE = """platform: "ensemble"
@@ -63,24 +49,24 @@ async def ask(repository: ModelRepository, name: str, n: int) -> int:
     return int(found.outputs["OUT"][0])
 
 
-def test_a_model_that_asks_itself(tmp_path: Path) -> None:
+def test_a_model_that_waits_for_itself_times_out(tmp_path: Path) -> None:
     write(tmp_path, "m", HEAD + NEXT % "m", SQUARE_CONFIG % instances(3))
 
     async def run() -> None:
         async with loaded(tmp_path) as repository:
             await repository.load("m")
             assert await ask(repository, "m", 2) == 2, "three instances are enough for that"
-            with pytest.raises(StatusError) as failed:
+            with pytest.raises(
+                StatusError, match=r"model 'm' gave no response for 0.4 s \(m -> m.*more instances"
+            ) as failed:
                 await ask(repository, "m", 3)
-            assert "model 'm' asks model 'm', all of whose instances wait, in the end for one another (m -> m" in str(
-                failed.value
-            )
+            assert failed.value.code is Code.INTERNAL, "it is the model's exception"
             assert await ask(repository, "m", 2) == 2, "and they are free again"
 
     asyncio.run(run())
 
 
-def test_rings_of_models_are_named(tmp_path: Path) -> None:
+def test_what_waits_behind_a_request_that_timed_out_ends(tmp_path: Path) -> None:
     for name, following in (("a", "b"), ("b", "pipe"), ("c", "a")):
         write(tmp_path, name, HEAD + NEXT % following, SQUARE_CONFIG % "")
     write(tmp_path, "pipe", "", PIPE % "c")
@@ -90,75 +76,55 @@ def test_rings_of_models_are_named(tmp_path: Path) -> None:
             for name in ("a", "b", "c", "pipe"):
                 await repository.load(name)
             assert await ask(repository, "a", 2) == 2
-            with pytest.raises(
-                StatusError, match=r"deadlock: model 'c' asks model 'a', .*\(c -> a -> b -> pipe -> c\)"
-            ):
-                await ask(repository, "a", 7)
             several = await asyncio.gather(*(ask(repository, "a", n) for n in (7, 0, 0, 0)), return_exceptions=True)
-            assert isinstance(several[0], StatusError) and several[1:] == [0, 0, 0], "only what closes the ring is lost"
+            assert "model 'b' gave no response for 0.4 s (a -> b)" in str(several[0]) and several[1:] == [0, 0, 0]
+            assert await ask(repository, "a", 2) == 2
 
     asyncio.run(run())
 
 
-def test_rings_in_async_models_are_named(tmp_path: Path) -> None:
-    write(tmp_path, "a", HEAD + ASYNC % "b", SQUARE_CONFIG % "")
-    write(tmp_path, "b", HEAD + ASYNC % "a", SQUARE_CONFIG % instances(2))
+def test_models_that_call_each_other_without_end_reach_a_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bls, "MAX_DEPTH", 4)
+    write(tmp_path, "a", HEAD + NEXT % "pipe", SQUARE_CONFIG % instances(4))
+    write(tmp_path, "pipe", "", PIPE % "a")
 
     async def run() -> None:
         async with loaded(tmp_path) as repository:
             await repository.load("a")
-            await repository.load("b")
-            with pytest.raises(StatusError, match="deadlock: model 'b' asks model 'a'"):
-                await ask(repository, "a", 1)
+            await repository.load("pipe")
+            assert await ask(repository, "a", 2) == 2
+            says = r"more models than 4, the limit of nested requests \(a -> pipe -> a -> pipe -> a -> pipe\)"
+            with pytest.raises(StatusError, match=says):
+                await ask(repository, "a", 3)
 
     asyncio.run(run())
 
 
-THREADS = """
+TIMES = """
     def execute(self, requests):
-        from concurrent.futures import ThreadPoolExecutor
-        with ThreadPoolExecutor() as pool:
-            asking = [pb_utils.InferenceRequest(model_name=%r, requested_output_names=["OUT"], inputs=r.inputs())
-                      for r in requests]
-            found = list(pool.map(lambda one: one.exec(), asking))
-        for response in found:
-            if response.has_error():
-                raise pb_utils.TritonModelException(response.error().message())
-        return [pb_utils.InferenceResponse(response.output_tensors()) for response in found]
+        asking = pb_utils.InferenceRequest(model_name="slow", requested_output_names=["OUT"],
+                                           inputs=requests[0].inputs(), timeout=%d)
+        return [pb_utils.InferenceResponse(r.output_tensors(), r.error()) for r in [asking.exec()]]
 """
 
 
-def test_rings_through_threads_of_models_are_named_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bls, "MAX_POSSIBLE_RINGS", 4)
-    write(tmp_path, "a", HEAD + THREADS % "b", SQUARE_CONFIG % "")
-    write(tmp_path, "b", HEAD + ASYNC % "a", SQUARE_CONFIG % "")
-
-    async def run() -> None:
-        async with loaded(tmp_path) as repository:
-            await repository.load("a")
-            await repository.load("b")
-            began_s = time.monotonic()
-            with pytest.raises(StatusError, match="deadlock: model 'b' asks model 'a'"):
-                await ask(repository, "a", 1)
-            assert time.monotonic() - began_s > 4 * bls.CHECK_INTERVAL_S, "it may not have waited for them"
-
-    asyncio.run(run())
-
-
-def test_what_only_takes_long_is_no_ring(tmp_path: Path) -> None:
-    slow = "    def execute(self, requests):\n        import time\n        time.sleep(0.3)\n" + (
+def test_a_request_may_have_its_own_timeout(tmp_path: Path) -> None:
+    slow = "    def execute(self, requests):\n        import time\n        time.sleep(1)\n" + (
         "        return [pb_utils.InferenceResponse([pb_utils.Tensor('OUT', r.inputs()[0].as_numpy())])"
         " for r in requests]\n"
     )
-    for name, following in (("a", "b"), ("b", "slow")):
-        write(tmp_path, name, HEAD + NEXT % following, SQUARE_CONFIG % "")
+    write(tmp_path, "brief", HEAD + TIMES % 100_000, SQUARE_CONFIG % "")
+    write(tmp_path, "patient", HEAD + TIMES % 9_000_000, SQUARE_CONFIG % "")
     write(tmp_path, "slow", HEAD + slow, SQUARE_CONFIG % "")
 
     async def run() -> None:
         async with loaded(tmp_path) as repository:
-            for name in ("a", "b", "slow"):
+            for name in ("brief", "patient", "slow"):
                 await repository.load(name)
-            assert list(await asyncio.gather(ask(repository, "a", 2), ask(repository, "a", 2))) == [2, 2]
+            with pytest.raises(StatusError, match=r"no response for 0.1 s \(brief -> slow\)") as failed:
+                await ask(repository, "brief", 2)
+            assert failed.value.code is Code.UNAVAILABLE
+            assert await ask(repository, "patient", 2) == 2
 
     asyncio.run(run())
 
@@ -202,7 +168,7 @@ def test_models_that_load_one_another(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with loaded(tmp_path) as repository:
-            ring = ("a -> b -> pipe -> a", "b -> pipe -> a -> b", "pipe -> a -> b -> pipe")  # whoever closes it tells
+            ring = ("a -> b -> pipe -> a", "b -> pipe -> a -> b", "pipe -> a -> b -> pipe")  # the first to look tells
             for name, ways in (("self", ("self -> self",)), ("a", ring)):
                 with pytest.raises(StatusError) as failed:
                     await asyncio.wait_for(repository.load(name), 60)
