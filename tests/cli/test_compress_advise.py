@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.compress import advise
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compress.presets import BATCH
+from millrace.compress.report import method_trials
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
 
@@ -21,8 +21,8 @@ def test_methods_side_by_side(
     millrace: Millrace, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """What is there is not measured again; what this model cannot take is said, and the rest goes on."""
-    monkeypatch.setattr(advise, "_TUNE_S", 0)
-    monkeypatch.setattr(advise, "ROUNDS", 1)
+    monkeypatch.setattr(method_trials, "_TUNE_S", 0)
+    monkeypatch.setattr(method_trials, "ROUNDS", 1)
     text, out = tmp_path / "half.txt", tmp_path / "out"
     whole = (BUNDLED / "calibration.txt").read_text()
     text.write_text(whole[: len(whole) // 2])
@@ -51,7 +51,7 @@ def test_methods_side_by_side(
     def never(*_: object) -> None:
         raise AssertionError("statistics are collected")
 
-    monkeypatch.setattr(advise, "statistics_for", never)
+    monkeypatch.setattr(method_trials, "statistics_for", never)
     assert json.loads(millrace(*asked, *given).out)["rows"] == rows, "nothing is left to do"
     other = millrace(*asked[:-1], 3, "--presets", "int8-sq", "--samples-from", text, "--samples", 2)
     other.assert_mistake("has figures of batch 2", "name another folder")
@@ -61,8 +61,8 @@ def test_four_bits_are_measured_as_w4a8_too(
     millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row of its own, of the loss and speed that `millrace build --precision w4a8` of that folder has."""
-    monkeypatch.setattr(advise, "_TUNE_S", 0)
-    monkeypatch.setattr(advise, "ROUNDS", 1)
+    monkeypatch.setattr(method_trials, "_TUNE_S", 0)
+    monkeypatch.setattr(method_trials, "ROUNDS", 1)
     source, out = write_checkpoint(tmp_path / "c", width=64, inner=64), tmp_path / "out"
     asked = ("compress", source, "-o", out, "--advise", "--batch", 2, "--presets", "int4-wo")
     told = json.loads(millrace(*asked, "--json").out)

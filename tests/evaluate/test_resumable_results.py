@@ -18,8 +18,8 @@ from millrace.evaluate.resumable_results import (
     ResumableResults,
     check_same,
     check_whole,
+    compare_results,
     read,
-    results_path,
 )
 
 ABOUT = ResultsInputs("m", "engine-1", "default w8a8", "mmlu, lm-eval, 5 shots", "data-1")
@@ -204,7 +204,7 @@ def test_answers_that_are_not_judged_alike(tmp_path: Path, odd: int) -> None:
     mixed = found._replace(records=records)
     for now, before in ((found, mixed), (mixed, found)):
         with pytest.raises(ConfigError, match="not all judged alike"):
-            results_path(now, before)
+            compare_results(now, before)
     alike = found._replace(records={key: replace(one, per_byte=0) for key, one in found.records.items()})
     with pytest.raises(ConfigError, match="of other questions"):
-        results_path(alike, found)
+        compare_results(alike, found)

@@ -16,6 +16,7 @@ import msgspec
 
 from millrace.errors import ConfigError, MachineError, MillraceError
 from millrace.evaluate.paired_comparison import Paired, Verdict, paired
+from millrace.runtime.open_engine import RunningModel
 from millrace.settings import read_given
 
 _MOST_BYTES = 1 << 28
@@ -63,6 +64,22 @@ class ResultsInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether answers of one go on with those of the other: a model's name decides nothing."""
         return msgspec.structs.replace(self, model="") == msgspec.structs.replace(other, model="")
 
+    @classmethod
+    def from_model(cls, model: RunningModel, task: str, data: str) -> "ResultsInputs":
+        return cls(model.name, model.engine.manifest.identity, precision_summary(model), task, data)
+
+    def summary(self) -> dict[str, str]:
+        """Return JSON data."""
+        return {
+            "model": self.model, "engine": self.engine, "precision": self.precision, "task": self.task,
+            "data": self.data,
+        }  # fmt: skip
+
+
+def precision_summary(model: RunningModel) -> str:
+    """Format the precisions of an engine: "weights w8a8, lm_head bf16"."""
+    return ", ".join(f"{name} {precision}" for name, precision in model.engine.manifest.precision.items())
+
 
 class ChosenAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """logprobs: of each choice; cut: the prompt was longer than the context; per_byte: the likeliest by byte, where
@@ -102,7 +119,7 @@ class Results(NamedTuple, Generic[R]):
     n_bytes: int = 0
 
 
-def results_path(now: Results[J], before: Results[J]) -> dict[str, Paired]:
+def compare_results(now: Results[J], before: Results[J]) -> dict[str, Paired]:
     """The same questions, one by one, by each measure. raises ConfigError where they did not answer the same"""
     check_same(before, now.about.task, now.about.data, len(now.records))
     measures = measures_of(now)

@@ -11,20 +11,13 @@ from typing import Any
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress.engine import build_output
 from millrace.cli.compress.output import show_search
-from millrace.cli.compress.request import (
-    CompressOptions,
-    Sampling,
-    command_line,
-    open_checkpoint,
-    require_loss,
-    statistics_for,
-    warn_if_unpredictable,
-)
+from millrace.cli.compress.request import CompressOptions, command_line, open_checkpoint, warn_if_unpredictable
 from millrace.cli.console import Progress, heading, pairs, print_json, progress, size, table
 from millrace.cli.signals import raise_on_sigterm
+from millrace.compress.calibration.calibration_source import CalibrationSource, statistics_for
 from millrace.compress.checkpoint.checkpoint_writer import check_place
 from millrace.compress.compression_plan import CompressionPlan, plan
-from millrace.compress.measure.accuracy import Loss, held_out_for, windows_for
+from millrace.compress.measure.accuracy import Loss, held_out_for, require_measurable, windows_for
 from millrace.compress.presets import ROWS, CompressionTarget
 from millrace.compress.recipe import PRESETS
 from millrace.compress.report.page import write_page
@@ -56,10 +49,10 @@ def run_search(
     )
     with raise_on_sigterm(), progress(options.as_json) as report:
         checkpoint = open_checkpoint(options.model, options.env, report)
-        job, texts = _ready(checkpoint, budget, options.sampling, dry_run)
-        result = None if dry_run else _search(job, texts, budget, options.sampling, report)
+        job, texts = _ready(checkpoint, budget, options.samples, dry_run)
+        result = None if dry_run else _search(job, texts, budget, options.samples, report)
     if result is None:
-        show_search(job, budget.search, options.sampling, options.as_json)
+        show_search(job, budget.search, options.samples, options.as_json)
         return
     seconds = time.perf_counter() - started_s
     write_page(out, {"command": command_line(options.model), "seconds": seconds})
@@ -91,24 +84,24 @@ def _goal(bound: MaxLoss, target: CompressionTarget, batch: int | None) -> Searc
 
 
 def _ready(
-    checkpoint: Checkpoint, budget: _BudgetOptions, sampling: Sampling, dry_run: bool
+    checkpoint: Checkpoint, budget: _BudgetOptions, samples: CalibrationSource, dry_run: bool
 ) -> tuple[CompressionPlan, Texts]:
     """Return the layers and texts, and raise before any long work if the search cannot be done."""
-    sampling.check("--max-loss", True, budget.calibration, dry_run)
-    job = plan(require_loss(checkpoint), PRESETS["int8-wo"])
-    check_place(budget.out, most_bytes(job) + sampling.temporary_bytes(job))
+    samples.check("--max-loss", True, budget.calibration, dry_run)
+    job = plan(require_measurable(checkpoint), PRESETS["int8-wo"])
+    check_place(budget.out, most_bytes(job) + samples.temporary_bytes(job))
     text = Calibration.open(budget.calibration)
     texts = Texts(text, windows_for(checkpoint, text), held_out_for(checkpoint, text))
     if not dry_run:
-        sampling.check_text(checkpoint, text)
+        samples.check_text(checkpoint, text)
     return job, texts
 
 
 def _search(
-    job: CompressionPlan, texts: Texts, budget: _BudgetOptions, sampling: Sampling, report: Progress
+    job: CompressionPlan, texts: Texts, budget: _BudgetOptions, samples: CalibrationSource, report: Progress
 ) -> SearchResult:
-    with statistics_for(job, budget.out, sampling, report) as statistics:
-        store = RoundedMatrixStore.next_to(sampling.statistics) if sampling.statistics else None
+    with statistics_for(job, budget.out, samples, report) as statistics:
+        store = RoundedMatrixStore.next_to(samples.statistics) if samples.statistics else None
         return search(job, budget.search, statistics, texts, budget.out, report, store)
 
 

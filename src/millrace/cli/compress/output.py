@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress.request import Sampling
 from millrace.cli.console import heading, note, pairs, print_json, size, table
 from millrace.compress.calibration.calibrated_methods import Needs, needs
+from millrace.compress.calibration.calibration_source import CalibrationSource
 from millrace.compress.compress import CompressionResult
 from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import memory_bytes
@@ -30,8 +30,8 @@ def about(job: CompressionPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show_plan(job: CompressionPlan, sampling: Sampling, measures: bool, as_json: bool) -> None:
-    tokens = sampling.n * LENGTH
+def show_plan(job: CompressionPlan, samples: CalibrationSource, measures: bool, as_json: bool) -> None:
+    tokens = samples.n * LENGTH
     first = needs(job, tokens) if job.calibrated else None
     memory = job.memory_bytes + (first.memory_bytes if first else 0)
     measuring = memory_bytes(job.checkpoint, fp8=any(form.meets_fp8 for _, form in job.layers.values()))
@@ -48,9 +48,9 @@ def show_plan(job: CompressionPlan, sampling: Sampling, measures: bool, as_json:
     notes(job)
 
 
-def show_search(job: CompressionPlan, goal: SearchGoal, sampling: Sampling, as_json: bool) -> None:
+def show_search(job: CompressionPlan, goal: SearchGoal, samples: CalibrationSource, as_json: bool) -> None:
     """Print the plan of `--max-loss`: all formats of all layers are rounded once, then some mixes are measured."""
-    tokens = sampling.n * LENGTH
+    tokens = samples.n * LENGTH
     first, formats = needs(job, tokens), stored_formats(job)
     seconds, disk = rounding_seconds(job), most_bytes(job)
     memory, measuring = job.memory_bytes + first.memory_bytes, memory_bytes(job.checkpoint, fp8=True)
@@ -71,11 +71,11 @@ def show_search(job: CompressionPlan, goal: SearchGoal, sampling: Sampling, as_j
     ])  # fmt: skip
 
 
-def show_advice(checkpoint: Checkpoint, names: Sequence[str], sampling: Sampling, as_json: bool) -> None:
+def show_advice(checkpoint: Checkpoint, names: Sequence[str], samples: CalibrationSource, as_json: bool) -> None:
     """Print the plan of `--advise`: the result of each method, or why a layer cannot use it."""
     rows: dict[str, CompressionPlan | str] = {name: _plan_or_reason(checkpoint, name) for name in names}
     jobs = [job for job in rows.values() if isinstance(job, CompressionPlan)]
-    tokens = sampling.n * LENGTH
+    tokens = samples.n * LENGTH
     first = needs(jobs[0], tokens) if any(job.calibrated for job in jobs) else None
     if as_json:
         methods = {name: {"refused": row} if isinstance(row, str) else _figures(row) for name, row in rows.items()}

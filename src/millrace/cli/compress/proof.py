@@ -13,14 +13,15 @@ import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress.flags import QUESTIONS
-from millrace.cli.compress.request import command_line, one_text, warn_if_unpredictable
+from millrace.cli.compress.request import command_line, warn_if_unpredictable
 from millrace.cli.console import Progress, note, progress
-from millrace.cli.eval.questions import answers_to_mmlu
-from millrace.cli.eval.request import EvalOptions, precision_of
+from millrace.cli.eval.questions import mmlu_results
+from millrace.cli.eval.request import EvalOptions
 from millrace.cli.open_model import opened
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import is_of
+from millrace.compress.calibration.calibration_source import same_text_error
 from millrace.compress.checkpoint.compression_record import Flips, read_record
 from millrace.compress.measure.accuracy import Loss, SimulatedLoss, measure, unmeasurable_reason, windows_for
 from millrace.compress.measure.speed import TOKENS, Speeds, paces
@@ -30,7 +31,7 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.mmlu import LM_EVAL, read_subjects
 from millrace.evaluate.paired_comparison import wilson
-from millrace.evaluate.resumable_results import RIGHT, results_path
+from millrace.evaluate.resumable_results import RIGHT, compare_results, precision_summary
 from millrace.evaluate.text_windows import Windows
 from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.settings import RunSettings
@@ -113,7 +114,7 @@ def measure_again(
         return {}
     of = record.statistics
     if of and is_of(source, proof.text.content, str(of.get("text")), int(of.get("tokens", 0))):
-        raise one_text(proof.text)
+        raise same_text_error(proof.text)
     return proof.loss(model, source, out, proof.windows(source), report)
 
 
@@ -143,21 +144,21 @@ def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
         progress(quiet) as report,
     ):
         return Speeds(
-            machine=cpu_model(), threads=usable_cores(), isa=compressed.isa, source_precision=precision_of(source),
-            made_precision=precision_of(compressed), paces=paces(source.native, compressed.native, report),
+            machine=cpu_model(), threads=usable_cores(), isa=compressed.isa, source_precision=precision_summary(source),
+            made_precision=precision_summary(compressed), paces=paces(source.native, compressed.native, report),
         )  # fmt: skip
 
 
 def _questions(model: str, out: Path, folder: Path, n: int, context: tuple[Env, bool]) -> Flips:
     env, quiet = context
     both = [
-        answers_to_mmlu(EvalOptions(
+        mmlu_results(EvalOptions(
             model=name, task="mmlu", build=BuildSettings(tune=TUNE_S), run=RunSettings(), env=env, as_json=quiet,
             data=folder, definition=LM_EVAL, limit=n,
         )) for name in (model, str(out))
     ]  # fmt: skip
     source, compressed = both
-    flips = results_path(compressed, source)[RIGHT]
+    flips = compare_results(compressed, source)[RIGHT]
     rights = [sum(one.right for one in each.records.values()) for each in both]
     return Flips(
         task=compressed.about.task, questions=flips.n, source_precision=source.about.precision,

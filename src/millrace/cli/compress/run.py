@@ -14,10 +14,11 @@ from millrace.cli.compress.budget import run_search
 from millrace.cli.compress.engine import build_output, check_engine
 from millrace.cli.compress.output import WORST, about, notes, show_plan, sizes, worst
 from millrace.cli.compress.proof import AccuracyProofOptions, measure_again, rows_of, said_if_ended
-from millrace.cli.compress.request import CompressOptions, Sampling, command_line, open_checkpoint, statistics_for
+from millrace.cli.compress.request import CompressOptions, command_line, open_checkpoint
 from millrace.cli.console import heading, pairs, print_json, progress
 from millrace.cli.signals import raise_on_sigterm
 from millrace.compress.calibration.calibrated_methods import by_statistics
+from millrace.compress.calibration.calibration_source import CalibrationSource, statistics_for
 from millrace.compress.checkpoint.checkpoint_writer import check_place
 from millrace.compress.compress import Way, by_rounding, compress
 from millrace.compress.compression_plan import CompressionPlan, plan
@@ -44,11 +45,11 @@ def run(env: Env, /, model: str, output: Path, as_json: bool, **options: Any) ->
         "--recipe": _by_recipe, "--measure": _measure_again, "--max-loss": run_search, "--advise": run_advice,
     }  # fmt: skip
     way = _way(options)
-    sampling = Sampling(*map(options.pop, _TEXTS))
-    sampling.check_folder(output, makes=way != "--advise")
+    samples = CalibrationSource(*map(options.pop, _TEXTS))
+    samples.check_folder(output, replaces=way != "--advise")
     engine: Path | None = options.pop("engine")
     check_engine(engine, output)
-    run[way](CompressOptions(env, model, output, as_json, sampling, engine), **options)
+    run[way](CompressOptions(env, model, output, as_json, samples, engine), **options)
 
 
 def _way(options: dict[str, Any]) -> str:
@@ -76,26 +77,26 @@ def _way(options: dict[str, Any]) -> str:
 
 
 def _by_recipe(options: CompressOptions, /, recipe: str, dry_run: bool, **more: Any) -> None:
-    started_s, model, output, sampling = time.perf_counter(), options.model, options.output, options.sampling
+    started_s, model, output, samples = time.perf_counter(), options.model, options.output, options.samples
     proof = AccuracyProofOptions.from_flags(**_of_proof(more))
     calibration: str | None = more["calibration"]
     with raise_on_sigterm(), progress(options.as_json) as report:
         checkpoint = open_checkpoint(model, options.env, report)
         job = plan(checkpoint, read_recipe(recipe))
-        sampling.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
-        check_place(output, job.bytes_after + (sampling.temporary_bytes(job) if job.calibrated else 0))
+        samples.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
+        check_place(output, job.bytes_after + (samples.temporary_bytes(job) if job.calibrated else 0))
         read = proof.windows(checkpoint)  # reports a text that is too short at once, also in a dry run
         if job.calibrated and proof.text is not None and not dry_run:
-            sampling.check_text(checkpoint, proof.text)
+            samples.check_text(checkpoint, proof.text)
         if not dry_run:
-            with _way_of(job, output, sampling, report) as (way, used):
+            with _way_of(job, output, samples, report) as (way, used):
                 result = compress(job, output, way, report)
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**used, "command": command_line(model), "seconds": seconds})
             with said_if_ended(model, output):
                 losses = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
-        show_plan(job, sampling, more["evaluate"] and not unmeasurable_reason(checkpoint), options.as_json)
+        show_plan(job, samples, more["evaluate"] and not unmeasurable_reason(checkpoint), options.as_json)
         return
     with said_if_ended(model, output):
         losses |= proof.more(model, output, options.env, options.as_json)
@@ -132,10 +133,12 @@ def _measure_again(options: CompressOptions, /, **more: Any) -> None:
 
 
 @contextmanager
-def _way_of(job: CompressionPlan, out: Path, sampling: Sampling, report: Any) -> Iterator[tuple[Way, dict[str, Any]]]:
+def _way_of(
+    job: CompressionPlan, out: Path, samples: CalibrationSource, report: Any
+) -> Iterator[tuple[Way, dict[str, Any]]]:
     """Yield the compression method, and what to record about it."""
     if not job.calibrated:
         yield by_rounding, {}
         return
-    with statistics_for(job, out, sampling, report) as statistics:
+    with statistics_for(job, out, samples, report) as statistics:
         yield by_statistics(statistics), {"statistics": statistics.about.recorded}

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.settings import BuildSettings
@@ -12,7 +11,6 @@ from millrace.env import Env
 from millrace.evaluate.divergence import Mean
 from millrace.evaluate.multiple_choice import digest
 from millrace.evaluate.resumable_results import ResultsInputs
-from millrace.runtime.open_engine import RunningModel
 from millrace.runtime.settings import RunSettings
 
 
@@ -35,7 +33,7 @@ class EvalOptions:
     against: str | None = None
     out: Path | None = None
 
-    def kept_at(self, about: ResultsInputs, out: Path | None) -> Path:
+    def results_file(self, about: ResultsInputs, out: Path | None) -> Path:
         return out or self.env.cache / "eval" / f"{digest((about.engine, about.task, about.data))}.jsonl"
 
     def build_of_other(self, model: str, precision: str | None = None) -> BuildSettings:
@@ -44,22 +42,6 @@ class EvalOptions:
         if (folder / MANIFEST).is_file():
             return BuildSettings()
         return BuildSettings(precision=precision, max_context=self.build.max_context, tune=self.build.tune)
-
-
-def precision_of(model: RunningModel) -> str:
-    return ", ".join(f"{name} {p}" for name, p in model.engine.manifest.precision.items())
-
-
-def about(model: RunningModel, task: str, data: str) -> ResultsInputs:
-    return ResultsInputs(model.name, model.engine.manifest.identity, precision_of(model), task, data)
-
-
-def about_to_dict(about: ResultsInputs) -> dict[str, Any]:
-    """Convert to JSON data."""
-    return {
-        "model": about.model, "engine": about.engine, "precision": about.precision, "task": about.task,
-        "data": about.data,
-    }  # fmt: skip
 
 
 def as_json(mean: Mean) -> dict[str, float | None]:

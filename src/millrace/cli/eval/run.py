@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.eval.questions import of_a_file, of_mmlu
+from millrace.cli.eval.questions import evaluate_file, evaluate_mmlu
 from millrace.cli.eval.request import EvalOptions
 from millrace.cli.eval.texts import agreement_with, perplexity_of
 from millrace.cli.options import make_settings
@@ -24,7 +24,7 @@ _TAKES = {
     "kl": ("data", "window", "limit", "against", "out"),
     FILE: ("limit", "against", "out"),
 }
-_TASKS = {"mmlu": of_mmlu, "wikitext": perplexity_of, "kl": agreement_with, FILE: of_a_file}
+_TASKS = {"mmlu": evaluate_mmlu, "wikitext": perplexity_of, "kl": agreement_with, FILE: evaluate_file}
 
 
 def run(env: Env, /, model: str, task: str, as_json: bool, **options: Any) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.console import heading, pairs, print_json, progress
-from millrace.cli.eval.request import EvalOptions, about, about_to_dict, as_json, precision_of, with_error
+from millrace.cli.eval.request import EvalOptions, as_json, with_error
 from millrace.cli.open_model import opened
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.source import Source
@@ -17,7 +17,7 @@ from millrace.evaluate.divergence import Mean
 from millrace.evaluate.kl_agreement import Agreement, AgreementReport, agreement, check_window, compare
 from millrace.evaluate.multiple_choice import digest
 from millrace.evaluate.perplexity import LM_EVAL, Sums, WindowedText, cut, measure, perplexities, window_of
-from millrace.evaluate.resumable_results import ResultsInputs, ResumableResults
+from millrace.evaluate.resumable_results import ResultsInputs, ResumableResults, precision_summary
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.text_files import read_text
 from millrace.evaluate.text_windows import Windows, windows
@@ -34,16 +34,16 @@ def perplexity_of(options: EvalOptions) -> None:
     ) as model:
         context = model.executor.limits.context_tokens
         read = cut(options.definition, text, model.tokenizer, options.window, context)
-        mine = about(model, read.name, digest(text))
+        mine = ResultsInputs.from_model(model, read.name, digest(text))
         with (
-            closing(ResumableResults(options.kept_at(mine, options.out), mine, Sums)) as results,
+            closing(ResumableResults(options.results_file(mine, options.out), mine, Sums)) as results,
             progress(options.as_json) as report,
         ):
             sums = measure(model.native, read, options.limit, results, report)
     values, n = perplexities(options.definition, sums), sum(one.n for one in sums)
     if options.as_json:
         print_json({
-            **about_to_dict(mine), "definition": read.definition, "window": read.window, "bos": read.bos, "tokens": n,
+            **mine.summary(), "definition": read.definition, "window": read.window, "bos": read.bos, "tokens": n,
             read.unit: len(sums), **{name.replace(" ", "_"): as_json(mean) for name, mean in values.items()},
         })  # fmt: skip
         return
@@ -78,17 +78,17 @@ def agreement_with(options: EvalOptions) -> None:
     ):
         mine, read = _prepare_comparison(options, text, compared, reference)
         with (
-            closing(ResumableResults(options.kept_at(mine, options.out), mine, AgreementReport)) as results,
+            closing(ResumableResults(options.results_file(mine, options.out), mine, AgreementReport)) as results,
             progress(quiet) as report,
         ):
             tokens = compare(compared.native, reference.native, read, options.limit, results, report)
-        other = {"model": reference.name, "precision": precision_of(reference)}
+        other = {"model": reference.name, "precision": precision_summary(reference)}
         bos = "at each window" if compared.tokenizer.special_around[0] else "none"
     result, (n_windows, window) = agreement(tokens), read.ids[: options.limit].shape
     if quiet:
         print_json(
             {
-                **about_to_dict(mine),
+                **mine.summary(),
                 "against": other,
                 "window": window,
                 "bos": bos,
@@ -117,7 +117,7 @@ def _prepare_comparison(
     mine, theirs = (one.engine.manifest for one in (model, reference))
     if mine.identity == theirs.identity:
         raise ConfigError(
-            f"{model.name} and the reference are the same engine ({precision_of(model)})",
+            f"{model.name} and the reference are the same engine ({precision_summary(model)})",
             "two that differ",
             "name a --precision for this one, or another model: --against MODEL",
         )
@@ -130,8 +130,8 @@ def _prepare_comparison(
             f"{model.name} and {reference.name} have other vocabularies, or read the text as other tokens",
             "two models of one tokenizer", "name another reference: --against MODEL",
         )  # fmt: skip
-    of = f"kl, window {read.ids.shape[1]}, against {precision_of(reference)}"
-    return about(model, of, digest((text, theirs.identity))), read
+    of = f"kl, window {read.ids.shape[1]}, against {precision_summary(reference)}"
+    return ResultsInputs.from_model(model, of, digest((text, theirs.identity))), read
 
 
 def _own_float(options: EvalOptions) -> str | None:

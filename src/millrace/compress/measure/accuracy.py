@@ -12,7 +12,7 @@ from millrace.compile.precision import PrecisionMap
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.engine.cache_specs import KvFormat
-from millrace.errors import MachineError
+from millrace.errors import CheckpointError, MachineError
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.divergence import BLOCK, DivergenceScore
 from millrace.evaluate.fake_quant_activations import fp8_rows, read_with_fp8
@@ -118,6 +118,14 @@ def unmeasurable_reason(checkpoint: Checkpoint) -> str:
     if checkpoint.decoder.max_context < SHORTEST:
         return "the model's context is too short for it"
     return ""
+
+
+def require_measurable(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint. raises CheckpointError if its loss cannot be measured"""
+    reason = unmeasurable_reason(checkpoint)
+    if reason:
+        raise CheckpointError(f"no loss can be measured: {reason}", "a model that reads texts", "name a --recipe")
+    return checkpoint
 
 
 def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
