@@ -1,7 +1,8 @@
 """Limits of one connection: size of its head, idle time, unread replies. `connection_table.py` limits their number.
 
-uvicorn speaks HTTP; this adds what it leaves open. Nothing is done per token or per write: `Connections.sweep` checks
-all connections twice a second.
+uvicorn speaks HTTP; this adds what it leaves open. It derives from a class that uvicorn does not document, so
+`pyproject.toml` allows only versions that the tests of this room have run with. Nothing is done per token or per write:
+`Connections.sweep` checks all connections twice a second.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, cast
 
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from millrace.serve.http.connection_table import Connections
@@ -232,7 +232,7 @@ class Connection(HttpToolsProtocol):
 
     # ------------------------------------------------------------------ uvicorn's
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.transport = cast(asyncio.Transport, CoalescingTransport(self.transport, self._close_behind_answer))
         super()._start_asgi_task(cycle, app)

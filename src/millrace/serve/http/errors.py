@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from http import HTTPStatus
 
 import msgspec
@@ -92,7 +93,13 @@ class HttpProblem:
             **headers,
         }
         lines = (f"{name}: {value}\r\n" for name, value in all_headers.items())
-        return f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n{''.join(lines)}\r\n".encode() + body
+        return status_line(self.status) + f"{''.join(lines)}\r\n".encode() + body
+
+
+@cache
+def status_line(status: int) -> bytes:
+    """Return the first line of a response over HTTP/1.1."""
+    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
 
 
 ErrorWriter = Callable[[HttpProblem], bytes]  # a protocol's: the JSON of a reply that is an error

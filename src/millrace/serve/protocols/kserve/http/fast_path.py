@@ -14,8 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
-
 from millrace.errors import BusyError
 from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.model_repository.models.model_version import Model, only_response
@@ -23,7 +21,7 @@ from millrace.model_repository.request.infer_request import InferRequest, InferR
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import memory_bytes
 from millrace.serve.http.api_keys import ApiKeys, Grant
-from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
+from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of, status_line
 from millrace.serve.http.fast_path import FastPath, ResponseWriter
 from millrace.serve.http.http_request import PIECE_BYTES, RequestLog, log_request, request_id_of
 from millrace.serve.http.request_bodies import FREE_BYTES
@@ -306,7 +304,7 @@ class InferExchange:
     def _head_of(self, reply: HttpReply) -> bytes:
         return b"".join(
             (
-                STATUS_LINE[reply.status],
+                status_line(reply.status),
                 header_lines(self._dates),
                 header_lines(reply.headers),
                 b"content-length: %d\r\nx-request-id: %b\r\n\r\n" % (len(reply.body), self._id.encode()),
