@@ -1,4 +1,4 @@
-"""Adapters by their numbers in the executor: each sequence of a step may have another one.
+"""Adapters, identified by their numbers in the executor: each sequence of a step may use another one.
 
 An adapter changes keys and values, so its number is part of the keys of all pages of its requests.
 """
@@ -13,7 +13,7 @@ from millrace.runtime.request.request import Sequence
 
 
 def check_adapter(number: int, limits: ExecutorLimits) -> None:
-    """raises RequestError for an adapter that the executor does not have"""
+    """Check an adapter's number. raises RequestError if the executor does not have it"""
     n = limits.n_adapters
     if not 0 <= number <= n:
         expected = f"0 (none) to {n}" if n else "0: this engine has no adapters"

@@ -1,7 +1,7 @@
-"""An encoder at work: texts of many requests packed into steps, in one thread.
+"""The loop of an encoder: packs the texts of many requests into steps, in one thread.
 
-A text's vector has the same bits whatever is computed beside it, so requests take turns, a text at a time: whoever asks
-for one vector does not wait until somebody else's thousand are done.
+The bits of a text's vector do not depend on the other texts of its step. So requests take turns, one text at a time: a
+request for one vector does not wait for another request's thousand.
 """
 
 import logging
@@ -21,21 +21,21 @@ from millrace.errors import EngineError, MillraceError, RequestError, engine_sto
 from millrace.runtime.engine_thread import EngineThread
 
 Vectors = NDArray[np.float32]  # (texts, width)
-Step = list[tuple["EmbeddingJob", int]]  # and which of its texts
-MAX_INPUTS = 2048  # of one request, as at OpenAI's endpoint
-ALL = -1  # truncate_prompt_tokens: to as many as the model takes
+Step = list[tuple["EmbeddingJob", int]]  # each with the index of its text
+MAX_INPUTS = 2048  # of one request, OpenAI's limit
+ALL = -1  # truncate_prompt_tokens: to the largest number that the model takes
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderLimits:
-    """What the engine was built for."""
+    """The limits that the engine was built with."""
 
-    inputs: tuple[str, ...]  # the names of what the network takes
+    inputs: tuple[str, ...]  # names of the model's inputs
     max_step_tokens: int
-    max_texts: int  # of one step
-    max_context: int  # tokens of one text
+    max_texts: int  # per step
+    max_context: int  # tokens per text
     vocab_size: int
     width: int  # of a vector
 
@@ -52,9 +52,9 @@ class EncoderLimits:
 
 
 def checked_ids(ids: Sequence[int], limits: EncoderLimits, which: str, param: str | None = None) -> Ids:
-    """The token ids of one text. raises RequestError where there are none or too many, or one is out of range
+    """Return the token ids of one text. raises RequestError if there are none or too many, or if one is out of range
 
-    which: of several, for the message
+    which: name of the text in error messages
     """
     if len(ids) > limits.max_context:
         raise RequestError(
@@ -78,13 +78,13 @@ def checked_ids(ids: Sequence[int], limits: EncoderLimits, which: str, param: st
 
 
 def truncated(ids: Sequence[int], most: int, around: tuple[int, int]) -> Sequence[int]:
-    """The first tokens of a text, between the special ones around it, where it has more than `most` in all."""
+    """Return the first tokens of a text with the special tokens around it, at most `most` in all."""
     behind = around[1] if sum(around) <= most else 0
     return ids if len(ids) <= most else [*ids[: most - behind], *ids[len(ids) - behind :]]
 
 
 def truncation(limit: int | None, max_context: int) -> int | None:
-    """How many tokens of a text are read at most; None: all, and too many are an error. raises RequestError"""
+    """Return the limit on the tokens of a text; None: longer texts are an error. raises RequestError"""
     if limit is None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, int) or not (limit == ALL or 1 <= limit <= max_context):
@@ -96,20 +96,20 @@ def truncation(limit: int | None, max_context: int) -> int | None:
 
 
 class EmbeddingJob:
-    """The texts of one request. Whoever cancels its future takes its texts out of the queue."""
+    """The texts of one request. Canceling its future removes its texts from the queue."""
 
     def __init__(self, texts: Sequence[Ids], width: int) -> None:
         self.texts = texts
         self.vectors = np.empty((len(texts), width), np.float32)
         self.future: Future[Vectors] = Future()
         self.n_missing, self.n_tokens_done = len(texts), 0
-        # the next text is the last of these: long ones go first, and short ones fill up the steps
+        # taken from the end: long texts first, then short ones fill the steps
         self.waiting = sorted(range(len(texts)), key=lambda i: len(texts[i]))
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
-    """`requests`: with such texts; `waiting`: texts whose step has not begun; `idle`: none is there at all."""
+    """requests: with unfinished texts; waiting: texts whose step has not begun; idle: there are no requests"""
 
     requests: int
     waiting: int
@@ -117,17 +117,17 @@ class EncoderStats:
     steps_total: int
     texts_total: int
     tokens_total: int
-    busy_s: float  # of all steps together
-    last_step_s: float  # since the last step ended, or work came
+    busy_s: float  # total over all steps
+    last_step_s: float  # since the last step ended, or since work arrived at an idle loop
     idle: bool
     healthy: bool
 
 
 class EncoderExecutor(Protocol):
-    """An encoder's, on a CPU or a GPU."""
+    """The executor of an encoder, on a CPU or a GPU."""
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """raises RuntimeError, MillraceError where it fails"""
+        """Run a step. raises RuntimeError, MillraceError if it fails"""
 
     def close(self) -> None: ...
 
@@ -137,25 +137,25 @@ def _nothing() -> None:
 
 
 class EncoderLoop:
-    """Runs an encoder's network for many requests, in a thread of its own from `start` to `stop`."""
+    """Runs an encoder for many requests, in a thread of its own from `start` to `stop`."""
 
     def __init__(
         self, network: EncoderExecutor, limits: EncoderLimits, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.limits, self.thread = limits, EngineThread(clock)
         self._network = network
-        self._steps = self._texts = self._tokens = 0  # guarded, as all below, by thread.changed
+        self._steps = self._texts = self._tokens = 0  # this and all below are guarded by thread.changed
         self._busy_s = 0.0
         self._jobs: deque[EmbeddingJob] = deque()
         self._waiting = self._waiting_tokens = 0
-        self._step: Step = []  # which runs
-        self._again: list[Step] = []  # of one that failed: each of its requests alone, the last goes first
+        self._step: Step = []  # in progress
+        self._again: list[Step] = []  # a failed step, split by request; the last is run first
         self._ended: Callable[[], None] = _nothing
 
     def submit(self, texts: Sequence[Ids]) -> EmbeddingJob:
-        """Queue the texts, as checked_ids() gives them; the job's future has their vectors, in the same order.
+        """Queue texts that checked_ids() has checked; the job's future gives their vectors, in the same order.
 
-        raises BusyError where the loop has stopped; the future, EngineError where a step failed
+        raises BusyError if the loop has stopped; the future raises EngineError if a step failed
         """
         job = EmbeddingJob(texts, self.limits.width)
         if not texts:
@@ -183,22 +183,22 @@ class EncoderLoop:
             )  # fmt: skip
 
     def start(self, ended: Callable[[], None] = _nothing) -> None:
-        """ended: called by its thread at its end, or by whoever abandons it"""
+        """Start the thread. ended: called by the thread when it ends, or by `abandon`"""
         self._ended = ended
         self.thread.start(self._run)
 
     def stop(self) -> None:
-        """End the thread after the step in progress; what is unfinished ends with BusyError."""
+        """End the thread after the step in progress; unfinished requests end with BusyError."""
         self.thread.stop()
 
     def abandon(self) -> None:
-        """Leaves a step behind that does not end: nobody waits for it any more."""
+        """End all requests although a step does not finish."""
         self._end("a step does not end")
 
     # ------------------------------------------------------------------ for the engine thread
 
     def _run(self) -> None:
-        thread, why = self.thread, "a defect in the encoder's loop"  # unless it ends in an orderly way
+        thread, why = self.thread, "a defect in the encoder's loop"  # of the end, unless it is orderly
         try:
             while not thread.dead_because:
                 with thread.changed:
@@ -210,14 +210,14 @@ class EncoderLoop:
                 if self._step:
                     self._run_step(self._step)
             why = thread.dead_because
-        finally:  # whatever happened, nobody waits for ever
+        finally:  # in any case, no client waits forever
             self._end(why)
 
     def _is_idle(self) -> bool:
         return not (self._jobs or self._step or self._again)
 
     def _gather(self) -> Step:
-        """The next step: a text of each request in turn, until one does not fit; without what was cancelled."""
+        """Return the next step: one text of each request in turn, until one does not fit. Skip canceled requests."""
         step: Step = []
         room = self.limits.max_step_tokens
         while self._jobs and len(step) < self.limits.max_texts:
@@ -242,7 +242,7 @@ class EncoderLoop:
         texts, started_s = [job.texts[number] for job, number in step], self.thread.clock()
         try:
             vectors = self._network.run(text_inputs(texts, self.limits.inputs))["embeddings"]
-        except (RuntimeError, MillraceError) as error:  # what the native core raises
+        except (RuntimeError, MillraceError) as error:  # raised by the native executor
             self._step_failed(step, error)
         else:
             self.thread.step_done()
@@ -267,7 +267,7 @@ class EncoderLoop:
                 _settle(job, None)
 
     def _step_failed(self, step: Step, error: Exception) -> None:
-        """Which of its requests it was shows when each is computed alone: that one fails."""
+        """Retry each request of a failed step alone, to find the one that fails."""
         alone: dict[EmbeddingJob, Step] = {}
         for job, number in step:
             alone.setdefault(job, []).append((job, number))
@@ -281,11 +281,11 @@ class EncoderLoop:
         self.thread.step_failed(f"a step of {len(step)} texts", error, self._check)
 
     def _check(self) -> None:
-        """A text of one token."""
+        """Compute a text of one token."""
         self._network.run(text_inputs([np.zeros(1, np.int32)], self.limits.inputs))
 
     def _end(self, why: str) -> None:
-        """Nobody who waits is forgotten. why: what went wrong, "" where it is only being closed"""
+        """End every waiting request. why: the error, or "" for an orderly end"""
         with self.thread.changed:
             self.thread.dead_because = why
             jobs = [*(job for step in (self._step, *self._again) for job, _ in step), *self._jobs]
@@ -297,7 +297,7 @@ class EncoderLoop:
 
 
 def _settle(job: EmbeddingJob, trouble: MillraceError | None) -> None:
-    """Gives the vectors to who waits, or says why there are none; unless that was said already, or nobody waits."""
+    """Set the job's vectors or its error, unless the future is done or canceled."""
     if job.future.done() or not job.future.set_running_or_notify_cancel():
         return
     if trouble is None:

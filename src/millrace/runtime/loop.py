@@ -1,11 +1,12 @@
-"""The engine loop: drain commands -> schedule -> run -> emit, which its thread does while the next step runs.
+"""The engine loop: drain commands -> schedule -> run -> emit. Results are emitted while the next step runs.
 
-One thread runs `step` again and again; it owns scheduler, pages and answers. Others reach it through `submit`, `cancel`
-and `stats`. The executor and the clock are arguments, so that tests and the sizing simulator run this very code.
+One thread calls `step` repeatedly; it owns the scheduler, the pages and the answers. Other threads use `submit`,
+`cancel` and `stats`. The executor and the clock are arguments, so that tests and the sizing simulator run this very
+code.
 
-Where the executor takes two steps (a GPU's), one is launched before the last one's tokens are known: they are on the
-device, which puts them into the next step itself. That an answer has ended is noticed a step late; what was computed
-for it since is dropped, and the keys it wrote lie behind all that anybody reads.
+If the executor holds two steps in flight (a GPU's does), a step is launched before the tokens of the previous one are
+known: they stay on the device, which inserts them into the next step. The loop then learns one step late that an answer
+has ended. It drops what was computed for that answer since; the keys written meanwhile are never read.
 """
 
 import logging
@@ -53,16 +54,17 @@ log = logging.getLogger(__name__)
 
 
 def _nothing(*_: object) -> None:
-    """No one to tell."""
+    """Do nothing; the default of optional callbacks."""
 
 
 class EngineLoop:
     """Runs an executor for many requests. `start` gives it a thread; without one, its owner calls `step`.
 
-    defaults: what the model says of sampling, and its end-of-text tokens
-    budget: how long a step may last while answers are running
-    prefix_cache: prompts that begin as earlier ones did are computed only from where they differ
-    policy: which of those that wait goes first; tier: where pages go that the pool gives up
+    defaults: the model's sampling defaults and its end-of-text tokens
+    budget: limits the duration of a step while answers are running
+    prefix_cache: whether a prompt reuses the pages of an earlier prompt with the same beginning
+    policy: the order in which waiting sequences are admitted
+    tier: receives the pages that the pool evicts
     """
 
     def __init__(
@@ -78,19 +80,19 @@ class EngineLoop:
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
         self._executor = executor
         self._batches = deque(BatchBuilder(self.limits, self.grammars) for _ in range(executor.depth))
-        self._flights: deque[InFlightStep] = deque()  # launched, and not waited for
-        self._done_s = -math.inf  # when the last step was
+        self._flights: deque[InFlightStep] = deque()  # launched, and not waited for yet
+        self._done_s = -math.inf  # when the last step ended
         self.budget = self._scheduler.budget
         self._live: dict[Request, None] = {}
-        self._pending: dict[Request, list[Delta]] = {}  # what this step adds
-        self._again: list[Step] = []  # of one that failed: each of its requests alone, the last goes first
+        self._pending: dict[Request, list[Delta]] = {}  # deltas of the current step
+        self._again: list[Step] = []  # a failed step, split by request; the last is run first
         self._counters, self.history = Counters(), History(live=lambda: tuple(self._live))
         self._after_step: Callable[[], None] = _nothing
         self._computing: Callable[[bool], None] = _nothing
-        self._stepping = threading.Lock()  # several threads may wait for answers of a loop that has none of its own
-        self._submitted: list[Request] = []  # guarded, as the two below, by thread.changed
+        self._stepping = threading.Lock()  # several threads may wait for a loop that has no thread of its own
+        self._submitted: list[Request] = []  # this and the next two are guarded by thread.changed
         self._cancelled: list[Request] = []
-        self._n_submitted = 0  # sequences on their way to the scheduler
+        self._n_submitted = 0  # sequences that the scheduler does not hold yet
 
     # ------------------------------------------------------------------ for any thread
 
@@ -99,7 +101,7 @@ class EngineLoop:
         stops: StopTables | None = None, first: int = 0,
         terms: RequestOptions = FREELY, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
-        """Queue a request, as `prepare` and `queue` do. raises RequestError, BusyError"""
+        """Prepare and queue a request. raises RequestError, BusyError"""
         request = self.prepare(prompt, params, deliver, request_id, stops, first, terms, matchers)
         self.queue(request)
         return request
@@ -109,11 +111,13 @@ class EngineLoop:
         stops: StopTables | None = None, first: int = 0,
         terms: RequestOptions = FREELY, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
-        """Make a request. Its deltas are passed to `deliver` in the engine thread, at most once per step; the last
-        delta of each choice has a finish_reason.
+        """Make a request.
+
+        Its deltas are passed to `deliver` in the engine thread, at most once per step; the last delta of each choice
+        has a finish_reason.
         prompt: token ids, or embedding rows (N, width)
-        stops: the tables of `params.stop`, where they were made elsewhere; first: the index of its first choice
-        terms: its options; matchers: one for each choice, made by `grammars` from its structured output
+        stops: the tables of `params.stop`, if the caller has made them; first: the index of its first choice
+        matchers: one for each choice, made by `grammars` from `params.structured_outputs`
         raises RequestError
         """
         assert len(matchers) == (params.n if params.structured_outputs else 0), "what is asked is compiled before"
@@ -128,7 +132,7 @@ class EngineLoop:
         return request
 
     def queue(self, request: Request) -> None:
-        """raises BusyError when the loop has stopped"""
+        """Pass a prepared request to the engine thread. raises BusyError if the loop has stopped"""
         with self.thread.changed:
             self.thread.check_open()
             if request.to_keep:
@@ -140,7 +144,7 @@ class EngineLoop:
             self.thread.changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """Finish the request with ABORT before the next step. Harmless when it is finished."""
+        """Finish the request with ABORT before the next step. Does nothing if it is finished."""
         with self.thread.changed:
             self._cancelled.append(request)
             self.thread.changed.notify()
@@ -165,23 +169,23 @@ class EngineLoop:
         )  # fmt: skip
 
     def traces(self, request_id: str) -> list[RequestTrace]:
-        """What is known of the requests of that id; none where they are forgotten, or never were."""
+        """Return the traces of all requests with this id; none if it is unknown or no longer in the history."""
         return traces(request_id, self.history, tuple(self._live))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what is known of KV pages; False, and nothing done, while sequences hold some."""
+        """Clear the prefix cache. Return False, and do nothing, while sequences hold pages."""
         with self._stepping:
             return self._pool.forget() and self._scheduler.groups.clear()
 
     def start(self, after_step: Callable[[], None] = _nothing, computing: Callable[[bool], None] = _nothing) -> None:
-        """Run in a thread of its own, which calls `after_step` after each step's deliveries, `computing` around it."""
+        """Run in a new thread, which calls `after_step` after each step's deliveries, `computing` around each step."""
         self._after_step, self._computing = after_step, computing
         self.thread.start(self._run)
 
     def stop(self) -> None:
-        """End the thread after the step in progress; what is unfinished ends with ABORT.
+        """End the thread after the step in progress; unfinished requests end with ABORT.
 
-        Submits are refused meanwhile. Then the loop is at rest: it may be started, or stepped, again.
+        Submits are refused meanwhile. Afterwards the loop is idle, and may be started or stepped again.
         """
         if not self.thread.stop():
             with self._stepping:
@@ -191,9 +195,9 @@ class EngineLoop:
     # ------------------------------------------------------------------ for the engine thread
 
     def step(self, goes_on: bool = False) -> bool:
-        """Drain commands, run one step, deliver. False when there was nothing to run.
+        """Drain commands, run one step, deliver. Return False if there was nothing to run.
 
-        goes_on: at once with another step, where there is one: what this one gives is delivered while that one runs
+        goes_on: the caller runs another step at once; the results of this one are delivered while that one runs
         """
         with self._stepping:
             self._drain_commands()
@@ -209,7 +213,7 @@ class EngineLoop:
         return ran
 
     def _run(self) -> None:
-        thread, why = self.thread, "a defect in the engine loop"  # unless it ends in an orderly way
+        thread, why = self.thread, "a defect in the engine loop"  # of the end, unless it is orderly
         try:
             while not thread.stopping and not thread.dead_because:
                 if not self.step(goes_on=True):
@@ -218,7 +222,7 @@ class EngineLoop:
                             if not thread.changed.wait(self._scheduler.next_end_in_s):
                                 break
             why = ""
-        finally:  # whatever happened, nobody waits for ever
+        finally:  # in any case, no client waits forever
             if why:
                 thread.dead_because = why
                 self._fail_all_after_crash(f"the engine has stopped: {why}")
@@ -226,7 +230,7 @@ class EngineLoop:
                 self._abort_all(FinishReason.ABORT, "the server is stopping")
 
     def _drain_commands(self) -> None:
-        with self.thread.changed:  # so that no sequence is counted twice or not at all meanwhile
+        with self.thread.changed:  # held throughout, so that `stats` counts each sequence exactly once
             cancelled, self._cancelled = self._cancelled, []
             for request in self._submitted:
                 self._live[request] = None
@@ -236,14 +240,15 @@ class EngineLoop:
             self._end(request, FinishReason.ABORT, None)
 
     def _run_step(self) -> None:
-        """Launch a step, and wait for the oldest: which is the same one, unless two are under way."""
+        """Launch a step and wait for the oldest one: the same step, unless two are in flight."""
         before = self._flights[-1] if self._flights else None
-        # Who gives way must not be under way; nor may a step be that somebody's callback has cut off from its wait.
+        # A sequence in an unfinished step must not be preempted; and a step whose wait() was interrupted by a callback
+        # must be settled first.
         if before is not None and (self._scheduler.is_short or not before.can_run_ahead or len(self._flights) > 1):
             self._wait_and_distribute()
             return
         if self._pool.tier is not None and self._scheduler.waiting:
-            self._deliver()  # whoever is admitted now may wait for the disk: it alone
+            self._deliver()  # admitting a sequence may wait for the disk, and delays only itself
         alone = bool(self._again)
         step, fault = self._next_step(), None
         if step.chunks:
@@ -251,7 +256,7 @@ class EngineLoop:
                 self._flights.append(self._launch(step, before, waits=alone))
             except (RuntimeError, MillraceError) as error:
                 fault = error
-        self._deliver()  # of the step before; whoever is woken by it has the processor while the executor has not all
+        self._deliver()  # of the previous step; the readers that it wakes run while the executor leaves cores free
         if before is not None and not self._wait_and_distribute():
             return
         if fault is not None:
@@ -260,14 +265,14 @@ class EngineLoop:
             self._wait_and_distribute()
 
     def _launch(self, step: Step, before: InFlightStep | None, waits: bool) -> InFlightStep:
-        """waits: for it, before the next one. raises what executors raise"""
-        self._batches.rotate()  # the other's inputs are being read
+        """Start a step. waits: it must finish before the next one is launched. raises what executors raise"""
+        self._batches.rotate()  # the inputs in the other buffers are still being read
         inputs = self._batches[0].build(step, before.step if before else None)
         self._computing(True)
         started_s, may_lead = self.thread.clock(), not waits and self._executor.depth > 1
         ahead = (
             may_lead and step.can_run_ahead and not self._scheduler.groups
-        )  # what groups have left no step brings back
+        )  # what cache groups have released cannot be restored
         try:
             self._executor.launch(inputs)
         except (RuntimeError, MillraceError):
@@ -278,12 +283,12 @@ class EngineLoop:
         return InFlightStep(step, started_s, ahead)
 
     def _wait_and_distribute(self) -> bool:
-        """Wait for the oldest step and give away what it drew. False where it failed: then no step is under way."""
+        """Wait for the oldest step and distribute its tokens. Return False if it failed: no step is in flight then."""
         flight = self._flights.popleft()
         step = flight.step
         try:
             outputs = self._executor.wait()
-        except (RuntimeError, MillraceError) as error:  # what executors raise; a failed assert is our own and ends us
+        except (RuntimeError, MillraceError) as error:  # raised by executors; a failed assert ends the loop
             if self._flights:
                 self._discard_flight(self._flights.popleft())
             if flight.can_run_ahead:
@@ -306,7 +311,7 @@ class EngineLoop:
         return True
 
     def _discard_flight(self, flight: InFlightStep) -> None:
-        """What it was computed from has failed."""
+        """Wait for a step that depends on a failed one, and drop its outputs."""
         try:
             self._executor.wait()
         except (RuntimeError, MillraceError) as error:
@@ -315,12 +320,12 @@ class EngineLoop:
             self._scheduler.take_back(flight.step)
 
     def _distribute(self, flight: InFlightStep, outputs: StepOutputs, now_s: float) -> None:
-        """Give each scored and each drawn token to its choice."""
+        """Pass each scored and each drawn token to its choice."""
         tokens: list[int] = outputs.tokens.tolist()
         failed = min(tokens, default=0) < 0
         for chunk, first, row in flight.step.rows():
             seq = chunk.sequence
-            if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago, or its answer had ended
+            if first == row or seq.stage is Stage.GONE:  # a sibling failed just now, or the answer had ended
                 continue
             if failed and min(tokens[first:row]) < 0:
                 self._end(seq.request, FinishReason.ERROR, *seq.sampling_failure(min(tokens[first:row])))
@@ -329,7 +334,7 @@ class EngineLoop:
             if chunk.n_scored and (n_top := resolved.prompt_top) is not None:
                 rows = range(first, first + chunk.n_scored)
                 scored = tuple(TokenLogprobs.of(outputs, r, n_top) for r in rows)
-                for choice in seq.request.choices:  # the others wait for it: each tells of the prompt before its answer
+                for choice in seq.request.choices:  # the others wait for it: each reports the prompt before its answer
                     self._add(choice, choice.scored(scored))
             if chunk.draws:
                 seq.n_ahead -= flight.can_run_ahead
@@ -339,7 +344,7 @@ class EngineLoop:
                 self._add(seq, seq.append_token(tokens[row - 1], logprobs))
 
     def _count(self, seq: Sequence, now_s: float) -> None:
-        """A drawn token."""
+        """Update timings and counters for a drawn token."""
         timings = seq.request.timings
         if timings.first_token_s is None:
             timings.first_token_s = now_s
@@ -355,7 +360,7 @@ class EngineLoop:
         return self._scheduler.schedule()
 
     def _step_failed(self, step: Step, error: Exception) -> None:
-        """Which of its requests it was shows when each is computed alone: that one fails. Pages are as before it."""
+        """Retry each request of a failed step alone, to find the one that fails. The pages are as before the step."""
         if len(alone := step.by_request()) > 1:
             log.warning("a step of %d requests failed; each is computed alone", len(alone), exc_info=error)
             self._again = alone[::-1]
@@ -384,7 +389,7 @@ class EngineLoop:
             self.history.ended.append(RequestRecord(of, request.id, n, request.n_cached, timings, claim.tenant))
 
     def _end(self, request: Request, reason: FinishReason, why: str | None, fault: RequestError | None = None) -> None:
-        """End every choice that is still open; harmless for a request that is finished."""
+        """End every choice that is still open. Does nothing for a finished request."""
         for seq in request.choices if request in self._live else ():
             if seq.stage is not Stage.GONE:
                 self._add(seq, seq.end(reason, why, fault))
@@ -398,11 +403,11 @@ class EngineLoop:
         self._deliver()
 
     def _fail_all_after_crash(self, error: str) -> None:
-        """Tell everyone, and rely on nothing else: scheduler and pages may be in any state."""
-        self._computing(False)  # whatever it was that did not come to its end
+        """Report the failure to every request, without using the scheduler or the pages, whose state is unknown."""
+        self._computing(False)  # a step may have been interrupted
         with self.thread.changed:
             submitted, self._submitted, self._n_submitted = self._submitted, [], 0
-        with ExitStack() as telling:  # the last one first; each, whatever another's callback raises
+        with ExitStack() as telling:  # in reverse order; each runs even if the callback of another raises
             telling.callback(self._after_step)
             for request in reversed(dict.fromkeys([*self._pending, *self._live, *submitted])):
                 deltas = self._pending.get(request, [])
@@ -414,13 +419,13 @@ class EngineLoop:
 
     def _deliver(self) -> None:
         delivered = bool(self._pending)
-        while self._pending:  # one by one: what a callback that raises leaves here is told by whoever ends the loop
+        while self._pending:  # one by one: if a callback raises, the rest is reported when the loop ends
             request = next(iter(self._pending))
             deltas = self._pending.pop(request)
             request.deliver(deltas)
             if deltas[-1].finish_reason is not None and not request.is_open:
                 request.break_cycles()
-        if delivered or self.thread.dead_because:  # though nobody may be left who waits for it
+        if delivered or self.thread.dead_because:  # even if no reader is left
             self._after_step()
 
     def _is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""What will lie in memory, decided before a weight is read: so a start that succeeds cannot fail later."""
+"""The memory plan, made before weights are read, so that a start that succeeds cannot run out of memory later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ from millrace.engine.cache_specs import split_budget
 from millrace.errors import MachineError, mib
 from millrace.machine.cpu import Memory
 
-# Interpreter, tokenizer, scratch and what the rest of the system may take while we run.
+# For the interpreter, the tokenizer, scratch buffers and other processes.
 RESERVE = 256 << 20
-# KV pages take at most this share of what is free beside the weights, unless more was asked for.
+# The share of the memory left by the weights that KV pages take by default.
 KV_SHARE = 0.6
 
 
@@ -38,9 +38,9 @@ class RunPlan:
 
 
 def plan_run(engine: Engine, memory: Memory, kv_memory: int | None = None) -> RunPlan:
-    """KV pages for `kv_memory` bytes; unasked, for the whole batch at full context, or for what is free.
+    """Plan the KV pages: `kv_memory` bytes, or by default the whole batch at full context, or what memory allows.
 
-    raises MachineError where one sequence of full context would not fit, naming contexts and sizes that would
+    raises MachineError if not even one full-context sequence fits, naming contexts and sizes that would
     """
     engine.check_language_model()
     m = engine.manifest
@@ -65,7 +65,7 @@ def capped(engine: Engine, plan: RunPlan, sequences: int) -> RunPlan:
 def with_one_table(engine: Engine, plan: RunPlan, sequences: int | None) -> RunPlan:
     """Give all cache groups the same number of pages, so that one page table serves all of a sequence's layers.
 
-    As many as the memory of `plan` holds, and no more than for so many full-context sequences.
+    It is the number that fits the memory of `plan`, and at most what so many full-context sequences need.
     """
     if not engine.windows:
         return plan if sequences is None else capped(engine, plan, sequences)
@@ -76,7 +76,7 @@ def with_one_table(engine: Engine, plan: RunPlan, sequences: int | None) -> RunP
 
 
 def _divided(engine: Engine, budget: int, is_asked: bool) -> tuple[int, ...]:
-    """Pages, as `engine.kv.split_budget`."""
+    """Divide a budget in bytes into pages per cache group, as `engine.kv.split_budget`."""
     of = (0, *engine.windows)
     page, one = {w: engine.window_page_bytes(w) for w in of}, {w: engine.sequence_pages(w) for w in of}
     return split_budget(budget, page, one, engine.manifest.max_sequences - 1, use_all=is_asked)
@@ -87,7 +87,7 @@ def _kv_bytes(engine: Engine, pages: Sequence[int]) -> int:
 
 
 def plan_encoder(engine: Engine, memory: Memory) -> None:
-    """raises MachineError where it does not fit"""
+    """Check that an encoder's weights and buffers fit. raises MachineError"""
     cpu, free = engine.manifest.cpu, memory.available_bytes
     if cpu.weights_bytes + cpu.activation_bytes + RESERVE > free:
         raise MachineError(

@@ -1,6 +1,6 @@
-"""From an engine to a running model: memory planned, weights loaded, tokenizer and template at hand.
+"""Open an engine as a running model: plan the memory, load weights, tokenizer and chat template.
 
-Of language models and encoders: what both have goes by the same name.
+RunningModel (language models) and OpenedEncoder name the things that they share alike.
 """
 
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.settings import RunSettings
 from millrace.settings import flag_of
 
-TIER_BYTES = 4 * 2**30  # of a second tier, unless its size is said
+TIER_BYTES = 4 * 2**30  # default size of the KV offload store
 
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """A language model that runs: close it when done, after the loop has stopped."""
+    """A running language model. Close it when the loop has stopped."""
 
     name: str
     engine: Engine
@@ -49,7 +49,7 @@ class RunningModel:
     tier: KvOffloadStore | None = None
 
     def loop(self, budget: TokenBudget | None = None, policy: Policy = fcfs) -> EngineLoop:
-        """budget: how long a step may last while answers are running; None: as it is for a server's clients"""
+        """Return a loop for it. budget: limits the duration of steps while answers run; None: the server's default"""
         return EngineLoop(
             self.executor,
             self.tokenizer,
@@ -62,13 +62,13 @@ class RunningModel:
 
     @property
     def native(self) -> NativeExecutor:
-        """Of what does not run on a GPU."""
+        """The executor, if it is not a GPU's."""
         assert isinstance(self.executor, NativeExecutor), "asked of a model on a GPU"
         return self.executor
 
     @property
     def isa(self) -> str:
-        """Of a GPU its name."""
+        """The instruction set; on a GPU, its name."""
         return self.engine.gpu.name if isinstance(self.engine, GpuEngine) else self.native.isa
 
     @property
@@ -90,11 +90,11 @@ class RunningModel:
 def open_engine(
     name: str, engine: Engine, run: RunSettings, sequences: int | None = None, *, one_table: bool = False
 ) -> RunningModel:
-    """Plans the memory, then loads the weights.
+    """Plan the memory, then load the weights.
 
-    raises MachineError before anything large is touched, CheckpointError where tokenizer or template cannot be used
-    sequences: KV pages for no more than these at full context, unless `run` says how much memory they may take
-    one_table: page numbers are the same in all cache groups, for evaluations, which run steps without a scheduler
+    raises MachineError before anything large is read, CheckpointError if tokenizer or chat template cannot be used
+    sequences: limits the KV pages to so many full-context sequences, unless `run` sets their memory
+    one_table: number pages alike in all cache groups, for evaluations, which run steps without a scheduler
     """
     folder, plan, most = engine.folder, _plan(engine, run), sequences if run.kv_memory is None else None
     if one_table:
@@ -104,10 +104,10 @@ def open_engine(
     tokenizer = open_tokenizer(folder, engine.manifest.vocab_size)
     template = open_chat_template(folder, tokenizer)
     fields = read_json_object(folder / GENERATION_CONFIG)
-    if not fields and engine.manifest.source.lower().endswith(".gguf"):  # of an engine that was built before they did
+    if not fields and engine.manifest.source.lower().endswith(".gguf"):  # the engine is older than these fields
         fields = dict(LLAMA_CPP)
     generation = read_generation(fields)
-    # the end-of-text ids are those that were resolved when the engine was built
+    # the end-of-text ids that were resolved when the engine was built
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     if isinstance(engine, GpuEngine):
         on_gpu = engine.on_gpu(plan.n_pages, plan.window_pages)
@@ -149,7 +149,7 @@ def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path
 
 @dataclass(frozen=True, slots=True)
 class OpenedEncoder:
-    """An encoder that runs: close it when done, after the loop has stopped."""
+    """A running encoder. Close it when the loop has stopped."""
 
     name: str
     engine: Engine
@@ -164,7 +164,7 @@ class OpenedEncoder:
 
     @property
     def isa(self) -> str:
-        """Of a GPU its name."""
+        """The instruction set; on a GPU, its name."""
         if isinstance(self.engine, GpuEngine):
             return self.engine.gpu.name
         assert isinstance(self.network, NativeNetwork), "asked of an encoder on a GPU"
@@ -176,7 +176,7 @@ class OpenedEncoder:
 
 
 def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
-    """As open_engine. raises MachineError; ConfigError for --kv-memory and --kv-tier"""
+    """Open an encoder, as `open_engine`. raises MachineError; ConfigError for --kv-memory and --kv-tier"""
     for pages in ("kv_tier", "kv_memory"):
         if getattr(run, pages) is not None:
             what = f"{flag_of(pages)} is given for an encoder"
@@ -190,5 +190,5 @@ def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
 
 
 def open_any(name: str, engine: Engine, run: RunSettings) -> RunningModel | OpenedEncoder:
-    """Whichever of the two it is."""
+    """Open an engine of either kind."""
     return (open_encoder if engine.manifest.is_encoder else open_engine)(name, engine, run)

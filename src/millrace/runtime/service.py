@@ -1,7 +1,7 @@
-"""The asyncio face of the engine loop: submit a request, iterate over its deltas, cancel it, close.
+"""The asyncio interface of the engine loop: submit a request, iterate over its deltas, cancel it, close.
 
-Everything here runs in one asyncio thread; the engine loop runs in its own. Deltas cross over with at most one
-`call_soon_threadsafe` a step, however many requests the step served.
+Everything here runs in one asyncio thread; the engine loop runs in its own. Each step makes at most one
+`call_soon_threadsafe`, however many requests it served.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from millrace.runtime.settings import MAX_QUEUED
 from millrace.runtime.structured_output.grammar import GrammarCompiler, Matcher
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
-LEAST_LEFT = 4  # sequences whose times are remembered at least
-MAX_AT_ONCE = 512  # tokens that a reader gets in one go: who was slow must not hold up the others when it reads again
-TELLING_S = 0.001  # that the engine waits at most until the event loop has told what a step added
-STOP_S = 5.0  # for the step in progress, at the end, where nobody says otherwise
-SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
+LEAST_LEFT = 4  # least number of sequences in the moving average
+MAX_AT_ONCE = 512  # tokens per read, so that a reader that was slow does not delay the others when it resumes
+TELLING_S = 0.001  # how long the engine waits at most for the event loop to deliver a step's deltas
+STOP_S = 5.0  # default time for the last step to finish
+SWITCH_INTERVAL_S = 0.0005  # so that the engine thread gets the interpreter back quickly after each native call
 
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def use_short_switch_interval() -> Iterator[None]:
-    """Lets the interpreter's threads change places often, so that the event loop is not kept from a step's tokens."""
+    """Switch between the interpreter's threads often, so that the event loop receives a step's tokens without delay."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
@@ -48,7 +48,7 @@ def use_short_switch_interval() -> Iterator[None]:
 
 
 async def schedule_on_loop(event: asyncio.Event, within_s: float) -> bool:
-    """Whether it is set in that time."""
+    """Wait for the event for at most `within_s`; return whether it is set."""
     try:
         await asyncio.wait_for(event.wait(), within_s)
     except TimeoutError:
@@ -57,17 +57,17 @@ async def schedule_on_loop(event: asyncio.Event, within_s: float) -> bool:
 
 
 async def is_final(stop: Callable[[], None], within_s: float) -> bool:
-    """Runs `stop`, which waits for an engine's step, beside the event loop; False: it did not end in that time."""
+    """Run `stop`, which waits for an engine's step, in a thread; return False if it did not end within `within_s`."""
     aio, stopped = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
         try:
             stop()
         finally:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: it did not wait for so long
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: it no longer waits
                 aio.call_soon_threadsafe(stopped.set)
 
-    # no thread of a pool: those are joined when the interpreter ends
+    # not a thread of a pool: the interpreter joins those when it ends
     threading.Thread(target=run, name="millrace-stop", daemon=True).start()
     if not (ended := await schedule_on_loop(stopped, within_s)):
         log.critical("the engine's step did not end within %g s; it is left behind", within_s)
@@ -76,9 +76,9 @@ async def is_final(stop: Callable[[], None], within_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """Bounds on what may pile up before the engine and behind it; raises ConfigError."""
+    """Limits on queued requests and undelivered tokens. raises ConfigError"""
 
-    max_queued: int = MAX_QUEUED  # sequences waiting for their first step, beyond those that free slots will take
+    max_queued: int = MAX_QUEUED  # sequences that wait for their first step, beyond those that free slots take
     max_undelivered_tokens: int = 4096  # per choice of a request; a reader further behind is dropped
 
     def __post_init__(self) -> None:
@@ -88,10 +88,10 @@ class ServiceOptions:
 
 
 class RequestHandle:
-    """Requests under way, read together: `async for deltas in handle` gives lists of Delta, one list a wake-up.
+    """Requests in progress that one reader consumes: `async for deltas in handle` gives a list of Delta per wake-up.
 
-    Choices are counted through all requests: those of the second begin behind those of the first. Iteration ends after
-    every choice has had its finish. Made by `AsyncEngine.submit` only.
+    Choices are numbered across all requests: those of the second request follow those of the first. Iteration ends
+    after every choice has finished. Made by `AsyncEngine.submit` only.
     """
 
     def __init__(self, engine: "AsyncEngine") -> None:
@@ -100,7 +100,7 @@ class RequestHandle:
         self._buffer: deque[Delta] = deque()
         self._undelivered_tokens = 0
         self._n_choices = 0
-        self._unfinished = 0  # choices whose finish has not arrived here
+        self._unfinished = 0  # choices whose last delta has not arrived here
         self._dropped = False
         self._wakeup: asyncio.Future[None] | None = None
 
@@ -110,21 +110,21 @@ class RequestHandle:
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens in all prompts."""
         return sum(len(request.prompt) for request in self.requests)
 
     @property
     def n_cached(self) -> int:
-        """Tokens of all prompts that were found in the prefix cache, so far."""
+        """Number of prompt tokens found in the prefix cache so far."""
         return sum(request.n_cached for request in self.requests)
 
     @property
     def finished(self) -> bool:
-        """Every choice's finish has arrived (it may still wait in the buffer)."""
+        """Whether the last delta of every choice has arrived. It may still be in the buffer."""
         return self._unfinished == 0
 
     def cancel(self) -> None:
-        """Stop them; iteration ends with ABORT for the choices that were not finished. Harmless when done."""
+        """Stop the requests; unfinished choices end with ABORT. Does nothing if all are finished."""
         if not self.finished:
             for request in self.requests:
                 self._engine.loop.cancel(request)
@@ -135,7 +135,7 @@ class RequestHandle:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cancel()  # `async with engine.submit(...)`: whoever leaves early takes the request along
+        self.cancel()  # leaving `async with engine.submit(...)` early cancels the requests
 
     def __aiter__(self) -> AsyncIterator[list[Delta]]:
         return self
@@ -164,7 +164,7 @@ class RequestHandle:
         for delta in deltas:
             self._undelivered_tokens += delta.n_tokens
             self._unfinished -= delta.finish_reason is not None
-        # a reader that waits is not slow: much came at once because this thread was held up
+        # a waiting reader is not slow: a backlog arrived at once because this thread was held up
         if self._undelivered_tokens > max_undelivered_tokens * self._n_choices and self._wakeup is None:
             self._drop(f"the reader fell {self._undelivered_tokens} tokens behind, so the request was aborted")
         self._wake()
@@ -174,7 +174,7 @@ class RequestHandle:
             self._wakeup.set_result(None)
 
     def _drop(self, why: str) -> None:
-        """Forget what the reader did not fetch, and end every choice for it."""
+        """Drop the deltas that the reader did not fetch, and end every choice."""
         self._dropped = True
         self.cancel()
         self._buffer = deque(
@@ -186,19 +186,19 @@ class RequestHandle:
 
 
 class QueueTimeEstimator:
-    """How long sequences keep their places, and so how long those wait that have none.
+    """Estimates how long a new sequence waits for a slot, from how long sequences hold theirs.
 
-    The mean of those that ended last, or that of those that run, so far, where this is more: a mean of what has ended
-    knows of the short ones first, and of longer answers only when a whole batch of them is through.
+    Uses the mean over the last sequences that ended, or the mean so far over those that run, whichever is longer: the
+    mean over ended sequences counts short answers first, and long ones only after a whole batch has finished.
     """
 
     def __init__(self, n_places: int) -> None:
         self._n_places, self._most = n_places, max(LEAST_LEFT, n_places)
-        self._held_s = self._n_left = 0.0  # of about the last `_most` that ended
+        self._held_s = self._n_left = 0.0  # of about the last `_most` sequences that ended
         self._last_totals = 0.0, 0
 
     def wait_s(self, stats: LoopStats) -> float:
-        """Until who comes now has a place, behind all that wait; 0 where one is free, or nobody has had one yet."""
+        """Return how long a new sequence waits behind all others; 0 if a slot is free, or nothing is known yet."""
         (held_s, n_left), self._last_totals = self._last_totals, (stats.held_s_total, stats.left_total)
         self._held_s += stats.held_s_total - held_s
         self._n_left += stats.left_total - n_left
@@ -219,16 +219,16 @@ class AsyncEngine:
         self._aio: asyncio.AbstractEventLoop | None = None
         self._live: set[RequestHandle] = set()
         self._closing = False
-        self.stuck = False  # it could not be closed
+        self.stuck = False  # the engine thread did not end
         self._lock = threading.Lock()
         self._outbox: list[tuple[RequestHandle, list[Delta]]] = []  # guarded by _lock
         self._flush_due = False  # guarded by _lock
         self._turnover = QueueTimeEstimator(loop.limits.max_sequences)
-        self._delivered = threading.Event()  # what the last step added was handed to its readers
+        self._delivered = threading.Event()  # the deltas of the last step were passed to their readers
 
     @property
     def aio(self) -> asyncio.AbstractEventLoop:
-        """In which it was started. (To ask asyncio which one runs costs a call of the kernel.)"""
+        """The event loop in which the engine was started. (asyncio.get_running_loop() costs a system call.)"""
         assert self._aio is not None, "ask before start"
         return self._aio
 
@@ -241,9 +241,9 @@ class AsyncEngine:
         return self.loop.grammars
 
     def start(self, computing: Callable[[bool], None] | None = None) -> None:
-        """Start the engine thread; call it inside the running event loop that will do all the submitting.
+        """Start the engine thread. Call it inside the running event loop from which all requests are submitted.
 
-        computing: where the engine has all cores, called there with True before each step and with False behind it
+        computing: called with True before and False after each step, if the engine uses all cores
         """
         self._aio = asyncio.get_running_loop()
         if computing is None or not self.limits.on_all_cores:
@@ -260,12 +260,12 @@ class AsyncEngine:
         terms: RequestOptions = FREELY,
         matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:
-        """Queue a request for each prompt, with its own params, or none of them.
+        """Queue one request per prompt, each with its own params; all of them or none.
 
-        raises RequestError on bad input, BusyError when the queue is full or the engine closing.
-        stops: the tables of their `stop`, where they were made beforehand, off the event loop
-        terms: what each asks beside its answer
-        matchers: one for each choice of them all, where they are held to something
+        raises RequestError on bad input, BusyError if the queue is full or the engine is closing.
+        stops: the tables of the stop strings, if the caller has made them, off the event loop
+        terms: options of each request
+        matchers: one for each choice of all requests, if their output is structured
         """
         self._check_room(sum(own.n for own in params), terms.claim)
         return self._queue(self.prepare(prompts, params, request_id, stops, terms, matchers))
@@ -274,11 +274,11 @@ class AsyncEngine:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_id: str | None = None,
         stops: StopTables | None = None, terms: RequestOptions = FREELY, matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:  # fmt: skip
-        """Make the requests of `submit`, in any thread: to resume long answers takes a while. raises RequestError"""
+        """Make the requests of `submit`, in any thread, because resuming long answers is slow. raises RequestError"""
         handle = RequestHandle(self)
         handle._n_choices = handle._unfinished = sum(own.n for own in params)
 
-        def deliver(deltas: list[Delta]) -> None:  # in the engine thread
+        def deliver(deltas: list[Delta]) -> None:  # called in the engine thread
             self._outbox_append(handle, deltas)
 
         first = 0
@@ -289,7 +289,7 @@ class AsyncEngine:
         return handle
 
     def queue(self, handle: RequestHandle) -> None:
-        """Queue prepared requests, or none of them. raises BusyError as `submit`"""
+        """Queue prepared requests, all or none. raises BusyError as `submit` does"""
         self._check_room(handle._n_choices, handle.requests[0].claim)
         self._queue(handle)
 
@@ -305,13 +305,14 @@ class AsyncEngine:
         return handle
 
     def stats(self) -> LoopStats:
-        """Counters, queue lengths, pages and health of the engine loop."""
+        """Return counters, queue lengths, page counts and health of the engine loop."""
         return self.loop.stats()
 
     async def close(self, within_s: float = STOP_S) -> None:
-        """Abort what is left and stop the engine thread. The executor stays open: its owner closes it.
+        """Abort the remaining requests and stop the engine thread. The executor stays open: its owner closes it.
 
-        A step that does not end in that time is left alone: then `stuck` is true, and the executor is in use for ever.
+        If the step in progress does not end within `within_s`, it is abandoned: `stuck` is set, and the executor must
+        not be closed or reused.
         """
         self._closing = True
         for handle in self._live:
@@ -321,7 +322,7 @@ class AsyncEngine:
             for handle in self._live:
                 handle._drop("the engine is stuck, and the server is stopping")
                 handle._wake()
-        self._flush()  # the last step's flush may not have had its turn yet
+        self._flush()  # the flush of the last step may not have run yet
 
     async def __aenter__(self) -> "AsyncEngine":
         self.start()
@@ -365,7 +366,7 @@ class AsyncEngine:
             )
 
     def _n_waiting(self, tenant: str) -> int:
-        """Sequences of its that were in no step yet."""
+        """Number of the tenant's sequences that no step has included yet."""
         requests = (request for handle in self._live for request in handle.requests if request.claim.tenant == tenant)
         return sum(len(request.choices) for request in requests if request.timings.first_scheduled_s is None)
 
@@ -374,7 +375,7 @@ class AsyncEngine:
             self._outbox.append((handle, deltas))
 
     def _after_step(self) -> None:
-        """In the engine thread: wake the event loop once for all requests of the step."""
+        """Wake the event loop once for all requests of the step. Called in the engine thread."""
         assert self._aio is not None
         with self._lock:
             if not self._outbox:
@@ -384,12 +385,12 @@ class AsyncEngine:
             self._delivered.clear()
             try:
                 self._aio.call_soon_threadsafe(self._flush)
-            except RuntimeError:  # the event loop is closed: nobody is left who could read
+            except RuntimeError:  # the event loop is closed, so there are no readers
                 with self._lock:
                     self._outbox.clear()
                 return
-        # Behind workers on every core the event loop would wait for the kernel's next tick, 2 to 4 ms, and its reader
-        # again; and a core that it takes from one of them stalls them all, so that waiting here costs nothing more.
+        # While workers use every core, the event loop would wait for the next tick of the kernel, 2 to 4 ms, and so
+        # would its reader. A core that it takes from one worker stalls all of them, so waiting here costs nothing more.
         if self.limits.on_all_cores:
             self._delivered.wait(TELLING_S)
 
@@ -397,7 +398,7 @@ class AsyncEngine:
         with self._lock:
             batch, self._outbox, self._flush_due = self._outbox, [], False
         if self.limits.on_all_cores and self._aio is not None and not self._aio.is_closed():
-            # readers have their turn in the next round of the event loop, and have written by the one behind it
+            # readers run in the next iteration of the event loop, and have written by the one after it
             self._aio.call_soon(self._aio.call_soon, self._delivered.set)
         for handle, deltas in batch:
             handle._receive(deltas, self.options.max_undelivered_tokens)

@@ -7,7 +7,7 @@ from millrace.engine.cuda.device_lookup import CPU, DeviceId, check_name
 from millrace.errors import ConfigError
 from millrace.settings import Settings, flag_of, setting
 
-MAX_QUEUED = 256  # sequences that wait for their first step
+MAX_QUEUED = 256  # sequences waiting for their first step
 SCHEDULES = ("fcfs", "shortest", "prefix")  # the names of the policies in admission_policy.py
 
 

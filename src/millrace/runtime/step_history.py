@@ -1,4 +1,4 @@
-"""What a loop did lately: its steps, and who was in them. For traces of requests, and for timelines."""
+"""The recent steps and requests of a loop, for request traces and timelines."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -12,21 +12,22 @@ from millrace.runtime.request.request import Request, Timings
 
 STEPS_KEPT = 4096
 REQUESTS_KEPT = 512
-MOST_TRACES, MOST_STEPS = 8, 512  # that are told at a time: the last ones of an id, which clients choose
+MOST_TRACES, MOST_STEPS = 8, 512  # limits on one report: the last requests with an id, which clients choose, and steps
 
 
-# Of a step: `n` tokens of a choice from `start` on, after which the next one was drawn or not. request: the order in
-# which requests came; n_prompt: of the n in the prompt; the others are output, to draw the next one or again after a
-# preemption. Arrays, not objects: 4,096 steps of 64 sequences are 7 MB so, and were 45.
+# A step's chunk: `n` tokens of a choice from `start` on; draws: whether the next token was drawn after them. request:
+# number of the request in order of arrival; n_prompt: how many of the n are prompt tokens (the others are output,
+# computed to draw the next token or again after a preemption). An array, because 4,096 steps of 64 sequences take 7 MB
+# in it, and 45 MB as objects.
 PART = np.dtype([("request", "i8"), ("choice", "i4"), ("start", "i4"), ("n", "i4"), ("n_prompt", "i4"), ("draws", "?")])
 Parts = NDArray[np.void]  # (n,) of PART
 
 
 class StepRecord(NamedTuple):
-    """waiting: sequences that were in no step yet, or gave their pages back"""
+    """One step. waiting: sequences that were in no step yet, or are preempted"""
 
     number: int
-    began_s: float  # of the loop's clock
+    began_s: float  # by the loop's clock
     took_s: float
     waiting: int
     parts: Parts
@@ -38,7 +39,7 @@ class StepRecord(NamedTuple):
 
 
 class RequestRecord(NamedTuple):
-    """One that has ended."""
+    """A request that has ended."""
 
     order: int
     id: str
@@ -50,7 +51,7 @@ class RequestRecord(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """Written by the loop's thread; others copy it in one go."""
+    """The recent steps and ended requests. Written by the loop's thread; other threads copy it at once."""
 
     steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     ended: deque[RequestRecord] = field(default_factory=lambda: deque(maxlen=REQUESTS_KEPT))
@@ -64,14 +65,14 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """What is known of one request: of its steps, those that are not forgotten."""
+    """One request and those of its steps that are still in the history."""
 
     record: RequestRecord
-    steps: Sequence[tuple[StepRecord, Parts]]  # and its own parts of each
+    steps: Sequence[tuple[StepRecord, Parts]]  # with its own parts of each
 
 
 def traces(request_id: str, history: History, live: Iterable[Request]) -> list[RequestTrace]:
-    """Of all requests of that id, running and ended: a call with several prompts has several."""
+    """Return the traces of all requests with this id, running and ended: a call with several prompts has several."""
     running = [
         RequestRecord(r.order, r.id, len(r.prompt), r.n_cached, r.timings, r.claim.tenant)
         for r in live

@@ -58,7 +58,7 @@ class WindowTable:
         page = int(self._pages.array[self._gone])
         self._gone += 1
         self.first += 1
-        if 2 * self._gone > len(self._pages):  # the buffer stays as small as what is held
+        if 2 * self._gone > len(self._pages):  # so that the buffer stays small
             self._pages, self._gone = IntBuffer(self.array), 0
         return page
 
@@ -84,7 +84,7 @@ class Pool:
     def __init__(self, n: int) -> None:
         self.n, self.n_reserved = n, 0
         self._empty, self._owners = list(range(n))[::-1], [0] * n
-        self._keys: dict[int, Key] = {}  # of those that are cached, or will be as soon as they are known to be finite
+        self._keys: dict[int, Key] = {}  # of those that are cached, or will be when their values are known to be finite
         self._n_cached: dict[Key, int] = {}
         self._idle: dict[int, None] = {}  # with a key and without an owner, in the order of their release
 
@@ -178,7 +178,7 @@ class CacheGroups:
         return bool(self.windows) or self.slots is not None
 
     def has_room(self, n_tokens: int) -> bool:
-        """Whether a sequence of so many tokens in all can run beside those that run."""
+        """Return whether a sequence of `n_tokens` in all can run beside the running ones."""
         if self.slots is not None and self.slots.n_reserved + SLOTS_PER_RUNNING_SEQUENCE > self.slots.n:
             return False
         return all(pool.n_reserved + self._most(pool, n_tokens) <= pool.n for pool in self.windows)
@@ -261,7 +261,7 @@ class CacheGroups:
                 caches.released.append((self.slots, key, caches.state))
 
     def commit(self, caches: SequenceCaches) -> None:
-        """A step was computed: the states that it wrote are current now."""
+        """Make the states that a computed step wrote the current ones."""
         if self.slots is not None and caches.next is not None:
             if caches.state is not None:
                 self.slots.release(caches.state)

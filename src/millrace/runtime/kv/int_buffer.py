@@ -8,7 +8,7 @@ from millrace.engine.executor import IntArray
 
 
 class IntBuffer:
-    """It is sliced without copying."""
+    """An int32 array that grows; slices do not copy."""
 
     __slots__ = ("_data", "_n")
 
@@ -22,11 +22,11 @@ class IntBuffer:
 
     @property
     def array(self) -> IntArray:
-        """The values so far (n,), a view that the next append may outgrow."""
+        """The current values (n,): a view that the next append may invalidate."""
         return self._data[: self._n]
 
     def part(self, start: int, end: int) -> IntArray:
-        """`array[start:end]`, of values that there are."""
+        """Return `array[start:end]`. Both must be within the array."""
         return self._data[start:end]
 
     def append(self, value: int) -> None:

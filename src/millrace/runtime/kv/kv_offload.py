@@ -1,13 +1,13 @@
-"""A second tier of KV pages: what the pool gives up goes into a file, and is found there again, also after a restart.
+"""KV offload: pages that the pool evicts are written to files, and found there again, also after a restart.
 
-Two files of records of one size, `NAME.0` and `NAME.1`, of which one is written behind its end; when that holds half of
-what is allowed, the other is begun anew, so the oldest half goes at once: a generation in each one's header says which
-that is, also after a restart. Each record has the page's key, the bytes of
-the page in all caches, and a checksum. A record that is damaged or not complete is left out, and that is said once. The
-first bytes name the engine: pages of another one are of no use, and their file is begun anew.
+The store has two files of fixed-size records, `NAME.0` and `NAME.1`. Records are appended to the active file. When it
+holds half of the allowed bytes, the other file is truncated and becomes the active one, so the oldest half is dropped
+at once. A generation in the headers tells which file is newer, also after a restart. A record has the page's key, the
+bytes of the page in all caches, and a checksum. A damaged or incomplete record is skipped, with one warning. The header
+names the engine: the pages of another engine are useless, and their file is truncated.
 
-The engine's thread copies pages; another thread writes them, of which at most MAX_QUEUED wait: more are not kept. Who
-can write the files decides what answers go on from: they are made for their owner alone.
+The engine thread copies pages; another thread writes them. At most MAX_QUEUED pages wait; more are dropped. Because a
+user who can write the files determines what answers continue from, only their owner may access them.
 """
 
 import fcntl
@@ -31,31 +31,31 @@ from numpy.typing import NDArray
 from millrace.errors import ConfigError
 from millrace.runtime.loop_stats import TierStats
 
-Key = bytes  # 32, as `pages.py` makes them
+Key = bytes  # 32 bytes, made by `pages.py`
 PageBytes = NDArray[np.uint8]
 MAGIC = b"millrace kv 1\n\0\0"
-HEADER = struct.Struct("<16s32sQQ")  # magic, engine, bytes of a page; generation: the higher, the later begun
+HEADER = struct.Struct("<16s32sQQ")  # magic, engine, bytes of a page; generation: the newer file has the higher one
 GENERATION_BYTES, MAX_GENERATION = 8, 2**62
 RECORD = struct.Struct("<4sI32s")  # mark, checksum of key and page, key
 MARK = b"page"
 MAX_QUEUED = 64
-CLOSE_S = 5.0  # for writing what memory knows, at the end
+CLOSE_S = 5.0  # how long `close` writes the pages that are in memory
 log = logging.getLogger(__name__)
 
 
 class PageMemory:
-    """The pages of an executor, of each cache as (layers, pages, bytes). Not while a step is on its way."""
+    """The page bytes of an executor, (layers, pages, bytes) in each cache. Do not use while a step is in flight."""
 
     def __init__(self, caches: Sequence[NDArray[np.uint8]]) -> None:
         self._caches = caches
         self.page_bytes = sum(cache.shape[0] * cache.shape[2] for cache in caches)
 
     def read_page(self, page: int) -> PageBytes:
-        """A copy of its bytes in all caches."""
+        """Return a copy of the page's bytes in all caches."""
         return np.concatenate([cache[:, page].ravel() for cache in self._caches])
 
     def write_page(self, page: int, data: PageBytes) -> None:
-        """What `read_page` gave, of a page of the same tokens behind the same others."""
+        """Write bytes that `read_page` returned for a page with the same key."""
         at = 0
         for cache in self._caches:
             layers, _, n_bytes = cache.shape
@@ -65,7 +65,7 @@ class PageMemory:
 
 @dataclass(slots=True)
 class _Segment:
-    """One of the two files. n: records, by their places"""
+    """One of the two files. n: number of records"""
 
     path: Path
     file: int
@@ -75,9 +75,10 @@ class _Segment:
 
 
 class KvOffloadStore:
-    """raises ConfigError where the files cannot be used, or another process uses them
+    """Stores evicted pages in two files.
 
-    engine: its identity; pages: where they are; most_bytes: of both files together
+    raises ConfigError if the files cannot be used, or another process uses them
+    engine: its identity; pages: access to their bytes; most_bytes: size of both files together
     """
 
     def __init__(self, path: Path, engine: str, pages: PageMemory, most_bytes: int) -> None:
@@ -93,26 +94,26 @@ class KvOffloadStore:
             raise ConfigError(f"the second tier of KV pages is {path}", "a file", "name one with --kv-tier")
         digest = hashlib.blake2b(engine.encode(), digest_size=32).digest()
         self._header = HEADER.pack(MAGIC, digest, page_bytes, 0)[:-GENERATION_BYTES]
-        self._places: dict[Key, tuple[int, int]] = {}  # segment, record; guarded by _lock, as the rest
+        self._places: dict[Key, tuple[int, int]] = {}  # segment, record; guarded by _lock, as are the following
         self._queued: dict[Key, PageBytes] = {}
         self._lock = threading.Lock()
         self._warned = False
-        self.cached_pages: Callable[[], Iterable[tuple[Key, int]]] = tuple  # what the pool knows, the most worth first
-        self._age = 0  # how often all was forgotten
+        self.cached_pages: Callable[[], Iterable[tuple[Key, int]]] = tuple  # the pages of the pool, most valuable first
+        self._age = 0  # how often the store was cleared
         self.n_stored = self.n_found = self.n_damaged = self.n_dropped = 0
         try:
             self._segments = [self._open(path.with_name(f"{path.name}.{i}"), i) for i in (0, 1)]
         except OSError as error:
             what = f"the second tier of KV pages cannot be opened: {error}"
             raise ConfigError(what, "a file that can be written", "name another with --kv-tier") from None
-        of = self._segments  # the one begun last; of two that were never begun anew, the one that is not full
+        of = self._segments  # the newer one; if neither was truncated yet, the one that is not full
         self._active = max((0, 1), key=lambda i: (of[i].generation, of[i].n < self._most_records, of[i].n))
         self._work: queue.Queue[tuple[int, Key, PageBytes] | None] = queue.Queue(MAX_QUEUED)
         self._writer = threading.Thread(target=self._write_all, name="millrace-kv-tier", daemon=True)
         self._writer.start()
 
     def __len__(self) -> int:
-        """Pages that can be found."""
+        """Number of pages that can be found."""
         with self._lock:
             return len(self._places.keys() | self._queued.keys())
 
@@ -122,7 +123,7 @@ class KvOffloadStore:
 
     @property
     def stats(self) -> TierStats:
-        """For any thread, and without waiting for one that reads the disk."""
+        """A snapshot, for any thread, which does not wait for the disk."""
         n_bytes = sum(HEADER.size + segment.n * self._record_bytes for segment in self._segments)
         return TierStats(
             pages=len(self._places), bytes=n_bytes, stored_total=self.n_stored, found_total=self.n_found,
@@ -130,7 +131,7 @@ class KvOffloadStore:
         )  # fmt: skip
 
     def put(self, key: Key, page: int, wait_s: float = 0) -> None:
-        """Keep a page that the pool gives up, where it is not there already. wait_s: for its turn to be written"""
+        """Store a page that the pool evicts, unless it is stored already. wait_s: for space in the queue"""
         if key in self:
             return
         data = self._memory.read_page(page)
@@ -144,7 +145,7 @@ class KvOffloadStore:
                 self.n_dropped += 1
 
     def fill(self, key: Key, page: int) -> bool:
-        """Write what is kept into a page; False, and nothing done, where it is damaged, or not there."""
+        """Load a stored page into `page`. Return False, and do nothing, if it is damaged or missing."""
         data = self._read(key)
         if data is None:
             return False
@@ -153,7 +154,7 @@ class KvOffloadStore:
         return True
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all pages."""
         with self._lock:
             self._age += 1
             self._queued.clear()
@@ -162,7 +163,7 @@ class KvOffloadStore:
                 self._begin(segment, 0)
 
     def close(self) -> None:
-        """After what is queued was written, and what memory still knows: of that the most worth, for some seconds."""
+        """Write what is queued and then, for CLOSE_S, the most valuable pages that are still in memory."""
         until_s = time.monotonic() + CLOSE_S
         for key, page in itertools.islice(self.cached_pages(), self._most_records):
             if (left_s := until_s - time.monotonic()) <= 0:
@@ -174,7 +175,7 @@ class KvOffloadStore:
             os.close(segment.file)
 
     def _read(self, key: Key) -> PageBytes | None:
-        """None for a record that is damaged, or gone."""
+        """Return a page's bytes; None if the record is damaged or gone."""
         with self._lock:
             if (queued := self._queued.get(key)) is not None:
                 return queued
@@ -197,7 +198,7 @@ class KvOffloadStore:
         return None
 
     def _open(self, path: Path, index: int) -> _Segment:
-        """With its records by their keys; their pages are looked at when they are wanted."""
+        """Open a file and index its records by their keys; pages are verified when they are read."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +222,7 @@ class KvOffloadStore:
             mark, _, key = RECORD.unpack(os.pread(file, RECORD.size, HEADER.size + record * self._record_bytes))
             if mark != MARK:
                 self._damaged(path)
-                break  # what is behind it was written after it
+                break  # what follows was written after it
             segment.keys.append(key)
             self._places[key] = (index, record)
             segment.n += 1
@@ -244,7 +245,7 @@ class KvOffloadStore:
                 if not warned:
                     log.warning("KV pages cannot be written to the second tier: %s; they are computed again", error)
             with self._lock:
-                if self._queued.get(key) is data:  # else it was forgotten meanwhile, and may have been put again
+                if self._queued.get(key) is data:  # otherwise it was removed meanwhile, and may have been stored again
                     del self._queued[key]
 
     def _write(self, age: int, key: Key, data: PageBytes) -> None:
@@ -266,7 +267,7 @@ class KvOffloadStore:
                 segment.n += 1
                 self.n_stored += 1
                 return
-            # Forgotten meanwhile, or not written whole: nothing of it may be found after a restart.
+            # Removed meanwhile, or not completely written: it must not be found after a restart.
             os.ftruncate(segment.file, HEADER.size + segment.n * self._record_bytes)
             if age == self._age:
                 raise OSError("a record was not written whole")
@@ -278,7 +279,7 @@ class KvOffloadStore:
 
 
 def _check_ours(path: Path, state: os.stat_result, begin: bytes) -> None:
-    """raises ConfigError for a file that somebody else may have written, or made for another end"""
+    """Check that the file belongs to this user and store. raises ConfigError"""
     if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
         what = "is no file of its own"
     elif state.st_uid != os.getuid() or state.st_mode & 0o077:

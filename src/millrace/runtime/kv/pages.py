@@ -1,10 +1,10 @@
-"""KV pages: who owns which page, what is known to be in it, and which one goes when room is needed.
+"""KV pages: their owners, the prefix index over their contents, and the order of eviction.
 
-A full page may be put into the index under a key that says all that its content depends on: a digest of its tokens and
-of the key of the page before it. So the pages of a prompt form a chain, chains with the same beginning a tree, and to
-look a prompt up is to walk from its root as far as pages are known. Nobody could reach a page whose chain is broken
-before it, so pages go from the ends of chains: that of the lowest priority, of these the one left alone longest. The
-last page of a chain may be one that nobody filled: only what goes on from its tokens finds it, by a copy.
+A full page may enter the index under a key that covers all that its content depends on: a digest of its tokens and of
+the previous page's key. So the pages of a prompt form a chain, chains with the same beginning form a tree, and a lookup
+walks from the root as far as pages are known. A page whose chain is broken before it could never be found, so eviction
+takes the ends of chains: lowest priority first, then least recently used. The last page of a chain may be partly
+filled; a sequence that continues from its tokens copies it.
 Sources: PagedAttention, arXiv:2309.06180 section 4; RadixAttention, arXiv:2312.07104 section 3.
 """
 
@@ -24,19 +24,17 @@ from millrace.runtime.kv.kv_offload import KvOffloadStore
 
 Pages = tuple[int, ...]
 Key = bytes
-KEY_BYTES = (
-    32  # 256 bits: two texts of one key cannot be found, and tenants with their own salts cannot probe each other
-)
+KEY_BYTES = 32  # so that collisions cannot be found, and tenants with own salts cannot probe each other
 DEFAULT_PRIORITY, MAX_CACHE_PRIORITY = 35, 100  # TensorRT-LLM's
-# A page is copied where at least an eighth of it is shared, 8 of 64 tokens. By these it is found: of the pages behind a
-# system prompt, as many as there are chats, few are looked at. And the few tokens with which a template begins every
-# chat would make a hit of each request.
+# A page is copied if at least an eighth of it is shared, 8 of 64 tokens. These first tokens are also the lookup key, so
+# that few of the many pages behind a system prompt are compared. A smaller share would match the few tokens with which
+# a template begins every chat.
 LEAST_SHARED = 1 / 8
-MAX_LOOKED_AT = 16  # pages that begin alike, the newest first
+MAX_LOOKED_AT = 16  # compared pages with the same first tokens, newest first
 
 
 class PageKey(NamedTuple):
-    """What is in a page: the key before its own, its tokens, and how many it has room for."""
+    """The content of a page: the key of the page before it, its tokens, and its capacity in tokens."""
 
     after: Key
     tokens: IntArray
@@ -44,38 +42,38 @@ class PageKey(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Its own, which says all before it, too. Another number of tokens is another key."""
+        """The page's key, which covers all tokens before it. The number of tokens is part of it."""
         return next_key(self.after, self.tokens.data.cast("B"))
 
     @property
     def n_least(self) -> int:
-        """So many tokens must be shared for a copy."""
+        """The least number of shared tokens for which the page is copied."""
         return max(1, int(LEAST_SHARED * self.room))
 
     @property
     def beginning(self) -> bytes:
-        """By which it is found in part: the key before it, and its first tokens."""
+        """The key for partial matches: the previous page's key, and the first tokens."""
         return self.after + self.tokens[: self.n_least].tobytes()
 
 
 def root_key(*parts: bytes) -> Key:
-    """What a chain begins with: each thing beside the tokens that decides keys and values, or who may find them."""
+    """Return the root of a chain of keys, from what besides tokens determines keys and values or who reuses them."""
     root = hashlib.blake2b(digest_size=KEY_BYTES, person=b"millrace.root")
     for part in parts:
-        root.update(len(part).to_bytes(8, "little"))  # so that no part runs into the next
+        root.update(len(part).to_bytes(8, "little"))  # so that the parts cannot run into each other
         root.update(part)
     return root.digest()
 
 
 def next_key(after: Key, tokens: bytes | memoryview) -> Key:
-    """Of a page with these tokens, int32, behind the page of key `after`."""
+    """Return the key of a page with these int32 tokens, whose previous page has the key `after`."""
     key = hashlib.blake2b(after, digest_size=KEY_BYTES)
     key.update(tokens)
     return key.digest()
 
 
 def extend_keys(keys: list[Key], root: Key, tokens: IntArray, n_pages: int, page_tokens: int) -> None:
-    """Append to `keys`, those of the first pages of `tokens`, until there are `n_pages`."""
+    """Append to `keys` those of the first pages of `tokens`, until there are `n_pages`."""
     data, page_bytes = tokens.data.cast("B"), page_tokens * tokens.itemsize
     for i in range(len(keys), n_pages):
         keys.append(next_key(keys[-1] if keys else root, data[i * page_bytes : (i + 1) * page_bytes]))
@@ -87,13 +85,13 @@ class _CachedPage:
 
     page: int
     key: Key
-    before: "_CachedPage | None"  # the page that its chain goes on from; None: it is the first
-    n_next: int = 0  # known pages that go on from it
+    before: "_CachedPage | None"  # the previous page of its chain; None: it is the first
+    n_next: int = 0  # cached pages that follow it
     free: bool = False
-    left: int = 0  # when its last owner left it: a count of such moments
+    left: int = 0  # the time of its last release, by a counter
     priority: int = DEFAULT_PRIORITY
-    until_s: float | None = None  # when its priority ends
-    content: PageKey | None = None  # by which it is found in part
+    until_s: float | None = None  # when its priority expires
+    content: PageKey | None = None  # for partial matches
 
     @property
     def is_full(self) -> bool:
@@ -102,18 +100,18 @@ class _CachedPage:
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """Pages by their keys, and the order in which those that nobody owns are given up.
+    """Cached pages by their keys, and the eviction order of those without an owner.
 
-    Whoever owns a page owns all before it, so what is free can be given up from its end. All take constant time a page,
-    but for the order of those that are free ends, which is a heap.
+    The owner of a page also owns all pages before it, so free pages can be evicted from the ends of chains. Operations
+    take constant time per page, except for the order of free chain ends, which is a heap.
     """
 
-    n_free: int = field(init=False, default=0)  # known pages that nobody owns
+    n_free: int = field(init=False, default=0)  # cached pages without an owner
     n_evicted: int = field(init=False, default=0)
-    next_end_s: float = field(init=False, default=math.inf)  # no priority ends before
+    next_end_s: float = field(init=False, default=math.inf)  # no priority expires before
     _by_key: dict[Key, _CachedPage] = field(init=False, repr=False, default_factory=dict)
     _by_page: dict[int, _CachedPage] = field(init=False, repr=False, default_factory=dict)
-    # (priority, left, page); an entry counts while its page is a free end with this priority, left then
+    # (priority, left, page); an entry is valid while its page is a free chain end with this priority and release time
     _ends: list[tuple[int, int, int]] = field(init=False, repr=False, default_factory=list)
     _until: list[tuple[float, int]] = field(init=False, repr=False, default_factory=list)  # (until_s, page), a heap
     _n_left: int = field(init=False, repr=False, default=0)
@@ -128,7 +126,7 @@ class PrefixIndex:
         return len(self._by_page)
 
     def find(self, keys: Sequence[Key]) -> Pages:
-        """The pages of as many of these keys as are known, from the first on. Own them before any is reserved."""
+        """Return the pages of the longest known prefix of these keys. Own them before reserving any."""
         result: list[int] = []
         for key in keys:
             entry = self._by_key.get(key)
@@ -138,7 +136,7 @@ class PrefixIndex:
         return tuple(result)
 
     def add(self, page: int, key: Key, before: int | None) -> int:
-        """`page`, which goes on from `before`, is found by `key` from now on; the page that was already, if one was."""
+        """Add `page`, which follows `before`, under `key`. Return the page cached under it, which may be another."""
         if (entry := self._by_key.get(key)) is not None:
             return entry.page
         assert page not in self._by_page, f"page {page} is known by another key"
@@ -146,33 +144,33 @@ class PrefixIndex:
         if parent is not None:
             parent.n_next += 1
         self._by_key[key] = self._by_page[page] = _CachedPage(page, key, parent)
-        if parent is not None and parent.priority < DEFAULT_PRIORITY:  # it must not hold what is to go first
+        if parent is not None and parent.priority < DEFAULT_PRIORITY:  # it must not protect a page to be evicted first
             self.retain(page, parent.priority, parent.until_s)
         return page
 
     def tell(self, page: int, content: PageKey) -> None:
-        """What is in a page of the index: from now on it is found in part, too."""
+        """Set the content of a cached page, which enables partial matches."""
         entry = self._by_page[page]
         if entry.content is None:
             entry.content = content._replace(tokens=content.tokens.copy())
             self._alike.setdefault(content.beginning, {})[page] = entry
 
     def find_part(self, key: PageKey) -> tuple[int, int] | None:
-        """The page behind `wanted.after` that has most of its tokens in common from the first on, and how many.
+        """Return the page after `key.after` that shares the most first tokens with it, and their number.
 
-        None where they would be less than LEAST_SHARED of a page. Own it, as its reader owns all before it.
+        None if they are less than LEAST_SHARED of a page. Own it, because its reader owns all pages before it.
         """
         alike = ((_n_common(tokens, key.tokens), page) for page, tokens in self._beginning_as(key))
         best = max(alike, default=None)
         return None if best is None else (best[1], best[0])
 
     def is_worth_knowing(self, content: PageKey) -> bool:
-        """A page that is not full, has enough to be found by, and more than any that is known."""
+        """Whether a partly filled page has enough tokens to be found, and more than any cached one."""
         result, n = self.find_part(content), len(content.tokens)
         return content.n_least <= n < content.room and (result is None or result[1] < n)
 
     def forget_beginnings(self, content: PageKey) -> list[int]:
-        """Takes pages out of the index that nobody owns and that have the first of these tokens, and nothing else."""
+        """Remove unowned pages whose tokens are a proper prefix of these, and return them."""
         gone = [
             page
             for page, tokens in self._beginning_as(content)
@@ -183,7 +181,7 @@ class PrefixIndex:
         return gone
 
     def _beginning_as(self, content: PageKey) -> list[tuple[int, IntArray]]:
-        """The newest pages that begin alike, and their tokens."""
+        """Return the newest pages with the same first tokens, and their tokens."""
         if len(content.tokens) < content.n_least:
             return []
         alike = self._alike.get(content.beginning, {})
@@ -191,11 +189,11 @@ class PrefixIndex:
         return [(page, entry.content.tokens) for page, entry in newest if entry.content is not None]
 
     def key_of(self, page: int) -> Key:
-        """By which a page of the index is found."""
+        """Return the key of a cached page."""
         return self._by_page[page].key
 
     def left(self, page: int) -> None:
-        """It has no owner any more."""
+        """Mark a page that has lost its last owner."""
         entry = self._by_page[page]
         self._n_left += 1
         entry.free, entry.left = True, self._n_left
@@ -203,12 +201,12 @@ class PrefixIndex:
         self._note_end(entry)
 
     def mark_in_use(self, page: int) -> None:
-        """It has an owner again."""
+        """Mark a page that has an owner again."""
         self._by_page[page].free = False
         self.n_free -= 1
 
     def retain(self, page: int, priority: int, until_s: float | None = None) -> None:
-        """Pages of a lower priority go before it, until that time; None: for as long as it is known."""
+        """Set a page's eviction priority, until `until_s`; None: for as long as it is cached."""
         entry = self._by_page[page]
         entry.priority, entry.until_s = priority, until_s
         self._note_end(entry)
@@ -220,7 +218,7 @@ class PrefixIndex:
             self.next_end_s = self._until[0][0]
 
     def expire(self, now_s: float) -> None:
-        """Priorities whose time is up become the default."""
+        """Reset expired priorities to the default."""
         while self._until and self._until[0][0] <= now_s:
             until_s, page = heappop(self._until)
             entry = self._by_page.get(page)
@@ -229,7 +227,7 @@ class PrefixIndex:
         self.next_end_s = self._until[0][0] if self._until else math.inf
 
     def evict(self) -> tuple[int, Key | None]:
-        """Forgets the free page that is to go first, and says what it was known by; None: it was not full."""
+        """Remove the free page to be evicted first. Return it and its key; None if it was not full."""
         while True:
             priority, left, page = heappop(self._ends)
             entry = self._by_page.get(page)
@@ -240,7 +238,7 @@ class PrefixIndex:
         return page, entry.key if entry.is_full else None
 
     def worth_most(self) -> Iterator[tuple[Key, int]]:
-        """Full pages, those that would be given up last first, each behind those that its chain begins with."""
+        """Yield full pages, those to be evicted last first, each after the pages before it in its chain."""
         reported: set[int] = set()
         for entry in sorted(self._by_page.values(), key=lambda k: (k.priority, k.left), reverse=True):
             chain: list[_CachedPage] = []
@@ -252,7 +250,7 @@ class PrefixIndex:
             yield from ((k.key, k.page) for k in reversed(chain) if k.is_full)
 
     def _forget(self, entry: _CachedPage) -> None:
-        """A free end."""
+        """Remove a free chain end."""
         del self._by_page[entry.page], self._by_key[entry.key]
         if entry.content is not None:
             beginning = entry.content.beginning
@@ -269,7 +267,7 @@ class PrefixIndex:
         if not entry.free or entry.n_next:
             return
         heappush(self._ends, (entry.priority, entry.left, entry.page))
-        if len(self._ends) > 2 * self.n_free + 64:  # most entries count no more: in the mean, this costs nothing
+        if len(self._ends) > 2 * self.n_free + 64:  # most entries are outdated; amortized, this is free
             ends = (k for k in self._by_page.values() if k.free and not k.n_next)
             self._ends = [(k.priority, k.left, k.page) for k in ends]
             heapify(self._ends)
@@ -289,9 +287,9 @@ def _n_common(entry: IntArray, tokens: IntArray) -> int:
 class PagePool:
     """`n_pages` pages with ids 0 .. n_pages-1, each free or with a number of owners.
 
-    A page with several owners is full and never written again; only its single owner appends to a page. A page of the
-    index stays findable when nobody owns it any more: it is free but kept, until no other free page is left; then the
-    second tier has it, where there is one.
+    A page with several owners is full and never written again; only a single owner appends to a page. A cached page
+    without owners is free, but can be found until it is the only free page left; then it is evicted to the KV offload
+    store, if any.
     raises ConfigError for a pool without pages.
     """
 
@@ -317,14 +315,14 @@ class PagePool:
         return self.n_pages - self.n_free
 
     def reserve(self, n: int) -> Pages | None:
-        """Take `n` pages with one owner each; None, and nothing taken, when fewer are free."""
+        """Take `n` pages with one owner each. Return None, and take nothing, if fewer are free."""
         assert n >= 0, f"reserving {n} pages"
         if n > self.n_free:
             return None
         return self._own(tuple(self._empty.pop() if self._empty else self._give_up() for _ in range(n)))
 
     def share(self, pages: Iterable[int]) -> Pages:
-        """Give every page one more owner: of its owners' pages, or of those in the index."""
+        """Add an owner to every page. Each must have an owner or be in the index."""
         shared = tuple(pages)
         for p in shared:
             if not self._owners[p]:
@@ -333,7 +331,7 @@ class PagePool:
         return self._own(shared)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Take one owner from every page; a page without owners is free again."""
+        """Remove an owner from every page; a page without owners is free again."""
         for p in pages:
             assert self._owners[p], f"page {p} released twice"
             self._owners[p] -= 1
@@ -341,10 +339,10 @@ class PagePool:
                 self._free(p)
 
     def publish(self, page: int, key: Key, before: int | None, content: PageKey) -> int:
-        """Put a page into the index, behind `before` of the same owner; gives the owner's page from now on.
+        """Put a page into the index, after `before` of the same owner. Return the owner's page from now on.
 
-        That is another one where the key was known already: then `page` is given back for a share of that. It is found
-        by its key, and in part by its content. One that is not full is never written again, as any other.
+        If the key is cached already, that is the cached page, and `page` is released. `content` enables partial
+        matches. A page that is not full is never written again, like any other.
         """
         assert self._owners[page] and (before is None or self._owners[before]), f"page {page} or {before} is nobody's"
         entry = self.index.add(page, key, before)
@@ -356,9 +354,10 @@ class PagePool:
         return entry
 
     def promote(self, keys: Sequence[Key], owned: Pages, content: Callable[[int], PageKey]) -> Pages:
-        """`owned`, which are the first pages of a chain, and behind them those of the second tier, for the same owner.
+        """Return `owned`, the first pages of a chain, extended by pages loaded from the KV offload store, for the same
+        owner.
 
-        content: of the chain's i-th page. There must be a free page for each of the chain.
+        content: of the chain's i-th page. There must be a free page for each page of the chain.
         """
         pages = list(owned)
         for i in range(len(owned), len(keys)):
@@ -373,7 +372,7 @@ class PagePool:
         return tuple(pages)
 
     def forget(self) -> bool:
-        """Empties the index; False, and nothing done, while pages have owners."""
+        """Empty the index. Return False, and do nothing, while pages have owners."""
         if self.n_used:
             return False
         self._empty += [self.index.evict()[0] for _ in range(self.index.n_free)]

@@ -1,4 +1,4 @@
-"""Prompts that are kept as their requests ask: by a priority or a pin, for a time."""
+"""Prompts that stay in the prefix cache on request: by a priority or a pin, for a time."""
 
 import math
 import threading
@@ -13,22 +13,22 @@ from millrace.runtime.request.request import Sequence as Choice
 
 
 class Pins:
-    """Pages that stay, whatever comes: a pin is one more owner of each, until its time is up; the last word counts.
+    """Pinned pages: a pin is one more owner of a page until it expires. The last request for a page determines when.
 
-    At most `most` of them. What is promised to requests under way is among these, so that none is refused at its end.
-    `promise` is for any thread, the others for that of the pool.
+    At most `most` pages, including those promised to requests in progress, so that a pin never fails when they end.
+    Any thread may call `promise`; the other methods belong to the pool's thread.
     """
 
     def __init__(self, pool: PagePool, most: int) -> None:
         self.most = most
-        self.next_end_s = math.inf  # no pin ends before
+        self.next_end_s = math.inf  # no pin expires before
         self._pool = pool
         self._lock = threading.Lock()
         self._promised: Counter[Key] = Counter()
-        self.pinned: dict[Key, tuple[int, float]] = {}  # page, and when its time is up
+        self.pinned: dict[Key, tuple[int, float]] = {}  # page, and when its pin expires
 
     def promise(self, keys: Sequence[Key]) -> None:
-        """Room for the pages that will have these keys. raises RequestError where it is not there"""
+        """Promise room for the pages that will have these keys. raises RequestError if there is none"""
         with self._lock:
             n_all = len(self.pinned.keys() | self._promised.keys() | set(keys))
             if n_all > self.most:
@@ -40,12 +40,12 @@ class Pins:
             self._promised.update(keys)
 
     def withdraw(self, keys: Sequence[Key]) -> None:
-        """Of `promise`: kept, or no longer needed."""
+        """Take a promise back: the pages are pinned, or no longer needed."""
         with self._lock:
             self._promised -= Counter(keys)
 
     def pin(self, keys: Sequence[Key], pages: Pages, until_s: float) -> None:
-        """As promised: pages of the index that the caller owns."""
+        """Pin promised pages, which are in the index and owned by the caller."""
         self.withdraw(keys)
         with self._lock:
             for key, page in zip(keys, pages, strict=True):
@@ -55,7 +55,7 @@ class Pins:
         self.next_end_s = min(self.next_end_s, until_s)
 
     def expire(self, now_s: float) -> None:
-        """Ends those whose time is up."""
+        """Remove expired pins."""
         if now_s < self.next_end_s:
             return
         with self._lock:
@@ -65,9 +65,9 @@ class Pins:
 
 
 class Retention:
-    """What is kept for how long. `promise` is for any thread, the others for that of the pool.
+    """How long prompts stay in the prefix cache. Any thread may call `promise`, the pool's thread the rest.
 
-    on: there is a prefix cache
+    on: whether there is a prefix cache
     """
 
     def __init__(self, limits: ExecutorLimits, pool: PagePool, clock: Callable[[], float], on: bool) -> None:
@@ -77,7 +77,7 @@ class Retention:
         self._has_groups = bool(limits.windows or limits.n_slots)
 
     def promise(self, request: Request) -> None:
-        """Before it is queued: what it asks can be done. raises RequestError"""
+        """Check, before the request is queued, that its cache options can be met. raises RequestError"""
         pins, n_prompt = request.cache.pin, len(request.prompt)
         field = "cache_pin" if pins else "cache_priority"
         if not self._on:
@@ -97,7 +97,7 @@ class Retention:
             self.pins.promise(self._keys(request))
 
     def keep(self, seq: Choice) -> None:
-        """As its request asks: the full pages of its prompt, which are known by now."""
+        """Apply the request's cache options to the full pages of its prompt, which are in the index now."""
         request, cache = seq.request, seq.request.cache
         keys, until_s = self._keys(request), cache.until_s(self._clock())
         request.to_keep, pages = False, tuple(seq.pages.array[: len(keys)].tolist())
@@ -108,17 +108,17 @@ class Retention:
                 self._index.retain(page, cache.priority, until_s)
 
     def withdraw(self, request: Request) -> None:
-        """It ended before its prompt was known."""
+        """Take the promise back of a request that ended before its prompt was computed."""
         request.to_keep = False
         if request.cache.pin:
             self.pins.withdraw(self._keys(request))
 
     def expire(self) -> None:
-        """End those whose time is up."""
+        """End expired pins and priorities."""
         now_s = self._clock()
         self.pins.expire(now_s)
         self._index.expire(now_s)
 
     def _keys(self, request: Request) -> list[Key]:
-        """Of the full pages of its prompt."""
+        """Return the keys of the full pages of its prompt."""
         return request.choices[0].page_keys(len(request.prompt) // self._page_tokens, self._page_tokens)

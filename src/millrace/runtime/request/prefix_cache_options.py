@@ -1,4 +1,4 @@
-"""What a request may ask of the prefix cache: with whom its prompt is shared, how long it is kept, that it stays."""
+"""Prefix-cache options of a request: which requests share its prompt, how long it is kept, and pinning."""
 
 from dataclasses import dataclass, fields
 
@@ -7,17 +7,17 @@ from millrace.runtime.kv.pages import MAX_CACHE_PRIORITY
 
 MAX_SALT_CHARACTERS = 256
 MAX_TTL_S = 7 * 86400.0
-PIN_S = 3600.0  # of a pin, where no time is said
+PIN_S = 3600.0  # default duration of a pin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """Of one prompt. raises RequestError naming the field, which is `cache_` and its name here
+    """Options of one prompt. raises RequestError naming the field, which is `cache_` and its name here
 
-    salt: only requests with the same one find its pages; of whatever a tenant's prompts are to be told apart by
-    priority: when room is needed, pages of a lower one go first; None: as they are, which is 35 for new ones
-    ttl_s: seconds after which priority or pin end; None: an hour for a pin, and never for a priority
-    pin: its full pages are not given up at all
+    salt: only requests with the same salt share pages; the server derives it from the tenant, too
+    priority: pages of a lower one are evicted first; None: keep their priority, which is 35 for new pages
+    ttl_s: seconds after which priority or pin expire; None: an hour for a pin, never for a priority
+    pin: its full pages are not evicted
     """
 
     salt: str = ""
@@ -47,13 +47,13 @@ class CacheOptions:
             raise _refused("ttl_s", "is set, and nothing that it could end", "it beside a pin or a priority", mend)
 
     def until_s(self, now_s: float) -> float | None:
-        """When that ends."""
+        """Return when priority or pin expire."""
         ttl_s = PIN_S if self.pin and self.ttl_s is None else self.ttl_s
         return None if ttl_s is None else now_s + ttl_s
 
 
 PLAIN = CacheOptions()
-OPTIONS = frozenset(f"cache_{f.name}" for f in fields(CacheOptions))  # as requests and prompts name them
+OPTIONS = frozenset(f"cache_{f.name}" for f in fields(CacheOptions))  # the names in requests and prompts
 
 
 def _is_number(value: object, kind: type | object) -> bool:

@@ -1,7 +1,7 @@
-"""Prompts that are given as embedding rows: what would enter the first layer in place of the embeddings of tokens.
+"""Prompts given as embedding rows, which enter the first layer in place of token embeddings.
 
-A row has a negative number where a token has its id: row e is the token -1 - e. Its content is part of the keys of all
-pages of its request, so the prefix cache never takes one prompt of rows for another.
+A row has a negative number in place of a token id: row e is the token -1 - e. The rows' content is part of the keys of
+all pages of the request, so the prefix cache never confuses two such prompts.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import SamplingParams, check_context, check_prompt
 
-FIELD = "prompt_embeds"  # as requests and prompts name it
+FIELD = "prompt_embeds"  # the name in requests and prompts
 Rows = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddedPrompt:
-    """A checked prompt of embedding rows (N, width), its own. digest: of the rows, used in prefix-cache keys"""
+    """A checked copy of a prompt of embedding rows (N, width). digest: of the rows, used in prefix-cache keys"""
 
     rows: Rows
     digest: bytes
@@ -32,7 +32,7 @@ class EmbeddedPrompt:
 
     @classmethod
     def of(cls, rows: Rows, limits: ExecutorLimits) -> "EmbeddedPrompt":
-        """raises RequestError for rows that this engine does not take"""
+        """Check and copy the rows of a prompt. raises RequestError if this engine does not take them"""
         check_shape(rows.shape[0], rows.shape[1], limits)
         if not np.isfinite(rows).all():
             raise _wrong("has numbers that are not finite", "finite numbers", "correct them")
@@ -59,7 +59,7 @@ def parse_prompt(
 
 
 def _check_params(params: SamplingParams) -> None:
-    """raises RequestError for what only token ids have"""
+    """Check for parameters that need token ids. raises RequestError"""
     if params.prompt_logprobs is not None:
         raise RequestError(
             f"prompt_logprobs is set for a prompt of {FIELD}", "prompt_logprobs with a text or token ids",
@@ -68,7 +68,7 @@ def _check_params(params: SamplingParams) -> None:
 
 
 def check_shape(n: int, width: int, limits: ExecutorLimits) -> None:
-    """raises RequestError for rows (n, width) that this engine does not take"""
+    """Check the shape (n, width) of embedding rows. raises RequestError if this engine does not take it"""
     if not limits.embedding_width:
         raise _wrong("is set, and this engine takes token ids only", "a prompt of text or token ids", "send one")
     if width != limits.embedding_width:
@@ -80,17 +80,17 @@ def check_shape(n: int, width: int, limits: ExecutorLimits) -> None:
 def to_rows(matrix: Any, limits: ExecutorLimits) -> Rows:
     """Return an array, a tensor, or lists of numbers as rows (N, width) of float32.
 
-    What does not fit `limits` is refused before it is converted. raises RequestError
+    The shape is checked against `limits` before the conversion. raises RequestError
     """
     shape: Sequence[int] = getattr(matrix, "shape", ())
     if len(shape) == 2 and shape[0]:
         check_shape(int(shape[0]), int(shape[1]), limits)
     if getattr(getattr(matrix, "dtype", None), "kind", "f") == "c":
         raise _wrong("has complex numbers", "real numbers", "send these")
-    if hasattr(matrix, "detach"):  # a tensor, of bfloat16 as well
+    if hasattr(matrix, "detach"):  # also one of bfloat16
         matrix = matrix.detach().float().cpu().numpy()
     try:
-        with np.errstate(over="ignore"):  # what becomes infinite is refused later
+        with np.errstate(over="ignore"):  # values that become infinite are refused later
             rows = np.ascontiguousarray(matrix, np.float32)
     except (TypeError, ValueError):
         rows = np.empty(0, np.float32)

@@ -1,21 +1,21 @@
-"""What a request says of its turn; `admission_policy.py` says whose it is."""
+"""Queueing options of a request (priority, tenant, queue timeout). `admission_policy.py` applies them."""
 
 from dataclasses import dataclass
 
 from millrace.errors import RequestError
 
 MAX_PRIORITY = (
-    100  # either way: by ageing (`admission_policy.py`), whoever claims least is first of its tenant's in the end
+    100  # in either direction: with aging (`admission_policy.py`), every request eventually becomes its tenant's first
 )
 MAX_WAIT_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOptions:
-    """What a request says of its turn. raises RequestError naming the field
+    """Queueing options of a request. raises RequestError naming the field
 
-    priority: lower goes first, as in vLLM; tenant: of whose share it takes
-    queue_timeout_s: it is given up when it has waited so long for its first step
+    priority: lower goes first, as in vLLM; tenant: whose share the request uses
+    queue_timeout_s: seconds to wait for the first step, after which the request is aborted
     """
 
     priority: int = 0

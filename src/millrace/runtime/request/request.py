@@ -1,13 +1,13 @@
-"""A request, and its choices: which tokens each has, how many are computed, which pages hold them, what text they are.
+"""A request and its choices: their tokens, computed positions, pages and text.
 
 A choice is a `Sequence`: prompt, then output. The scheduler moves `n_computed` towards `n_tokens`; when they meet, the
 executor draws the next token and `append_token` puts `n_tokens` one ahead again.
 
-When it ends: end-of-text, stop tokens, stop strings, max_tokens. Stop strings are looked for in the detokenised text,
-character by character, so the answer does not depend on how the text is cut into tokens: the first stop string to be
-complete ends it, of two that end together the longer one. Text that may be the beginning of a stop string is held back
-until that is decided. Until `min_tokens` are out, all but the length is passed over and stays in the answer; the logits
-are not touched, so what is drawn is what would have been drawn without it.
+An answer ends by end-of-text, stop tokens, stop strings or max_tokens. Stop strings are searched in the detokenized
+text by characters, so the answer does not depend on how the text is cut into tokens: the stop string that is complete
+first ends it, and of two that end together the longer one. Text that may be the beginning of a stop string is held back
+until that is decided. Before `min_tokens`, everything but max_tokens is ignored and stays in the answer; the logits are
+not changed, so the same tokens are drawn as without it.
 """
 
 from bisect import bisect_left
@@ -37,7 +37,7 @@ class FinishDetail:
 
 
 def finish_by_token(token: int, n_output: int, resolved: ResolvedParams) -> FinishDetail | None:
-    """Whether `token`, the `n_output`-th of the answer, is one that ends it."""
+    """Return the finish if `token`, the `n_output`-th of the answer, ends it."""
     if n_output < resolved.min_tokens:
         return None
     if token in resolved.eos_token_ids:
@@ -48,12 +48,12 @@ def finish_by_token(token: int, n_output: int, resolved: ResolvedParams) -> Fini
 
 
 def finish_by_length(n_output: int, resolved: ResolvedParams) -> FinishDetail | None:
-    """`max_tokens` is never beyond the context, so this is the end of the context, too."""
+    """Return the finish at `max_tokens`, which also covers the context, because `max_tokens` never exceeds it."""
     return FinishDetail(FinishReason.LENGTH) if n_output >= resolved.max_tokens else None
 
 
 class StopTables:
-    """What the search for some stop strings needs beforehand: made once a request, shared by its choices."""
+    """Search tables for the stop strings of a request, shared by its choices."""
 
     __slots__ = ("borders", "stops")
 
@@ -63,20 +63,20 @@ class StopTables:
 
 
 class StopStrings:
-    """Finds the first of some strings in a stream of text (Knuth, Morris and Pratt, one automaton each)."""
+    """Finds the first of several strings in a stream of text (Knuth, Morris and Pratt, one automaton each)."""
 
     __slots__ = ("_borders", "_buffered", "_include", "_matched", "_stops")
 
     def __init__(self, tables: StopTables, include_in_output: bool) -> None:
         self._stops, self._borders = tables.stops, tables.borders
-        self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
+        self._matched = [0] * len(self._stops)  # how many first characters of each stop string the text ends with
         self._include = include_in_output
         self._buffered = ""
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Add text; returns (text that is certain to be in the answer, the stop string found or None).
+        """Add text. Return the text that is certain to be in the answer, and the stop string found or None.
 
-        With `may_stop` False a complete stop string is passed over. After one was found, push no more.
+        With `may_stop` False a complete stop string is ignored. Do not call it again after one was found.
         """
         if not self._stops:
             return text, None
@@ -91,7 +91,7 @@ class StopStrings:
         return pending[: len(pending) - n_held], None
 
     def flush(self) -> str:
-        """The text still held back: no more is coming."""
+        """Return the text that is still held back, at the end of the stream."""
         buffered, self._buffered = self._buffered, ""
         return buffered
 
@@ -110,14 +110,14 @@ class StopStrings:
 
 
 class TextStream(Protocol):
-    """What an answer needs of `checkpoint.tokenizer.Detokenizer`."""
+    """The methods of `checkpoint.tokenizer.Detokenizer` that an answer needs."""
 
     def push(self, ids: Ordered[int]) -> str:
-        """The complete characters that these tokens add."""
+        """Return the complete characters that these tokens add."""
         ...
 
     def flush(self) -> str:
-        """What an unfinished character leaves."""
+        """Return what is left of an unfinished character."""
         ...
 
 
@@ -127,30 +127,30 @@ class AnswerText:
     __slots__ = ("_detokenizer", "_stops")
 
     def __init__(self, detokenizer: TextStream, tables: StopTables, include_stop: bool) -> None:
-        """tables: of the request's `stop`, one for all of its choices"""
+        """tables: those of the request's `stop`, shared by its choices"""
         self._detokenizer, self._stops = detokenizer, StopStrings(tables, include_stop)
 
     @classmethod
     def of(
         cls, tokenizer: Tokenizer, prompt: Ordered[int] | None, params: SamplingParams, tables: StopTables
     ) -> "AnswerText":
-        """prompt: token ids; None: it is embedding rows"""
+        """Return the text of a choice. prompt: token ids; None: it is embedding rows"""
         shown = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
         return cls(shown, tables, params.include_stop_str_in_output)
 
     def push(self, tokens: Ordered[int], may_stop: bool) -> tuple[str, str | None]:
-        """As `StopStrings.push`, of what these tokens add."""
+        """Return the text that these tokens add, as `StopStrings.push`."""
         return self._stops.push(self._detokenizer.push(tokens), may_stop)
 
     def flush(self) -> str:
-        """What is still held back: no token is coming."""
+        """Return the text that is still held back, at the end of the answer."""
         text, stop = self._stops.push(self._detokenizer.flush(), may_stop=False)
         assert stop is None
         return text + self._stops.flush()
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix of `stop`, the length of its longest proper suffix that is a prefix again."""
+    """Return, for each prefix of `stop`, the length of its longest proper suffix that is also a prefix."""
     borders, n = [0], 0
     for char in stop[1:]:
         while n and stop[n] != char:
@@ -160,7 +160,7 @@ def _borders(stop: str) -> list[int]:
     return borders
 
 
-Deliver = Callable[[list[Delta]], None]  # called in the engine thread, at most once a step per request
+Deliver = Callable[[list[Delta]], None]  # called in the engine thread, at most once per step and request
 
 
 def _no_receiver(deltas: list[Delta]) -> None:
@@ -169,7 +169,7 @@ def _no_receiver(deltas: list[Delta]) -> None:
 
 @dataclass(slots=True)
 class Timings:
-    """Readings of the engine's clock in seconds; None: not yet. Written by the engine thread only."""
+    """Times by the engine's clock, in seconds; None: not reached yet. Written by the engine thread only."""
 
     queued_s: float
     first_scheduled_s: float | None = None
@@ -178,12 +178,12 @@ class Timings:
     finished_s: float | None = None
     n_preemptions: int = 0
     n_output_tokens: int = 0  # of all choices
-    received_s: float | None = None  # by a server, which writes this and the next two: its request's first byte,
-    first_told_s: float | None = None  # and when a token was first read
-    told_s: float | None = None  # and the last one
+    received_s: float | None = None  # by a server, as the next two: when the first byte of the request arrived,
+    first_told_s: float | None = None  # when a token was first read,
+    told_s: float | None = None  # and last read
 
     def held_s(self, now_s: float) -> float:
-        """Since the first step; 0 before."""
+        """Return the seconds since the first step; 0 before it."""
         return 0.0 if self.first_scheduled_s is None else now_s - self.first_scheduled_s
 
 
@@ -195,10 +195,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What a request asks beside its answer. cache: of the prefix cache; claim: of its turn
+    """Options of a request besides its sampling parameters. cache: prefix cache; claim: queueing
 
-    delivered: output tokens of each choice that its client already has: the answers continue behind them
-    adapter: of the executor's, by number; 0: the model as it is
+    delivered: output tokens of each choice that the client already has: the answers continue after them
+    adapter: its number in the executor; 0: none
     """
 
     cache: CacheOptions = PLAIN
@@ -212,11 +212,11 @@ FREELY = RequestOptions()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What was submitted, and how far it is. Known by identity, since ids may come from clients.
+    """A submitted request and its progress. Compared by identity, because ids may come from clients.
 
-    first: the index of its first choice in what its reader gets, where one reader has several requests
-    terms: what it asks beside its answer; matchers: what each choice is held to; none where nothing is
-    embedded: embedding rows that the prompt's numbers stand for; None: they are token ids
+    first: the index of its first choice, if one reader has several requests
+    matchers: the grammars of its choices; none without structured output
+    embedded: the embedding rows that the prompt's numbers refer to; None: the numbers are token ids
     """
 
     id: str
@@ -224,17 +224,17 @@ class Request:
     resolved: ResolvedParams
     deliver: Deliver
     timings: Timings
-    new_text: Callable[[], AnswerText]  # of each choice
+    new_text: Callable[[], AnswerText]  # called for each choice
     first: int = 0
     terms: RequestOptions = FREELY
     matchers: Ordered[Matcher] = ()
     embedded: EmbeddedPrompt | None = None
     choices: list["Sequence"] = field(init=False)
     order: int = field(init=False, default=0)  # of arrival at the scheduler
-    root: Key = field(init=False)  # what the keys of its pages begin with
-    to_keep: bool = field(init=False)  # as `cache` says; not done yet
-    n_cached: int = field(init=False, default=0)  # tokens of its prompt that were known when it began
-    n_scored: int = field(init=False, default=1)  # tokens of the prompt whose log probabilities need no more computing
+    root: Key = field(init=False)  # of its page keys
+    to_keep: bool = field(init=False)  # the retention that `cache` requests is not applied yet
+    n_cached: int = field(init=False, default=0)  # prompt tokens found in the prefix cache at its first step
+    n_scored: int = field(init=False, default=1)  # prompt tokens whose log probabilities are computed or not needed
 
     def __post_init__(self) -> None:
         if self.resolved.prompt_top is None:
@@ -248,7 +248,7 @@ class Request:
 
     @property
     def rows(self) -> Rows | None:
-        """The embedding rows (N, width) of its prompt, if it has some."""
+        """The embedding rows (N, width) of its prompt; None if it is token ids."""
         return None if self.embedded is None else self.embedded.rows
 
     @property
@@ -264,9 +264,9 @@ class Request:
         return any(seq.stage is not Stage.GONE for seq in self.choices)
 
     def break_cycles(self) -> None:
-        """It has ended and all is delivered: of choices and reader, which know it, it knows no more.
+        """Drop the references to choices and reader after everything is delivered: they refer to the request.
 
-        Else its tokens would stay until the interpreter looks for cycles: under load for some 2,500 requests.
+        Otherwise its tokens stay until the garbage collector runs: under load, for some 2,500 requests.
         """
         self.choices, self.deliver = [], _no_receiver
 
@@ -283,26 +283,26 @@ class Sequence:
         self.request, self.index, self.stage = request, index, Stage.WAITING
         self.tokens = IntBuffer(request.prompt)
         self.n_prompt = len(request.prompt)
-        self.n_most = self.n_prompt + request.resolved.max_tokens - 1  # that are ever computed: the last one is not
+        self.n_most = self.n_prompt + request.resolved.max_tokens - 1  # ever computed: the last token is not
         self.n_computed = 0
-        self.n_ahead = 0  # tokens behind these that launched steps draw: nobody but the device knows them yet
+        self.n_ahead = 0  # tokens that launched steps draw after these: known to the device only
         self.pages = IntBuffer()
         self.caches: SequenceCaches = NO_CACHES  # its window pages and state slots while it runs
-        self.keys: list[Key] = []  # of its first full pages, as far as anybody wanted to know
-        self.n_finite = 0  # of its computed tokens, those that a finite one was drawn from
-        self.n_known = 0  # of its pages, so many from the first on are in the index
-        self.leader: Sequence | None = None  # whose prompt it waits for, because they begin alike
-        self.source: int | None = None  # a page that the next step copies into its first own one; it is a co-owner
-        self.leads: Key | None = None  # of the first page that it computes of what others may wait for
+        self.keys: list[Key] = []  # of its first full pages, as far as requested
+        self.n_finite = 0  # computed tokens from which a finite token was drawn
+        self.n_known = 0  # number of leading pages already in the prefix index
+        self.leader: Sequence | None = None  # the sequence with the same beginning whose prompt it waits for
+        self.source: int | None = None  # a page that the next step copies into the first own one; co-owned until then
+        self.leads: Key | None = None  # key of the first page that it computes and others may wait for
         self.text = request.new_text()
         self.matcher = request.matchers[index] if request.matchers else None
         row = request.resolved.row.copy()
         row["choice"] = index
-        self.row = row.tobytes()  # its row of SAMPLING; what changes is filled in by the batch
+        self.row = row.tobytes()  # its row of SAMPLING; BatchBuilder fills in what changes
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place in the first-come-first-served queue."""
+        """Sort key of the first-come-first-served queue."""
         return self.request.order, self.index
 
     @property
@@ -315,26 +315,26 @@ class Sequence:
 
     @property
     def n_left(self) -> int:
-        """Tokens to compute before the next one can be drawn; 0: the last that it may have is being drawn."""
+        """Tokens to compute before the next one can be drawn; 0 while the last possible one is being drawn."""
         return min(len(self.tokens) + self.n_ahead, self.n_most) - self.n_computed
 
     def page_keys(self, n_pages: int, page_tokens: int) -> list[Key]:
-        """Of its first `n_pages`, which are full."""
+        """Return the keys of its first `n_pages`, which are full."""
         if len(self.keys) < n_pages:
-            if not self.keys:  # the prompt of its siblings is its own
+            if not self.keys:  # siblings have the same prompt
                 self.keys += self.request.choices[0].keys[: self.n_prompt // page_tokens]
             extend_keys(self.keys, self.request.root, self.tokens.array, n_pages, page_tokens)
         return self.keys[:n_pages]
 
     def content(self, i: int, page_tokens: int, n_tokens: int | None = None) -> PageKey:
-        """Of its page `i`, all before which are full. n_tokens: as if it had so many"""
+        """Return the content of its page `i`, whose previous pages are full. n_tokens: consider only so many tokens"""
         after = self.page_keys(i, page_tokens)[-1] if i else self.request.root
         return PageKey(after, self.tokens.array[:n_tokens][i * page_tokens : (i + 1) * page_tokens], page_tokens)
 
     def is_faster_after_leader(self, leader: "Sequence", n_keys: int, n_known: int, page_tokens: int) -> bool:
-        """Whether it has its next token sooner when the leader's prompt is computed first, then the rest of its own.
+        """Whether its next token comes sooner if it waits for the leader's prompt and then computes only the rest.
 
-        n_keys: of the pages that it could share; n_known: of those that it can share now
+        n_keys: pages that it could share then; n_known: pages that it can share now
         """
         own, other = self.keys, leader.keys
         n_common = bisect_left(range(min(n_keys, len(other))), True, key=lambda i: own[i] != other[i])
@@ -343,9 +343,9 @@ class Sequence:
         return leader.n_left <= n_own + n_saved
 
     def append_token(self, token: int, logprobs: TokenLogprobs | None) -> Delta:
-        """Append a drawn token, and say what that adds, and whether it ends the answer.
+        """Append a drawn token. Return the text that it adds, and whether it ends the answer.
 
-        A token that ends the answer counts as its last token; its text is left out, save for a stop token with
+        A token that ends the answer counts as its last token. Its text is left out, except for a stop token with
         `include_stop_str_in_output`.
         """
         self.tokens.append(token)
@@ -367,17 +367,17 @@ class Sequence:
         return Delta(self.request.first + self.index, text, (token,), reported, finish_reason=reason, stop_reason=why)
 
     def sampling_failure(self, token: int) -> tuple[str, RequestError | None]:
-        """Why nothing was drawn, or scored: `token` is what came instead. And the request's own fault, where it is."""
+        """Return why `token`, an error code, was drawn or scored instead, and the request's fault, if any."""
         if token == NOTHING_ALLOWED and self.matcher is not None:
             why = f"the grammar cannot be enforced any more: {self.matcher.why or 'nothing is allowed'}"
             return why, self.matcher.fault
         return "the model's output for this request was not finite", None
 
     def scored(self, logprobs: tuple[TokenLogprobs, ...]) -> Delta:
-        """The next tokens of the prompt, with their log probabilities."""
+        """Return a delta with the log probabilities of the next prompt tokens."""
         return Delta(index=self.request.first + self.index, text="", token_ids=(), prompt_logprobs=logprobs)
 
     def end(self, reason: FinishReason, error: str | None, fault: RequestError | None = None) -> Delta:
-        """The last delta of an answer that ends without a token: aborted or failed."""
+        """Return the last delta of an answer that was aborted or failed."""
         index, text = self.request.first + self.index, self.text.flush()
         return Delta(index, text, (), finish_reason=reason, error=error, fault=fault)

@@ -1,7 +1,7 @@
-"""Answers that continue behind output tokens which a client already has, as if they had never been interrupted.
+"""Answers that continue after output tokens which a client already has, as if they had never been interrupted.
 
-Every random number depends on the seed and the position alone, and keys and values on the tokens before them. So the
-next token is that of the uninterrupted answer. Restored here is the state of its text, stop strings and grammar.
+Random numbers depend on seed and position alone, and keys and values on the tokens before them. So the next token is
+that of the uninterrupted answer. The state of its text, stop strings and grammar is restored here.
 """
 
 from collections.abc import Sequence as Ordered
@@ -12,7 +12,7 @@ from millrace.errors import RequestError
 from millrace.runtime.request.request import Request, Sequence
 from millrace.runtime.structured_output.grammar import GrammarCompiler
 
-FIELD = "resume_token_ids"  # as requests and prompts name it
+FIELD = "resume_token_ids"  # the name in requests and prompts
 _START_OVER = "ask for the whole answer, without resume_token_ids"
 _COMPLETE = "use the answer as it is: it is complete"
 
@@ -38,9 +38,9 @@ def resume(request: Request, vocab_size: int, grammars: GrammarCompiler) -> None
         for i, token in enumerate(tokens):
             if not 0 <= token < vocab_size:
                 raise _wrong(f"has {_at(i, token)}", f"ids from 0 to {vocab_size - 1}", "send ids of this model")
-    for seq, tokens in zip(request.choices, delivered, strict=True):  # which takes longer than to check them all
+    for seq, tokens in zip(request.choices, delivered, strict=True):  # slower than the checks, so after all of them
         _restore(seq, tokens, grammars)
-    request.n_scored = len(request.prompt)  # its log probabilities came before the first of these tokens
+    request.n_scored = len(request.prompt)  # its log probabilities were delivered before the first of these tokens
 
 
 def parse_resume_token_ids(value: object) -> tuple[tuple[int, ...], ...]:
@@ -69,7 +69,7 @@ def _restore(seq: Sequence, tokens: Ordered[int], grammars: GrammarCompiler) -> 
         if seq.matcher is not None:
             seq.matcher.take(token)
             if seq.matcher.why:
-                grammars.revive(seq.matcher)  # other answers may have worn its lexer out
+                grammars.revive(seq.matcher)  # other answers may have exhausted its lexer
             if why := seq.matcher.why:
                 what = f"has {_at(i, token)}, which the structured output of this request does not allow: {why}"
                 raise _wrong(what, "tokens of an answer to this request")

@@ -22,20 +22,20 @@ from millrace.errors import ContextError, RequestError, close_matches, nearest
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams, structured
 
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024  # of one stop string: the search keeps a table as long, and an answer holds back as much
-MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024  # vLLM's bound of a biased request
+MAX_STOP_CHARACTERS = 1024  # of one stop string: the search table and the text held back are as long
+MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024  # vLLM's bound on a request's logit bias
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-SEED_BITS = 53  # of a drawn seed: what JavaScript's numbers hold exactly, so that every client can send it back
-LEAST = 1e-9  # of what must be above 0: in float32 it still is
-COMPLETION_TOKENS = 16  # of a text to be continued, where max_tokens is not said; a chat has the rest of the context
+SEED_BITS = 53  # of a drawn seed: exact in JavaScript's numbers, so that every client can send it back
+LEAST = 1e-9  # bound of values that must be above 0, also in float32
+COMPLETION_TOKENS = 16  # default max_tokens of a completion; a chat has the rest of the context
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-text, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context is used up
     ABORT = "abort"  # the client went away or the server is stopping
-    ERROR = "error"  # this one request failed; others go on
+    ERROR = "error"  # this request failed; others continue
 
 
 # Sampling parameters that vLLM has (the last three: transformers), and what replaces them here.
@@ -62,9 +62,9 @@ _OTHER_LIBRARIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. None means "not said": then the model's generation_config decides, then the default.
+    """Sampling parameters. None means unset: then the model's generation_config applies, then the default.
 
-    temperature 0 is greedy; top_k 0 (or -1, vLLM's word for it) is off; a missing seed is drawn and told.
+    temperature 0 is greedy; top_k 0 (or -1, as in vLLM) is off; an unset seed is drawn and reported.
     raises RequestError naming the field; wire names follow OpenAI's and vLLM's protocol.
     """
 
@@ -78,21 +78,21 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
-    repeat_last_n: int | None = None  # tokens that penalties look back at; None or -1: all, 0: penalties are off
+    repeat_last_n: int | None = None  # tokens to which penalties apply; None or -1: all, 0: penalties are off
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # how many alternatives beside the chosen token; 0 = the chosen one only
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt: each given all before it
+    logprobs: int | None = None  # number of alternatives besides the chosen token; 0: the chosen one only
+    prompt_logprobs: int | None = None  # the same for each prompt token, given those before it
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    detokenize: bool = True  # False: RequestOutput has token_ids without their text
-    structured_outputs: StructuredOutputsParams | None = None  # what each answer is held to; also as a dict
+    detokenize: bool = True  # False: RequestOutput has token_ids without text
+    structured_outputs: StructuredOutputsParams | None = None  # also as a dict
 
     def __new__(cls, *unnamed: object, **values: object) -> "SamplingParams":
-        """Looks at the names: the TypeError of a dataclass would not say what was meant."""
+        """Check the names, because a dataclass's TypeError does not explain what to use instead."""
         if unnamed:
             raise RequestError(
                 f"SamplingParams has the value {_short(unnamed[0])} without its name", "names", "write temperature=0.7"
@@ -108,7 +108,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {}), ("n", 1), ("min_tokens", 0)):
-            if getattr(self, name) is None:  # as other libraries say "none of these"
+            if getattr(self, name) is None:  # other libraries' spelling of "none"
                 object.__setattr__(self, name, empty)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))  # OpenAI allows a bare string
@@ -143,7 +143,7 @@ class SamplingParams:
             self._check_end()
 
     def _check_end(self) -> None:
-        """An answer that is held to something ends where that does."""
+        """Check that nothing but its form ends a structured answer."""
         assert self.structured_outputs is not None
         for name in ("ignore_eos", "min_tokens"):
             if value := getattr(self, name):
@@ -164,7 +164,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
 
 
 def _check_stop(stop: Sequence[str]) -> None:
-    """Bounded in number and length. The message never repeats the list, which may be megabytes."""
+    """Check number and length of stop strings. The message never repeats the list, which may be megabytes."""
     what = ""
     if len(stop) > MAX_STOP_STRINGS:
         what = f"stop has {len(stop)} strings"
@@ -202,7 +202,7 @@ def _check_float(name: str, value: float | None, low: float, high: float) -> Non
 
 
 def _short(value: object) -> str:
-    """A number may have thousands of digits; Python refuses to print it beyond a limit of its own."""
+    """Format a value for a message. A number may have more digits than Python agrees to print."""
     if isinstance(value, int) and abs(value) >= 10**40:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, str | int | float | None):
@@ -212,37 +212,37 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One chosen token, its log probability, and the likeliest alternatives, best first; it may not be among them."""
+    """A chosen token, its log probability, and the most likely alternatives, best first; they may not include it."""
 
     token_id: int
     logprob: float
-    rank: int  # 1 = the likeliest of the vocabulary
+    rank: int  # 1: the most likely of the vocabulary
     top: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, outputs: StepOutputs, row: int, n_top: int) -> "TokenLogprobs":
-        """Of sampling row `row`, with its `n_top` best alternatives, or all that its mask allows."""
+        """Read sampling row `row`, with its `n_top` best alternatives, or all that its mask allows."""
         best = zip(outputs.top_ids[row, :n_top].tolist(), outputs.top_logprobs[row, :n_top].tolist(), strict=True)
         top = tuple((token, logprob) for token, logprob in best if token >= 0)
         return cls(int(outputs.tokens[row]), float(outputs.logprobs[row]), int(outputs.ranks[row]), top)
 
 
 class Delta(Struct, frozen=True):  # one a token: made in a tenth of a frozen dataclass's time
-    """What one step added to one choice of a request: tokens, a finish, or log probabilities of the prompt's tokens."""
+    """What a step adds to one choice of a request: tokens, a finish, or log probabilities of prompt tokens."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for end-of-text
+    stop_reason: int | str | None = None  # the stop token or stop string that ended the answer; None for end-of-text
     error: str | None = None  # with FinishReason.ERROR: what happened, for the caller
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next tokens of the prompt; the first has none
-    fault: RequestError | None = None  # with `error`: it is the request's own, and of a field that it has
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next prompt tokens; the first one has none
+    fault: RequestError | None = None  # with `error`: the request's own fault, naming a field
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of which it says something."""
+        """Number of tokens in this delta."""
         return len(self.token_ids) + len(self.prompt_logprobs or ())
 
 
@@ -258,23 +258,23 @@ class ResolvedParams:
     n: int
     max_tokens: int
     min_tokens: int
-    seed: int  # as asked, or the one that was drawn
+    seed: int  # as requested or drawn
     n_top: int | None  # alternatives per token; None: no log probabilities
-    prompt_top: int | None  # the same for the tokens of the prompt
+    prompt_top: int | None  # the same for prompt tokens
     eos_token_ids: frozenset[int]  # empty with ignore_eos
     stop_token_ids: frozenset[int]
-    include_stop: bool  # the text of what ended the answer is part of it
+    include_stop: bool  # keep the text of the stop token or stop string
     bias_ids: IntArray  # (B,)
     bias_values: NDArray[np.float32]  # (B,)
-    needs_history: bool  # a penalty looks at the tokens so far
-    penalty_window: int | None  # at so many of them; None: at all
-    row: NDArray[np.void]  # (1,) of SAMPLING: what the executor is told of every draw
+    needs_history: bool  # a penalty needs the previous tokens
+    penalty_window: int | None  # number of these; None: all
+    row: NDArray[np.void]  # (1,) of SAMPLING: the executor's parameters for every draw
 
 
 def check_context(n_prompt: int, max_tokens: int | None, context: int, param: str = "prompt") -> None:
-    """raises ContextError where they do not fit together, RequestError where there is nothing to continue
+    """Check that a prompt and its answer fit the context. raises ContextError; RequestError for an empty prompt
 
-    max_tokens None: an answer of one token at least
+    max_tokens None: an answer of at least one token
     """
     if not n_prompt:
         raise RequestError("the prompt has no tokens", "at least 1", "send some text", param)
@@ -284,7 +284,7 @@ def check_context(n_prompt: int, max_tokens: int | None, context: int, param: st
 
 
 def context_exceeded(context: int, n_prompt: str, max_tokens: int | None, param: str) -> ContextError:
-    """In the words that clients look for when they shorten a conversation by themselves. n_prompt: "at least 9" """
+    """Return the error in the wording that tells clients to shorten a conversation. n_prompt: as in the message"""
     of_answer = f"max_tokens of {max_tokens} was asked for" if max_tokens else "an answer takes at least 1"
     shorter = "shorten the prompt, or build with a larger --max-context where the model allows that"
     if param == "max_tokens":
@@ -299,9 +299,9 @@ def context_exceeded(context: int, n_prompt: str, max_tokens: int | None, param:
 
 
 def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) -> IntArray:
-    """The prompt as an array of its own (N,); RequestError when empty, not token ids, or without room for an answer."""
+    """Return a copy of the prompt as an array (N,). raises RequestError if it is empty, not token ids, or too long"""
     where = "prompt"
-    check_context(len(token_ids), None, limits.context_tokens)  # before the conversion: a prompt of 100 MB ends here
+    check_context(len(token_ids), None, limits.context_tokens)  # before the conversion: 100 MB are refused early
     try:
         wide = np.asarray(token_ids)
     except ValueError:  # lists of different lengths
@@ -323,20 +323,20 @@ def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) ->
 
 
 def with_length(params: SamplingParams, n_prompt: int, context: int) -> SamplingParams:
-    """`params` of a text to be continued: who does not say how far gets a few tokens, and not minutes of them.
+    """Return `params` of a completion with max_tokens: by default a few tokens, not minutes of them.
 
-    Fewer where the context ends before, more where `min_tokens` asks for them.
+    Fewer if the context ends before, more if `min_tokens` requires them.
     """
     if params.max_tokens is not None:
         return params
     unsaid = min(max(COMPLETION_TOKENS, params.min_tokens), context - n_prompt)
-    return replace(params, max_tokens=max(unsaid, 1))  # a prompt that leaves no room is refused as such
+    return replace(params, max_tokens=max(unsaid, 1))  # a prompt that leaves no room is refused later
 
 
 def capped(params: SamplingParams, n_prompt: int, context: int) -> SamplingParams:
     """Return `params` with at most as many tokens as `context` leaves after a prompt of `n_prompt` tokens.
 
-    For clients that send one fixed limit to every model. A prompt that leaves no room is refused as such.
+    For clients that send one fixed limit to every model. A prompt that leaves no room is refused later.
     """
     room = context - n_prompt
     if params.max_tokens is None or not 0 < room < params.max_tokens:
@@ -347,9 +347,9 @@ def capped(params: SamplingParams, n_prompt: int, context: int) -> SamplingParam
 def resolve(
     params: SamplingParams, defaults: GenerationDefaults, limits: ExecutorLimits, n_prompt: int
 ) -> ResolvedParams:
-    """Answer every open question of `params` for a prompt of `n_prompt` tokens.
+    """Determine every parameter for a prompt of `n_prompt` tokens.
 
-    raises RequestError where the lengths do not fit the context, or an id is outside the vocabulary.
+    raises RequestError if the lengths do not fit the context, or an id is outside the vocabulary.
     """
     context = limits.context_tokens
     check_context(n_prompt, params.max_tokens, context)
@@ -391,11 +391,11 @@ def resolve(
 
 
 def _row(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int) -> NDArray[np.void]:
-    """(1,) of SAMPLING: how to draw."""
+    """Return the executor's sampling parameters (1,) of SAMPLING."""
     row = np.zeros(1, dtype=SAMPLING)
     top_k = _first(params.top_k, defaults.top_k, 0)
     row["target"] = -1
-    row["top_k"] = top_k if 0 < top_k < vocab_size else 0  # -1 and "all of them" are off
+    row["top_k"] = top_k if 0 < top_k < vocab_size else 0  # -1 and the whole vocabulary are off
     row["temperature"] = _first(params.temperature, defaults.temperature, 1.0)
     row["top_p"] = _first(params.top_p, defaults.top_p, 1.0)
     row["min_p"] = _first(params.min_p, defaults.min_p, 0.0)

@@ -1,6 +1,6 @@
-"""The form that an answer may be held to: a JSON schema, a regular expression, one of some texts, a grammar.
+"""Parameters of structured output: a JSON schema, a regular expression, a choice of texts, or a grammar.
 
-The names are vLLM's. Here is what may be asked; `runtime/structured_output/grammar.py` does it.
+The names are vLLM's. `runtime/structured_output/grammar.py` enforces them.
 """
 
 import json
@@ -11,21 +11,21 @@ from typing import Any
 
 from millrace.errors import RequestError, check_names
 
-MAX_BYTES = 128 * 1024  # of a schema, a regular expression or a grammar, in UTF-8; of all choices together
-MAX_DEPTH = 32  # objects and lists of a schema inside one another; each level of an answer takes two of them
+MAX_BYTES = 128 * 1024  # of a schema, regular expression or grammar, in UTF-8; of all choices together
+MAX_DEPTH = 32  # nested objects and lists of a schema; each level of an answer takes two
 MAX_CHOICES = 1000
-SHORT_CHARACTERS = 8 * 1024  # of names and texts, with one for each other value
+SHORT_CHARACTERS = 8 * 1024  # of names and texts, plus one for each other value
 ASKED_AS = "structured_outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """One of the first five is said. raises RequestError naming the field
+    """What an answer must match; exactly one of the first five is set. raises RequestError naming the field
 
     json: a JSON schema, as a dict or as a text
     regex: the whole answer matches it (Rust's syntax: no look-around, no back references)
     choice: the answer is one of these texts
-    grammar: of Lark's syntax as llguidance reads it, or of llama.cpp's (GBNF)
+    grammar: in Lark's syntax as llguidance reads it, or in llama.cpp's (GBNF)
     json_object: the answer is any JSON object
     asked_as: the field that errors name
     """
@@ -53,12 +53,12 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of them is said."""
+        """Name of the field that is set."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     @property
     def is_short(self) -> bool:
-        """It is compiled in little time, so it need not wait for those that are not. Looks at a bounded part of it."""
+        """Whether it compiles fast, so that it need not wait for slow ones. Examines a bounded part of it."""
         todo: list[object] = [getattr(self, self.kind)]
         left = SHORT_CHARACTERS
         while todo and left > 0:
@@ -71,7 +71,7 @@ class StructuredOutputsParams:
         return left > 0
 
     def text(self) -> str:
-        """In one text: a schema and choices as JSON. raises RequestError for what is too much, or cannot be written"""
+        """Return it as text: a schema and choices as JSON. raises RequestError if too large or not writable as JSON"""
         kind = self.kind
         value: Any = _ANY_OBJECT if kind == "json_object" else getattr(self, kind)
         if kind == "choice":
@@ -86,7 +86,7 @@ class StructuredOutputsParams:
         return str(value)
 
     def schema(self) -> dict[str, Any]:
-        """Of JSON. raises RequestError as `text`"""
+        """Return the JSON schema. raises RequestError as `text` does"""
         assert self.kind in ("json", "json_object"), self.kind
         parsed: dict[str, Any] = json.loads(self.text())
         return parsed
@@ -97,7 +97,7 @@ class StructuredOutputsParams:
     def _canonical(self, value: object) -> str:
         try:
             return json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError) as error:  # what JSON does not have; a dict that holds itself
+        except (TypeError, ValueError) as error:  # values that JSON does not have; a dict that contains itself
             raise self.refused(f"its {self.kind} cannot be written as JSON: {error}", "values that JSON has") from None
         except RecursionError:
             raise self._too_deep() from None
@@ -144,7 +144,7 @@ def _check_choices(params: StructuredOutputsParams, choice: Sequence[object]) ->
 
 
 def structured(value: object, asked_as: str = ASKED_AS) -> StructuredOutputsParams:
-    """What was said, as an object of its names or ready made. raises RequestError naming the field"""
+    """Return the parameters from a dict of their names, or as they are. raises RequestError naming the field"""
     if isinstance(value, StructuredOutputsParams):
         return value
     expected = f"an object with one of {', '.join(_KINDS)}"

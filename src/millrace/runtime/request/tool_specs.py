@@ -1,4 +1,4 @@
-"""Tools as clients describe them to a model: how each protocol writes one, and what is refused."""
+"""Tool definitions of clients: the shape that each protocol uses, and their checks."""
 
 import json
 import re
@@ -9,14 +9,14 @@ import msgspec
 
 from millrace.errors import RequestError
 
-MAX_TOOLS = 128  # as OpenAI
-MAX_TOOL_BYTES = 256 * 1024  # of all of them, as JSON: they are held as long as their answer takes
+MAX_TOOLS = 128  # OpenAI's limit
+MAX_TOOL_BYTES = 256 * 1024  # of all of them as JSON: they stay in memory as long as their answer runs
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolShape:
-    """How a protocol writes a tool and the choice of one, in errors."""
+    """How a protocol writes a tool and the choice of one, for error messages."""
 
     tool: str
     choices: str
@@ -33,9 +33,9 @@ _OF_FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": b
 
 
 def checked_functions(tools: Sequence[Mapping[str, object]], shape: ToolShape = OPENAI) -> list[Mapping[str, object]]:
-    """Return the `function` of each tool. raises RequestError (param "tools") for what is no tool, or a repeated name
+    """Return the `function` of each tool. raises RequestError (param "tools") for an invalid tool or a repeated name
 
-    shape: of the protocol in which the client wrote them
+    shape: of the client's protocol
     """
     if len(tools) > MAX_TOOLS:
         raise _wrong(f"tools has {len(tools)} tools", f"at most {MAX_TOOLS}")
@@ -51,13 +51,13 @@ def checked_functions(tools: Sequence[Mapping[str, object]], shape: ToolShape = 
 
 
 def checked_tools(tools: object) -> Sequence[Mapping[str, object]]:
-    """What a caller in Python gave as tools, which no protocol has read. raises RequestError (param "tools")"""
+    """Check tools passed in Python, which no protocol has checked. raises RequestError (param "tools")"""
     if tools is None:
         return ()
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise _wrong(f"tools is {tools!r:.80}", f"a list of {OPENAI.tool}")
     try:
-        json.dumps(list(tools))  # the template writes them so
+        json.dumps(list(tools))  # as the template writes them
         checked_functions(tools)
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(f"tools is not JSON: {error}", f"a list of {OPENAI.tool}") from error

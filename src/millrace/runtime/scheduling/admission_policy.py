@@ -1,23 +1,23 @@
-"""Who goes first: the order in which waiting sequences are admitted, and who gives way where pages run short.
+"""Admission and preemption order: which waiting sequence is admitted first, which running one is preempted first.
 
-First comes the tenant that had least of the machine, counted in tokens; of its requests, the one of the lowest priority
-number, where waiting lowers it; of several alike, the one that the policy takes. So nobody starves: others' shares grow
-while a tenant waits, and whatever its priority, a request is first of its tenant's after some time. Where nobody claims
-anything and the policy is to serve whoever came first, this is the order of arrival, and nothing here runs.
+Waiting sequences are ordered by three keys: first the usage of their tenant in tokens, lowest first; then their
+priority number, which decreases while they wait; then the policy. So nothing starves: the usage of other tenants grows
+while a tenant waits, and a request of any priority becomes its tenant's first after some time. Without tenants and
+priorities, and with the policy fcfs, this is the order of arrival, and none of this code runs.
 
-A stay in a place is charged N - 1 + 2 G for N tokens that are there when it begins and G that it draws (`DRAWN`). Let
-L be the most that a stay can be charged, P the number of places. **Of two tenants that had as much at some time, and
-have had sequences waiting ever since, none has more than the other by more than P L.** For: say a has more than b. Look
-at the last step since then in which a was given a place, and at the k sequences of b that were given places before it
-in that step: they count with their prompts, so a was ahead by k L at most. (If a was given none, it was ahead by
-nothing, and k is 0.) What a had after that was computed for sequences in the other P - k places, for each L at most;
-what b had makes the difference smaller. Who gave its pages away and comes back begins another stay. So with one place
-it is what one request takes, with several what all of them hold, for nobody that runs gives way. (Who waits for a
-prompt that begins as its own does lets others by: in this it does not count as waiting.)
+A sequence that is admitted with N tokens and draws G is charged N - 1 + 2 G (`ANSWER_TOKEN_COST`). Let L be the largest
+such charge and P the number of slots. **If two tenants had equal usage at some time, and both have had sequences
+waiting ever since, their usages differ by at most P L.** Proof: let a have more than b. Take the last step since then
+in which a got a slot, and the k sequences of b that got slots before it in that step. These count with their prompts,
+so a was ahead by at most k L. (If a got no slot, it was not ahead, and k is 0.) All later usage of a is from sequences
+in the other P - k slots, at most L each; usage of b makes the difference smaller. A preempted sequence counts as a new
+one when it is readmitted. So the bound is one request's charge with one slot, and the charge of all slots with several,
+because running sequences are not preempted for fairness. (A sequence that waits for a prompt with the same beginning
+lets others pass, and does not count as waiting here.)
 
-sources: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): a tenant that comes back after a pause
-does not bring along what it did not use. Goyal et al., Start-time Fair Queuing (SIGCOMM 1996): whoever comes begins
-where the service has come to; after an idle moment all begin anew.
+sources: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): a tenant that returns after a pause earns
+no credit for it. Goyal et al., Start-time Fair Queuing (SIGCOMM 1996): a new tenant starts at the current virtual
+time; after an idle period all start from zero.
 """
 
 import math
@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterable, Mapping
 from millrace.errors import ConfigError, nearest
 from millrace.runtime.request.request import Request, Sequence
 
-AGEING_S = 10.0  # of waiting, which count as one priority
-MAX_TENANTS = 10_000  # that are remembered
-ANSWER_TOKEN_COST = 2.0  # tokens of a prompt that one of an answer counts as: it takes a pass over all weights
+AGEING_S = 10.0  # seconds of waiting that lower the priority number by one
+MAX_TENANTS = 10_000  # whose usage is remembered
+ANSWER_TOKEN_COST = 2.0  # in prompt tokens: an answer token takes a pass over all weights
 
 
-CachedTokens = Callable[[Sequence], int]  # tokens of it whose pages are there already
-Policy = Callable[[Sequence, CachedTokens], float]  # of sequences that are alike else, the one of the lowest goes first
+CachedTokens = Callable[[Sequence], int]  # tokens of a sequence whose pages are in the prefix cache
+Policy = Callable[[Sequence, CachedTokens], float]  # the lower of otherwise equal sequences goes first
 
 
 def fcfs(seq: Sequence, cached_tokens: CachedTokens) -> float:
@@ -40,12 +40,12 @@ def fcfs(seq: Sequence, cached_tokens: CachedTokens) -> float:
 
 
 def shortest_first(seq: Sequence, cached_tokens: CachedTokens) -> float:
-    """The one that has its next token soonest."""
+    """Prefer the sequence that has the fewest tokens to compute."""
     return seq.n_tokens - cached_tokens(seq)
 
 
 def longest_prefix(seq: Sequence, cached_tokens: CachedTokens) -> float:
-    """While what it begins with is still there."""
+    """Prefer the longest cached prefix, while it is still cached."""
     return -cached_tokens(seq)
 
 
@@ -53,36 +53,36 @@ POLICIES: Mapping[str, Policy] = {"fcfs": fcfs, "shortest": shortest_first, "pre
 
 
 def policy_named(name: str) -> Policy:
-    """raises ConfigError"""
+    """Return the policy of this name. raises ConfigError"""
     if name not in POLICIES:
         raise ConfigError(f"the policy is {name!r:.60}", nearest(name, POLICIES), "choose another")
     return POLICIES[name]
 
 
 class AdmissionQueue:
-    """Of one scheduler. is_plain: that of arrival, and nobody needs to ask."""
+    """The admission order of one scheduler. is_plain: it is the order of arrival, so callers need not ask"""
 
     def __init__(self, policy: Policy, clock: Callable[[], float], cached_tokens: CachedTokens) -> None:
         self.is_plain = policy is fcfs
         self._policy, self._clock, self._cached_tokens = policy, clock, cached_tokens
-        self._had: dict[str, float] = {}  # tenant -> tokens
-        self._reached = 0.0  # what the tenant had whose turn it was last: nobody begins with less
+        self._had: dict[str, float] = {}  # tenant -> usage in tokens
+        self._reached = 0.0  # the virtual time: the usage of the tenant admitted last, at which new tenants start
 
     def arrives(self, request: Request, present: Iterable[Request]) -> None:
-        """present: all that wait or run"""
+        """Account for a new request. present: the requests that wait or run"""
         self.is_plain = False
         tenant, tenants = request.claim.tenant, {other.claim.tenant for other in present}
-        if not tenants:  # whatever was computed before kept nobody waiting, so it is nobody's debt
+        if not tenants:  # past usage delayed no one, so it does not count
             self._had, self._reached = {}, 0.0
         least = min(map(self._had_by, tenants), default=0.0)
         had = max(self._had_by(tenant), least, self._reached)
         self._had.pop(tenant, None)
-        self._had[tenant] = had  # at the end: the one that came the longest ago goes first
+        self._had[tenant] = had  # reinserted at the end, so that the tenant that came longest ago is forgotten first
         while len(self._had) > MAX_TENANTS:
             del self._had[next(iter(self._had))]
 
     def of(self, waiting: Iterable[Sequence]) -> list[Sequence]:
-        """From the one that goes first on; what stands before others of its tenant counts as computed for those."""
+        """Return the sequences in order of admission. Each counts as usage for later ones of its tenant."""
         now_s = self._clock()
         turns = {seq: self._turn(seq, now_s) for seq in waiting}
         shares: dict[Sequence, float] = {}
@@ -95,17 +95,17 @@ class AdmissionQueue:
         return sorted(shares, key=lambda seq: (shares[seq], *turns[seq]))
 
     def kept_first(self, running: list[Sequence]) -> list[Sequence]:
-        """Who gives way to all others where pages run short is the last; time counts as for those that wait."""
+        """Return the running sequences in reverse order of preemption: the last one is preempted first."""
         now_s = self._clock()
         return sorted(running, key=lambda seq: _aged(seq.request, now_s))
 
     def computed(self, seq: Sequence, n_prompt: int, n_drawn: int) -> None:
-        """Tokens of it were."""
+        """Add computed tokens to the usage of the sequence's tenant."""
         tenant = seq.request.claim.tenant
         self._had[tenant] = self._had_by(tenant) + n_prompt + ANSWER_TOKEN_COST * n_drawn
 
     def overdue(self, waiting: Iterable[Sequence]) -> list[Request]:
-        """Those that have waited as long as they would."""
+        """Return the requests that have exceeded their queue timeout."""
         now_s = self._clock()
         return [
             seq.request
@@ -117,15 +117,15 @@ class AdmissionQueue:
         ]
 
     def _had_by(self, tenant: str) -> float:
-        """Who is not remembered is as one that comes now."""
+        """Return a tenant's usage; an unknown tenant starts at the virtual time."""
         return self._had.get(tenant, self._reached)
 
     def _turn(self, seq: Sequence, now_s: float) -> tuple[int, float, tuple[int, int]]:
-        """Among those of its tenant."""
-        aged = math.ceil(_aged(seq.request, now_s))  # whole ones: else no two were alike, and the policy never asked
+        """Return the sort key of a sequence among those of its tenant."""
+        aged = math.ceil(_aged(seq.request, now_s))  # rounded: otherwise no two are equal and the policy never applies
         return aged, self._policy(seq, self._cached_tokens), seq.order
 
 
 def _aged(request: Request, now_s: float) -> float:
-    """Its priority, which waiting has lowered."""
+    """Return the request's priority number, lowered by its waiting time."""
     return request.claim.priority - max(0.0, now_s - request.timings.queued_s) / AGEING_S

@@ -1,20 +1,21 @@
 """Which tokens the next step computes. No phases: each sequence has so many tokens computed and wants so many more.
 
-First the sequences that lack one token (the running answers), then chunks of prompts in what the budget leaves, oldest
-first, then new ones from the queue, first come, first served. A sequence gets the pages of all its known tokens when it
-is admitted, so that only growing answers ever lack a page. Then the most recently admitted sequence (of those with the
-highest priority number) gives its pages back and waits again with its tokens: recomputing them gives the same bits
-(promise 1). If requests have priorities or tenants, or another policy is set, `admission_policy.py` orders the queue.
+A step takes first the sequences that lack one token (the running answers), then chunks of prompts within the rest of
+the budget, oldest first, then new sequences from the queue, first come, first served. A sequence gets the pages of all
+its known tokens when it is admitted, so only growing answers can run out of pages. Then the most recently admitted
+sequence (of those with the highest priority number) is preempted: it releases its pages and waits again with its
+tokens, and recomputing them gives the same bits (promise 1). If requests have priorities or tenants, or another policy
+is set, `admission_policy.py` orders the queue.
 
-Nothing starves: the first of the running sequences is never preempted for another, fits into the pool alone (longer
-requests were refused), so it ends; and nobody overtakes the head of the queue, save while that waits for a prompt that
-begins as its own does.
+Nothing starves: the first of the running sequences is never preempted for another and fits into the pool alone (longer
+requests are refused), so it ends; and no sequence overtakes the head of the queue, unless the head waits for a prompt
+with the same beginning.
 
-Full pages go into the pool's index when a finite token was drawn from them (`verified`), and whoever is admitted finds
-there what others had computed: earlier requests, its siblings, itself before it was preempted; of a page that goes on
-otherwise it takes a copy. Two that come at the same time with the same beginning: the second waits for the first, where
-it is sooner done so. A prompt whose log probabilities are wanted takes a row of logits for each token, by its first
-choice: its chunks are as short as the rows that are left.
+A full page enters the prefix index when a finite token was drawn from it (`verified`). A newly admitted sequence finds
+the pages that earlier requests, its siblings, or itself before a preemption have computed; it copies a page that it
+shares only in part. If two sequences with the same beginning arrive together, the second waits for the first if that is
+faster. A prompt whose log probabilities are requested needs a row of logits per token, computed by its first choice,
+and its chunks are limited by the rows that are left.
 """
 
 import math
@@ -44,9 +45,9 @@ class Scheduler:
         limits: ExecutorLimits, pool: PagePool, clock: Callable[[], float], budget: TokenBudget | None = None,
         prefix_cache: bool = True, policy: Policy = fcfs,
     ) -> None:  # fmt: skip
-        """prefix_cache: requests find what others have computed; else only the choices of one request do
+        """prefix_cache: whether requests share pages; if not, only the choices of one request do
 
-        policy: which of those that wait goes first
+        policy: which waiting sequence is admitted first
         """
         if limits.max_step_tokens < limits.max_sequences:
             raise ConfigError(
@@ -60,31 +61,31 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order of arrival
         self.prefix_cache = prefix_cache
         self.n_preemptions = 0
-        self.n_queried = self.n_hit = 0  # tokens of prompts: looked up, and known
+        self.n_queried = self.n_hit = 0  # prompt tokens looked up in the prefix cache, and found there
         self._n_arrived = 0
         self.groups = CacheGroups(limits)
         self._order = AdmissionQueue(
             policy, clock, lambda seq: len(self._find(self._findable(seq))) * limits.page_tokens
         )
         self.retention = Retention(limits, pool, clock, prefix_cache)
-        self._leading: dict[Key, Sequence] = {}  # by the first page that it computes of its prompt
+        self._leading: dict[Key, Sequence] = {}  # by the first page of its prompt that it computes itself
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue its choices."""
+        """Queue the choices of a request."""
         self._n_arrived += 1
         request.order = self._n_arrived
         if request.claim != NO_CLAIM or not self._order.is_plain:
             self._order.arrives(request, (seq.request for seq in (*self.waiting, *self.running)))
-        if not self.prefix_cache:  # then a chain begins with what no other request has
+        if not self.prefix_cache:  # its page keys then begin with a root that no other request has
             request.root = root_key(request.order.to_bytes(8, "little"))
         self.waiting += request.choices
 
     def remove(self, seq: Sequence) -> None:
-        """Finished, failed or cancelled: its pages go back. Harmless for one that is gone."""
+        """Remove a finished, failed or canceled sequence and release its pages. Does nothing if it is gone already."""
         if seq.stage is Stage.RUNNING:
             self.running.remove(seq)
             self._give_back(seq)
@@ -96,21 +97,21 @@ class Scheduler:
 
     @property
     def next_end_in_s(self) -> float | None:
-        """No pin or priority ends before; None: none ends."""
+        """Seconds until the first pin or priority may expire; None if none does."""
         end_s = min(self.retention.pins.next_end_s, self.pool.index.next_end_s)
         return None if end_s == math.inf else max(0.0, end_s - self.clock())
 
     def expire(self) -> None:
-        """Pins and priorities whose time is up end."""
+        """End the pins and priorities that have expired."""
         if self.next_end_in_s == 0:
             self.retention.expire()
 
     def overdue(self) -> list[Request]:
-        """Those that have waited as long as they would: to be ended."""
+        """Return the requests that have exceeded their queue timeout; the caller ends them."""
         return [] if self._order.is_plain else self._order.overdue(self.waiting)
 
     def schedule(self) -> Step:
-        """The next step; empty only where there is no work, or none before a launched step has drawn."""
+        """Return the next step; empty only if there is no work, or none until a launched step has drawn its tokens."""
         step = Step([], 0, 0)
         self._take_single_tokens(step)
         self.take_prompts(step, len(step.chunks), len(step.chunks) == len(self.running))
@@ -119,14 +120,15 @@ class Scheduler:
         return step
 
     def take_prompts(self, step: Step, n_running: int, all_run: bool = False) -> None:
-        """Chunks of prompts beside so many running answers, and new ones from the queue.
+        """Add chunks of prompts to a step with `n_running` answers, and admit sequences from the queue.
 
-        all_run: no prompt is under way, as who asks knows
+        all_run: the caller knows that no admitted prompt is unfinished
         """
         n_pending = len(self.running) - n_running + len(self.waiting)
         room = self.budget.prefill_tokens(n_running, min(n_pending, self.limits.max_sequences - n_running))
-        cut = [] if all_run else [seq for seq in self.running if seq.n_left > 1]  # prompts under way, oldest first
-        # Half for who comes after them, or what they leave: a short prompt does not wait for all of a long one.
+        cut = [] if all_run else [seq for seq in self.running if seq.n_left > 1]  # unfinished prompts, oldest first
+        # Half for sequences that come after them, or what they leave: a short prompt does not wait for all of a long
+        # one.
         room -= self._admit(step, max(room // 2, room - sum(seq.n_left for seq in cut)))
         if len(cut) > 1 and room > 1:
             shortest = min(cut, key=lambda seq: seq.n_left)
@@ -138,25 +140,25 @@ class Scheduler:
 
     @property
     def is_short(self) -> bool:
-        """Whether the next step takes pages from somebody."""
+        """Whether the next step must preempt a sequence to get pages."""
         size, n_free = self.limits.page_tokens, self.pool.n_free
-        if n_free >= len(self.running):  # there is one for each
+        if n_free >= len(self.running):  # one for each
             return False
         return n_free < sum(seq.n_computed >= len(seq.pages) * size and seq.n_left == 1 for seq in self.running)
 
     def commit(self, step: Step, step_time_s: float) -> None:
-        """The step was computed; tokens are appended after this."""
+        """Account for a computed step. Drawn tokens are appended after this."""
         self.advance(step)
         self.budget.observe(step.n_prefill, step_time_s, step.n_tokens - step.n_prefill)
 
     def run_ahead(self, step: Step) -> None:
-        """The step was launched: the next one may be scheduled before it is computed. Of those that `can_run_ahead`."""
+        """Account for a launched step, so that the next one can be scheduled. It must be one that `can_run_ahead`."""
         self.advance(step)
         for chunk in step.chunks:
             chunk.sequence.n_ahead += chunk.draws
 
     def take_back(self, step: Step) -> None:
-        """It has failed: `run_ahead` undone. Later ones were taken back before, and nobody gave pages up since."""
+        """Undo `run_ahead` for a failed step. Later steps were undone before, and no pages were released since."""
         for chunk in step.chunks:
             if chunk.sequence.stage is Stage.RUNNING:
                 chunk.sequence.n_computed = chunk.start
@@ -164,7 +166,7 @@ class Scheduler:
                 chunk.sequence.request.n_scored -= chunk.n_scored
 
     def advance(self, step: Step) -> None:
-        """Its chunks count as computed."""
+        """Count the step's chunks as computed."""
         for chunk in step.chunks:
             seq = chunk.sequence
             if seq.source is not None:
@@ -181,14 +183,14 @@ class Scheduler:
     # ------------------------------------------------------------------ chunks
 
     def _take_single_tokens(self, step: Step) -> None:
-        """One token of every sequence that lacks just one."""
+        """Add one token of every sequence that lacks just one."""
         page_tokens = self.limits.page_tokens
         ranked = list(self.running) if self._order.is_plain else self._order.kept_first(self.running)
-        for seq in ranked:  # preemption takes from its end
+        for seq in ranked:  # preemption takes from the end of it
             if seq.stage is not Stage.RUNNING or seq.n_left != 1:
                 continue
             if seq.n_ahead and seq.matcher is not None:
-                continue  # what may come next hangs on a token that is on its way
+                continue  # its mask depends on a token that is not known yet
             start = seq.n_computed
             if start >= len(seq.pages) * page_tokens and not self._grow(seq, ranked):
                 break
@@ -198,11 +200,11 @@ class Scheduler:
         step.n_tokens = len(step.chunks)
 
     def _take_prefill(self, step: Step, seq: Sequence, room: int) -> int:
-        """How many tokens it took; 0 only where all rows for scores are taken."""
+        """Add a chunk of a prompt and return its tokens; 0 only if all rows for scores are taken."""
         start, n, n_scored = seq.n_computed, min(seq.n_left, room), 0
         if self.groups and self._n_public(seq):
             n = self.groups.chunk_length(start, n, n == seq.n_left)
-        if seq.index == 0 and (first := seq.request.n_scored) < seq.n_prompt:  # its row is that of the token before
+        if seq.index == 0 and (first := seq.request.n_scored) < seq.n_prompt:  # its row is that of the previous token
             rows = self._rows_for(seq, step)
             n_scored = max(0, min(min(start + n, seq.n_prompt - 1) - first + 1, rows))
             if start + n < seq.n_prompt or n_scored == rows:
@@ -217,7 +219,7 @@ class Scheduler:
         return n
 
     def _advance_groups(self, seq: Sequence, start: int, n: int) -> None:
-        """Allocate the window pages and the state slot that this chunk needs; free pages before its window."""
+        """Allocate the window pages and the state slot of a chunk; release pages before its window."""
         size, n_public = self.limits.page_tokens, min(self._n_public(seq), start)
 
         def key_of(number: int) -> Key | None:
@@ -226,7 +228,7 @@ class Scheduler:
         self.groups.advance(seq.caches, start, n, key_of)
 
     def _rows_for(self, seq: Sequence, step: Step) -> int:
-        """Rows of logits for scores: the oldest prompt that is scored may have all, others half, so that it goes on."""
+        """Return the rows of logits for scores: all for the oldest scored prompt, half for others, so it proceeds."""
         oldest = next((s for s in self.running if s.index == 0 and s.request.n_scored < s.n_prompt), seq)
         rows = self.limits.max_rows - self.limits.max_sequences - step.n_scored
         return rows if seq is oldest else rows // 2
@@ -234,16 +236,16 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self, step: Step, room: int) -> int:
-        """Starts waiting sequences in their order, with at most `room` tokens; gives how many it took."""
+        """Start waiting sequences in order, with at most `room` tokens; return the tokens taken."""
         granted = room
         if len(self.running) >= self.limits.max_sequences:
-            return 0  # without asking who would be next
+            return 0  # before sorting the queue
         for seq in list(self.waiting) if self._order.is_plain else self._order.of(self.waiting):
             if room <= 0 or len(self.running) >= self.limits.max_sequences:
                 break
             shared = self._known_prefix(seq)
             if shared is None:
-                continue  # what it begins with is being computed in this very moment: let others by
+                continue  # its prefix is being computed now: let the next ones pass
             if not self._reserve_known_tokens(seq, shared):
                 break
             self.waiting.remove(seq)
@@ -263,12 +265,12 @@ class Scheduler:
             self.n_hit += n_cached
 
     def _reserve_known_tokens(self, seq: Sequence, shared: Pages) -> bool:
-        """Pages for every token that `seq` has; False, and nothing taken, when they are not there now."""
+        """Reserve pages for every token of `seq`. Return False, and take nothing, if they are not free."""
         n = -(-seq.n_tokens // self.limits.page_tokens) - len(shared)
         if self.groups and not self.groups.has_room(seq.n_most):
             return False
-        spare = len(self.running)  # a page of growth for each running answer, or they would soon preempt this one
-        pages = self.pool.share(shared)  # first: they may be free, and then are no room for others
+        spare = len(self.running)  # a page of growth for each running answer, which would soon preempt this one
+        pages = self.pool.share(shared)  # first: they may be free, and must not be reserved for others
         if self.pool.n_free < n + spare and self.running:
             self.pool.release(pages)
             return False
@@ -284,17 +286,17 @@ class Scheduler:
         return True
 
     def _share_part(self, seq: Sequence, n: int) -> int:
-        """How many tokens behind its known pages are in another one, to be copied; `n` own pages must be left then."""
+        """Return how many tokens after its known pages are copied from another page; `n` pages must stay free."""
         if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
-            return 0  # its next step may have no row of logits for it, and so no part in it
-        n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)))  # the last token is computed
+            return 0  # its next step may have no row of logits for this page, and so not include it
+        n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)))  # the last token is always computed
         result = self.pool.index.find_part(seq.content(seq.n_known, self.limits.page_tokens, n_most))
         if result is None:
             return 0
         page, n_shared = result
         if self.groups and not self.groups.share_partial_page(seq.caches, self.pool.index.key_of(page)):
             return 0
-        self.pool.share((page,))  # until the step that copies it: it must not become another's page meanwhile
+        self.pool.share((page,))  # held until the step that copies it, so that it is not reused meanwhile
         if self.pool.n_free < n:
             self.pool.release((page,))
             self.groups.drop_sources(seq.caches)
@@ -311,7 +313,7 @@ class Scheduler:
     # ------------------------------------------------------------------ shortage
 
     def _grow(self, seq: Sequence, ranked: list[Sequence]) -> bool:
-        """One more page for `seq`, taken from the last if need be; False when that is `seq` itself."""
+        """Add a page to `seq`, preempting the last sequence if necessary. Return False if that is `seq` itself."""
         page = self.pool.reserve(1)
         while page is None:
             victim = next(last for last in reversed(ranked) if last.stage is Stage.RUNNING)
@@ -335,7 +337,7 @@ class Scheduler:
         self._stop_leading(seq)
         self._drop_source(seq)
         last = seq.content(seq.n_known, self.limits.page_tokens, min(seq.n_finite, self._n_public(seq)))
-        if self.pool.index.is_worth_knowing(last):  # as a chat's next turn goes on behind it
+        if self.pool.index.is_worth_knowing(last):  # because the chat's next turn continues after it
             self._publish(seq, last.key, last)
         self.pool.release(seq.pages.array.tolist())
         seq.pages.clear()
@@ -347,16 +349,16 @@ class Scheduler:
     # ------------------------------------------------------------------ prefixes that are known
 
     def verified(self, seq: Sequence, n: int | None = None) -> None:
-        """What was drawn from its computed tokens is finite, and so are they: others may find their full pages.
+        """Publish the full pages of a sequence after a finite token was drawn from them.
 
-        n: from so many of them, where later ones are under way
+        n: how many of its tokens are verified, if later ones are in flight; None: all computed ones
         """
         page_tokens = self.limits.page_tokens
         seq.n_finite = seq.n_computed if n is None else n
         next_full = (seq.n_known + 1) * page_tokens
         if self.groups:
             self.groups.publish_released(seq.caches)
-        nothing_new = seq.n_finite < next_full or self._n_public(seq) < next_full  # so it is for most tokens
+        nothing_new = seq.n_finite < next_full or self._n_public(seq) < next_full  # the case for most tokens
         if nothing_new and seq.leads is None and not seq.request.to_keep:
             return
         n_full = min(seq.n_finite, self._n_public(seq)) // page_tokens
@@ -367,19 +369,19 @@ class Scheduler:
             self.retention.keep(seq)
 
     def _publish(self, seq: Sequence, key: Key, content: PageKey) -> None:
-        """The first of its pages that is not in the index yet."""
+        """Publish the first page of the sequence that is not in the index yet."""
         i, pages = seq.n_known, seq.pages.array
         self.groups.publish(seq.caches, i, key)
         pages[i] = self.pool.publish(int(pages[i]), key, int(pages[i - 1]) if i else None, content)
         seq.n_known += 1
 
     def _n_public(self, seq: Sequence) -> int:
-        """So many of its tokens are of use to others: all, or without the prefix cache its prompt, to its siblings."""
+        """Number of tokens that others may reuse: all, or without the prefix cache its prompt, for its siblings."""
         own = seq.n_prompt if len(seq.request.choices) > 1 else 0
         return seq.n_tokens if self.prefix_cache else own
 
     def _known_prefix(self, seq: Sequence) -> Pages | None:
-        """Computed pages that `seq` may share; None while it gets on sooner by waiting for more of them."""
+        """Return the computed pages that `seq` may share; None if waiting for more of them is faster."""
         if seq.leader is not None and seq.leader.leads is not None:
             return None
         seq.leader, request, page_tokens = None, seq.request, self.limits.page_tokens
@@ -388,7 +390,7 @@ class Scheduler:
         keys = self._findable(seq)
         result = self._find(keys)
         if len(result) < len(keys):
-            # With states, a prefix will be known only where one was saved: waiting may be vain.
+            # With states, a prefix is known only where a state was saved: waiting may be useless.
             leader = self._leading.get(keys[len(result)]) if self.groups.slots is None else None
             if leader is not None and seq.is_faster_after_leader(leader, len(keys), len(result), page_tokens):
                 seq.leader = leader
@@ -401,14 +403,14 @@ class Scheduler:
         return result[: self.groups.n_known(keys[: len(result)])] if self.groups else result
 
     def _findable(self, seq: Sequence) -> list[Key]:
-        """The last token is computed in any case, to draw the next one; a scored prompt from the first that is not."""
+        """Return the keys to look up: without the last token, from which the next is drawn, and tokens to be scored."""
         scored = seq.n_tokens if seq.index or seq.request.n_scored == seq.n_prompt else seq.request.n_scored
         return seq.page_keys(min(scored - 1, self._n_public(seq)) // self.limits.page_tokens, self.limits.page_tokens)
 
     def _lead(self, seq: Sequence) -> None:
-        """Others that begin alike may wait for what it computes beyond the pages that were known."""
+        """Let others with the same prefix wait for what this sequence computes after its known pages."""
         if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
-            return  # to score a prompt takes many steps: nobody waits so long
+            return  # scoring a prompt takes many steps: too long to wait for
         n_full = min(seq.n_tokens, self._n_public(seq)) // self.limits.page_tokens
         if n_full > seq.n_known:
             key = seq.page_keys(n_full, self.limits.page_tokens)[seq.n_known]

@@ -24,7 +24,7 @@ from millrace.runtime.structured_output.grammar import GrammarCompiler
 
 _NO_IDS = np.empty(0, dtype=np.int32)
 _NO_VALUES = np.empty(0, dtype=np.float32)
-_UNKNOWN = np.zeros(1, dtype=np.int32)  # a token that the device has drawn, or will
+_UNKNOWN = np.zeros(1, dtype=np.int32)  # a token that is drawn on the device and not known here
 
 
 class Chunk(Struct):
@@ -34,12 +34,12 @@ class Chunk(Struct):
     start: int
     n: int
     draws: bool  # the chunk reaches the sequence's last token: draw the next one
-    n_scored: int = 0  # of the prompt's tokens from `request.n_scored` on: what follows up to them is in the chunk
+    n_scored: int = 0  # prompt tokens to score, from `request.n_scored` on
 
 
 @dataclass(slots=True)
 class Step:
-    """T tokens in all; the chunks of running answers come first."""
+    """The chunks of a step, those of running answers first. n_tokens: of all chunks"""
 
     chunks: list[Chunk]
     n_tokens: int
@@ -48,8 +48,11 @@ class Step:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next one can be made before it is computed, and it can be undone: it copies no page, and those
-        that sit the next one out, as their masks wait for what this one draws, are fewer than the others."""
+        """Whether the next step can be launched before this one has finished, and be undone.
+
+        That is so if this step copies no page, and fewer than half of its drawing sequences must skip the next step
+        because their masks depend on the drawn token.
+        """
         n_drawing = n_held = 0
         for chunk in self.chunks:
             if chunk.sequence.source is not None:
@@ -59,14 +62,14 @@ class Step:
         return not n_held or 2 * n_held < n_drawing
 
     def by_request(self) -> list["Step"]:
-        """The same for each of its requests alone."""
+        """Return a step for each request of this one."""
         groups: dict[Request, list[Chunk]] = {}
         for chunk in self.chunks:
             groups.setdefault(chunk.sequence.request, []).append(chunk)
         return [Step._of(chunks) for chunks in groups.values()]
 
     def without_ended(self) -> "Step":
-        """What is left of it where sequences have ended since it was scheduled."""
+        """Return the step without the sequences that have ended since it was scheduled."""
         return Step._of([chunk for chunk in self.chunks if chunk.sequence.stage is not Stage.GONE])
 
     @staticmethod
@@ -76,14 +79,14 @@ class Step:
         return Step(chunks, n, n_prefill, sum(chunk.n_scored for chunk in chunks))
 
     def rows(self) -> Iterator[tuple[Chunk, int, int]]:
-        """Of each chunk its first row and the one behind its last: those of scored tokens, then that of its draw."""
+        """Yield each chunk with its first sampling row and the one after its last: scored tokens, then its draw."""
         row = 0
         for chunk in self.chunks:
             first, row = row, row + chunk.n_scored + chunk.draws
             yield chunk, first, row
 
     def to_history(self) -> tuple[Parts, tuple[str, ...]]:
-        """As the history keeps it: its chunks, and the ids of their requests."""
+        """Return the chunks as step history records, and the ids of their requests."""
         chunks, sequences = self.chunks, [chunk.sequence for chunk in self.chunks]
         parts = np.empty(len(chunks), PART)
         parts["request"] = [seq.request.order for seq in sequences]
@@ -96,7 +99,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step. ahead: the next one may be launched before this one is waited for"""
+    """A launched step. can_run_ahead: the next one may be launched before this one is waited for"""
 
     step: Step
     started_s: float
@@ -104,7 +107,7 @@ class InFlightStep:
 
 
 class BatchBuilder:
-    """Owns the buffers of one engine loop, sized for its largest step. grammars: that answers are held to"""
+    """Packs steps into the executor's arrays. It owns these buffers, sized for the largest step."""
 
     def __init__(self, limits: ExecutorLimits, grammars: GrammarCompiler) -> None:
         self._grammars, self._all_cores = grammars, limits.on_all_cores
@@ -118,12 +121,12 @@ class BatchBuilder:
         self._pages = np.empty(S * -(-limits.max_context // limits.page_tokens), dtype=np.int32)
         self._page_starts = np.zeros(S + 1, dtype=np.int32)
         self._sampling = np.zeros(R, dtype=SAMPLING)
-        self._sampling_bytes = self._sampling.view(np.uint8).reshape(R, SAMPLING.itemsize)  # copied with less ado
+        self._sampling_bytes = self._sampling.view(np.uint8).reshape(R, SAMPLING.itemsize)  # faster to copy
 
     def build(self, step: Step, previous: Step | None = None) -> StepInputs:
-        """Pack the step's chunks, in their order; the sampling rows of each chunk, in the same order.
+        """Pack the step's chunks in order, and the sampling rows of each chunk in the same order.
 
-        before: the step that is under way, and draws the last tokens of some of them
+        previous: the step in flight, which draws the last tokens of some chunks
         """
         chunks, size = step.chunks, self._page_tokens
         starts = [0, *accumulate([chunk.n for chunk in chunks])]
@@ -131,8 +134,8 @@ class BatchBuilder:
         page_starts = [0, *accumulate(n_own)]
         S, n_tokens, n_pages = len(chunks), starts[-1], page_starts[-1]
         row_before = {c.sequence: row - 1 for c, _, row in previous.rows() if c.draws} if previous else {}
-        tokens: list[IntArray] = []  # of each chunk: put together in one go, as its pages
-        pending: list[tuple[int, int]] = []  # (token of the step, row of the step before)
+        tokens: list[IntArray] = []  # of each chunk, concatenated at once
+        pending: list[tuple[int, int]] = []  # (token of the step, row of the previous step)
         for chunk, at in zip(chunks, starts, strict=False):
             seq, start, end = chunk.sequence, chunk.start, chunk.start + chunk.n
             if end <= len(seq.tokens):
@@ -178,7 +181,7 @@ class BatchBuilder:
         )  # fmt: skip
 
     def _embeddings(self, chunks: list[Chunk], starts: list[int]) -> Rows | None:
-        """Return the rows of the prompts that are rows, and number them in this step's tokens. starts: of the chunks"""
+        """Return the embedding rows of the step, if any, and number them in its tokens. starts: of the chunks"""
         parts, n = list[Rows](), 0
         for chunk, at in zip(chunks, starts, strict=False):
             rows = chunk.sequence.request.rows
@@ -196,8 +199,10 @@ class BatchBuilder:
     def _fill_masks(
         self, sampling: NDArray[np.void], rows: list[int], drawing: list[Sequence]
     ) -> tuple[NDArray[np.uint32] | None, IntArray | None]:
-        """What may come next in the sequences that are held to something: while the step runs, or where that has all
-        cores before it, with all cores."""
+        """Return the token masks of structured output.
+
+        They are filled while the step runs; if the step uses all cores, before it, also with all cores.
+        """
         constrained = [(r, seq.matcher) for r, seq in zip(rows, drawing, strict=True) if seq.matcher is not None]
         if not constrained:
             return None, None
@@ -207,9 +212,9 @@ class BatchBuilder:
 
 
 def check(executor: Executor, pool: PagePool, groups: CacheGroups) -> None:
-    """Compute a step of token 0 alone, where it can have a page: elsewhere the steps of those who have them tell.
+    """Compute a step of token 0 alone. Do nothing if no page or slot is free.
 
-    raises RuntimeError, MillraceError where it fails
+    raises RuntimeError, MillraceError if it fails
     """
     if not groups.has_room(1):
         return
@@ -229,7 +234,7 @@ def check(executor: Executor, pool: PagePool, groups: CacheGroups) -> None:
 
 
 def _score(rows: NDArray[np.void], chunk: Chunk, start: int) -> None:
-    """The rows of a chunk that begins at token `start` of the step: each of the prompt's next tokens, after its own."""
+    """Fill the rows that score the next prompt tokens of a chunk. start: of the chunk in the step"""
     request = chunk.sequence.request
     first = request.n_scored
     rows[:] = plain_rows(len(rows))
@@ -245,9 +250,9 @@ def _pairs(pairs: list[tuple[int, int]]) -> IntArray | None:
 def _fill_history(
     sampling: NDArray[np.void], rows: list[int], drawing: list[Sequence], row_before: Mapping[Sequence, int]
 ) -> tuple[IntArray, list[tuple[int, int]]]:
-    """Prompt and output of the sequences that have a penalty, one after the other; what the step before draws of it.
+    """Return prompt and output of each sequence with a penalty, concatenated, and the tokens that are not known yet.
 
-    row_before: of sequences, the row of that step
+    row_before: rows of the previous step by sequence
     """
     parts: list[IntArray] = []
     pending: list[tuple[int, int]] = []

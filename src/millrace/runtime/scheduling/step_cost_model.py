@@ -1,7 +1,8 @@
-"""What the steps of an engine take on a machine, by their work: a profile that was fitted to measured steps.
+"""A cost model of an engine's steps on a machine, fitted to measured steps.
 
-Time goes by the tokens of a step (piece by piece linear, since kernels change with their number), by what attention
-computes for prompts, and by the keys and values that running answers read. The host adds its part between two steps.
+The time of a step depends on its tokens (piecewise linear, because the kernels change with their number), on the
+attention of its prompt chunks, and on the keys and values that running answers read. The host adds its time between
+two steps.
 """
 
 import json
@@ -23,18 +24,18 @@ from millrace.runtime.step_history import StepRecord
 from millrace.settings import read_given
 
 _SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_SPREAD, _MOST_S = 2, 1 << 20, 64, 1000, 1e4
-_COMPARED_STEPS = 256  # steps that `beside` looks at
+_COMPARED_STEPS = 256  # steps that `predicted_vs_measured` compares
 _EXPECTED = "what `millrace size verify -o` wrote"
 
-# How long a step takes: tokens and starts of the prompts' chunks in it, running answers, and their contexts' mean.
+# Seconds of a step: tokens and starts of its prompt chunks, number of running answers, mean length of their contexts.
 StepTime = Callable[[Sequence[float], Sequence[float], int, float], float]
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds. at: (tokens of a step, what it takes without attention), tokens rising; token: of each beyond the last
+    """Costs in seconds. at: (tokens of a step, seconds without attention), ascending; token: each beyond the last entry
 
-    pair: a prompt's token and each token before it; read: each token of a running answer's context
+    pair: a prompt token with each token before it; read: each context token of a running answer
     host, host_sequence: between two steps, and for each sequence of the step
     """
 
@@ -54,11 +55,11 @@ class StepCost:
             raise ConfigError("times of steps that are negative, endless or fall", "times that rise", "fit again")
 
     def seconds(self, prompts: Sequence[float], starts: Sequence[float], rows: int, context: float) -> float:
-        """Of a step, while it computes. prompts, starts: of its chunks; rows: running answers, their contexts' mean"""
+        """Return the seconds of a step. prompts, starts: of its chunks; rows, context: running answers, mean context"""
         return self.timed()(prompts, starts, rows, context)
 
     def timed(self) -> StepTime:
-        """`seconds` for many steps: the table is looked through once."""
+        """Return `seconds` as a function for many steps, with the table prepared."""
         tokens, times = [n for n, _ in self.at], [s for _, s in self.at]
         slopes = [(t - s) / (m - n) for (n, s), (m, t) in pairwise(self.at)]
         last, last_s, beyond, pair, read = tokens[-1], times[-1], self.token, self.pair, self.read
@@ -83,11 +84,11 @@ class StepCost:
         return self.seconds(work.prompts, work.starts, work.rows, work.contexts / max(1, work.rows))
 
     def between(self, sequences: int) -> float:
-        """What the host takes after a step with so many sequences, until the next one begins."""
+        """Return the seconds that the host takes between a step with so many sequences and the next."""
         return self.host + self.host_sequence * sequences
 
     def scaled(self, factor: float) -> "StepCost":
-        """Every time is that many times as long."""
+        """Return the costs multiplied by `factor`."""
         at = tuple((n, s * factor) for n, s in self.at)
         rest = (self.token, self.pair, self.read, self.host, self.host_sequence)
         return StepCost(at, *(s * factor for s in rest))
@@ -95,7 +96,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """What bounds a server's steps: its engine's limits, and how long prompts may keep running answers waiting."""
+    """The settings that limit a server's steps: engine limits, and how long prompts may delay running answers."""
 
     max_step_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     max_sequences: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -118,18 +119,19 @@ class SchedulerSettings:
 
     @property
     def context_tokens(self) -> int:
-        """Of one sequence: the context, or all pages where those hold less."""
+        """Longest context of one sequence: the engine's, or what all pages hold if that is less."""
         return min(self.max_context, self.pages * self.page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """model, engine: its name and identity; machine: processor and cores; date: ISO; n_steps: that it was fitted to
+    """A fitted cost model and its origin.
 
-    error: median of the relative errors that the fit leaves; front: seconds of a request before its first step and
-    after its last, of server and client together; spread: how many times as long as `cost`, which is what is usual,
-    steps take: values that are equally likely
-    schedule: of the server whose steps they were
+    model, engine: its name and identity; machine: processor and cores; date: ISO; n_steps: steps used for the fit
+    error: median relative error of the fit
+    front: seconds of a request before its first step and after its last, in server and client
+    spread: equally likely factors on `cost`, which is the typical time
+    schedule: settings of the server that ran the steps
     """
 
     model: str
@@ -151,11 +153,11 @@ class StepProfile:
 
     @property
     def mean(self) -> float:
-        """Of the spread."""
+        """Mean of the spread."""
         return sum(self.spread) / len(self.spread)
 
     def check(self, engine: str, machine: str) -> None:
-        """raises ConfigError where it is of another engine or machine"""
+        """Check that the profile was fitted to this engine on this machine. raises ConfigError"""
         for what, own, expected in (("engine", self.engine, engine), ("machine", self.machine, machine)):
             if own != expected:
                 raise ConfigError(f"the profile is of the {what} {own:.120}", f"{expected:.120}",
@@ -163,12 +165,12 @@ class StepProfile:
 
 
 def write_profile(file: Path, profile: StepProfile) -> None:
-    """raises OSError"""
+    """Write a profile. raises OSError"""
     write_whole(file, (json.dumps({"schema": _SCHEMA, **asdict(profile)}, indent=1) + "\n").encode())
 
 
 def read_profile(file: Path) -> StepProfile:
-    """raises ConfigError"""
+    """Read a profile. raises ConfigError"""
     try:
         data = read_given(file, _MOST_BYTES)
         profile: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
@@ -190,7 +192,7 @@ def read_profile(file: Path) -> StepProfile:
 
 
 def predicted_vs_measured(profile: StepProfile, steps: Sequence[StepRecord]) -> tuple[float, float] | None:
-    """Mean seconds of the last 256 steps: measured, and by the profile; None before the first."""
+    """Return the mean seconds of the last 256 steps as measured and as predicted; None before the first step."""
     last = steps[-_COMPARED_STEPS:]
     if not last:
         return None

@@ -1,4 +1,4 @@
-"""What a step had to compute, as few numbers: whatever tells of its time, measured or predicted, goes by these."""
+"""The work of a step in a few numbers, from which its time is predicted."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,9 +10,9 @@ from millrace.runtime.step_history import Parts, StepRecord
 
 
 class StepWork(NamedTuple):
-    """prompts, starts: tokens of each chunk of a prompt, and how many of the same were computed before it
+    """prompts, starts: tokens of each prompt chunk, and how many tokens of that prompt were computed before it
 
-    rows: running answers, a token each; contexts: tokens of all of them together, those of this step included
+    rows: running answers, one token each; contexts: total length of their contexts, this step included
     """
 
     prompts: tuple[int, ...]
@@ -30,9 +30,9 @@ class StepWork(NamedTuple):
 
 
 def turns_s(steps: Sequence[StepRecord]) -> list[float | None]:
-    """Of each step, the time until the next one begins: computing, and what the host does between two steps.
+    """Return for each step the time until the next one begins: computing, and the host's work between two steps.
 
-    None where the next one has nobody of this one: then the loop may have waited for somebody to ask.
+    None if no sequence of the step is in the next one: the loop may have been idle in between.
     """
     result: list[float | None] = [None] * len(steps)
     for i, (step, after) in enumerate(pairwise(steps)):

@@ -1,17 +1,17 @@
-"""Grammars that answers are held to, through llguidance: what may come next, as a mask over the vocabulary.
+"""Structured output through llguidance: which tokens may come next, as a mask over the vocabulary.
 
-Compiling takes from a millisecond to some 400. It is done before a request is submitted, in the caller's thread and
-never in the engine's: first by another process, which a hostile form may end (`grammar_process.py`), then here.
-Compiled forms are kept by their digest. The engine's thread gives each answer's `Matcher` the sampled tokens, and
-requests the masks of all rows of a step in one call: while the step runs, if it leaves cores for that, otherwise
-before it.
+Compiling a grammar takes from a millisecond to some 400. It is done before a request is submitted, in the caller's
+thread and never in the engine's: first in another process, which a hostile grammar may crash (`grammar_process.py`),
+then here. Compiled grammars are cached by their digest. The engine thread passes the sampled tokens to each answer's
+`Matcher`, and requests the masks of all rows of a step in one call: while the step runs, if it leaves cores for that,
+otherwise before it.
 
-When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
-with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and its `fault`
-is an error of the request.
+When an answer can only end, its mask allows the model's end-of-text tokens alone. An answer that cannot continue
+(limits, or a vocabulary without a required byte) fails alone: its mask allows nothing, and its `fault` is an error of
+the request.
 
-Copies of what was compiled share one lexer, with its states and the bound of them: where it gives up on one answer, it
-has for all. So what was compiled is forgotten then, and requests that had it go on with a lexer of their own.
+Copies of a compiled grammar share one lexer with a limited number of states. If the lexer gives up on one answer, it
+fails for all. Then the compiled grammar is dropped from the cache, and its requests continue with lexers of their own.
 """
 
 import hashlib
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_KEPT = 64  # compiled grammars
-MAX_KEPT_CHARACTERS = 2**20  # of their sources: they take up to 60 bytes for each
+MAX_KEPT_CHARACTERS = 2**20  # of their sources; llguidance takes up to 60 bytes for each
 MAX_THREADS = 4  # for the masks of a step
 ALL = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """What a model says before an answer is held to anything: token ids of what stands around it.
+    """The tokens that delimit the reasoning before an answer, which no grammar constrains.
 
-    opened: the prompt ends within them
-    gap: tokens of the white space behind them, and how many characters of it each is; n_gap: so many there may be
+    opened: the prompt ends within the reasoning
+    gap: white-space tokens that may follow it, with the characters of each; n_gap: limit on these characters
     """
 
     begin: int
@@ -60,16 +60,16 @@ class ReasoningSpan:
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """What answers begin with: copies of `matcher`, which share its lexer."""
+    """A compiled grammar. Answers use copies of `matcher`, which share its lexer."""
 
     key: bytes
-    source: str  # llguidance's Lark
+    source: str  # in llguidance's Lark
     matcher: "LLMatcher"
-    is_own: bool = False  # one request's: where its lexer gives up, the request is to blame
+    is_own: bool = False  # used by one request only: if its lexer gives up, the request is at fault
 
     @property
     def has_given_up(self) -> bool:
-        """Not even an answer's beginning is allowed any more."""
+        """Whether not even the beginning of an answer is allowed any more."""
         first = self.matcher.deep_copy()
         first.compute_bitmask()
         return bool(first.is_error())
@@ -77,14 +77,14 @@ class _Compiled:
 
 @dataclass(slots=True, eq=False)
 class _MatcherHandle:
-    """The answers of one request. compiled: what they begin with; another one, where that has given up meanwhile"""
+    """State shared by the answers of one request. compiled: its grammar, replaced after its lexer has given up"""
 
     params: StructuredOutputsParams
     compiled: _Compiled
 
 
 class Matcher:
-    """Where one answer is in its grammar. It belongs to one thread at a time."""
+    """The position of one answer in its grammar. Belongs to one thread at a time."""
 
     __slots__ = (
         "_accepted",
@@ -104,49 +104,49 @@ class Matcher:
         self._accepted: list[int] = []  # by `guide`
         self._is_free = thoughts is not None and thoughts.opened
         self._may_think = thoughts is not None and not thoughts.opened
-        self._n_gap = 0  # characters of the gap that may come
-        self._failed_because = ""  # of the server
+        self._n_gap = 0  # characters of the gap that may still follow
+        self._failed_because = ""  # the server's fault
 
     def take(self, token: int) -> None:
-        """The next token of the answer."""
+        """Accept the next token of the answer."""
         thoughts, may_think, self._may_think = self._thoughts, self._may_think, False
         n_gap, self._n_gap = self._n_gap, 0
         if thoughts is not None and self._is_free:
             self._is_free = token != thoughts.end
             self._n_gap = 0 if self._is_free else thoughts.n_gap
         elif thoughts is not None and token in self._gap(n_gap) and not self.guide.validate_tokens([token]):
-            self._n_gap = n_gap - thoughts.gap[token]  # what the grammar begins with itself is the answer's
+            self._n_gap = n_gap - thoughts.gap[token]  # white space that the grammar accepts belongs to the answer
         elif thoughts is not None and may_think and token == thoughts.begin:
             self._is_free = True
         else:
             self._accepted.append(token)
-            self.guide.consume_token(token)  # what is refused is an error of the matcher, and told by `why`
+            self.guide.consume_token(token)  # a refused token is an error of the matcher, reported by `why`
 
     def _gap(self, n_most: int) -> list[int]:
-        """Tokens of the gap with at most so many characters."""
+        """Return the tokens of the gap with at most so many characters."""
         return [] if self._thoughts is None else [i for i, n in self._thoughts.gap.items() if n <= n_most]
 
     def restart(self, compiled: Callable[[str], "LLMatcher"]) -> None:
-        """Get to the same place with a lexer that is the request's own."""
+        """Restore the position with a lexer that only this request uses."""
         handle = self._handle
-        if not handle.compiled.is_own:  # none of its other answers has done so
+        if not handle.compiled.is_own:  # no other answer of the request has done so
             source = handle.compiled.source
             handle.compiled = _Compiled(handle.compiled.key, source, compiled(source), is_own=True)
         self.compiled, self.guide = handle.compiled, handle.compiled.matcher.deep_copy()
         self.guide.consume_tokens(self._accepted)
 
     def fail(self, why: str) -> None:
-        """End the answer for a reason that is the server's, not the request's."""
+        """End the answer because of a failure of the server, not of the request."""
         self._failed_because = why
 
     @property
     def why(self) -> str:
-        """The answer cannot be gone on with: what happened. "" where it can, or is complete."""
+        """Why the answer cannot continue; "" if it can, or is complete."""
         return self._failed_because or stopped_because(self.guide)
 
     @property
     def fault(self) -> RequestError | None:
-        """The request's, where its answer cannot be gone on with."""
+        """The request's error, if its answer cannot continue."""
         if self._failed_because or not (why := self.why):
             return None
         params = self._handle.params
@@ -154,7 +154,7 @@ class Matcher:
         return params.refused(what, LIMITED, f"bound what {params.asked_as} repeats, or simplify it")
 
     def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
-        """Make of what the grammar allows what may come. ends: tokens that end an answer, which thoughts do not"""
+        """Complete the grammar's mask. ends: tokens that end an answer, but not its reasoning"""
         if self._is_free:
             mask[:] = ALL
             for token in ends:
@@ -168,7 +168,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """What answers of one model are held to. Safe to use from several threads.
+    """Compiles the grammars of one model's requests. Safe to use from several threads.
 
     vocab_size: of the model's logits; eos_token_ids: those that end an answer
     """
@@ -181,19 +181,18 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._process: GrammarProcess | None = None
-        self._why_not = ""  # there is no vocabulary
+        self._why_not = ""  # why there is no vocabulary
         self._mask_thread = ThreadPoolExecutor(1, "millrace-masks")  # starts its thread with the first masks
-        self._filling = Future[None]()  # by it, the last time
+        self._filling = Future[None]()  # the last call in the mask thread
         self._filling.set_result(None)
 
     def matchers(
         self, params: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
     ) -> list[Matcher]:
-        """For n answers, at their beginning; none where nothing is asked. Compiles what is not known.
+        """Return matchers for `n` answers, none without `params`. Compiles a grammar that is not cached.
 
-        thoughts: may go before each, and are held to nothing
-
-        raises RequestError for what cannot be compiled, or is beyond the limits; MachineError without memory for it
+        thoughts: the reasoning that may precede each answer, unconstrained
+        raises RequestError if the grammar cannot be compiled or is too large; MachineError if memory is short
         """
         if params is None:
             return []
@@ -212,25 +211,27 @@ class GrammarCompiler:
         return [Matcher(handle, thoughts) for _ in range(n)]
 
     def _forget(self) -> None:
-        """Forget the least recently used forms beyond the bounds of what is kept."""
+        """Drop the least recently used grammars beyond the limits of the cache."""
         n = sum(len(compiled.source) for compiled in self._cache.values())
         while len(self._cache) > MAX_KEPT or (n > MAX_KEPT_CHARACTERS and len(self._cache) > 1):
             _, compiled = self._cache.popitem(last=False)
             n -= len(compiled.source)
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
-        """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
+        """Return the masks (M, ceil(V / 32)) of what may come next; empty for an answer that cannot continue.
 
-        matchers: of this object
+        matchers: made by this object
         """
         masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.uint32)
         self._fill(masks, matchers)
         return masks
 
     def masks_beside(self, matchers: Sequence[Matcher]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-        """The same, filled by a thread of its own, and (1,), 0 until they are. The matchers are its own meanwhile.
+        """Start to fill the masks in another thread. Return them, and a flag (1,) that is 0 until they are filled.
 
-        Where that fails, which is a defect, the masks allow nothing, and the next call raises what happened.
+        Until then the matchers belong to that thread. If it fails, which is a defect, the masks allow nothing and the
+        next call
+        raises the error.
         """
         self._filling.result()
         masks = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.uint32)
@@ -254,7 +255,7 @@ class GrammarCompiler:
         for row in self._left_by_their_lexer(matchers):
             try:
                 matchers[row].restart(self._compiled)
-            except MachineError as error:  # the other answers of the step go on
+            except MachineError as error:  # the other answers of the step continue
                 matchers[row].fail(error.what)
             else:
                 restarted.append(row)
@@ -274,9 +275,10 @@ class GrammarCompiler:
         self._executor.unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(masks))
 
     def _left_by_their_lexer(self, matchers: Sequence[Matcher]) -> list[int]:
-        """Rows whose answers may well go on: what they began with has given up, perhaps on another answer.
+        """Return the rows whose lexer has given up, perhaps because of another answer, and drop their grammars.
 
-        To compile it once more for each request holds the step up by some 2 ms, 60 for the largest schema.
+        Such answers may continue after a restart, which compiles the grammar again and delays the step by some 2 ms, up
+        to 60.
         """
         failed = {m.compiled for m in matchers if m.why and not m.compiled.is_own}
         given_up = {compiled for compiled in failed if compiled.has_given_up}
@@ -287,7 +289,7 @@ class GrammarCompiler:
         return [row for row, matcher in enumerate(matchers) if matcher.compiled in given_up]
 
     def _compiled(self, source: str) -> "LLMatcher":
-        """Compile what the other process has survived."""
+        """Compile a grammar that the other process has compiled without crashing."""
         from llguidance import LLMatcher
 
         vocabulary = self._vocabulary
@@ -295,19 +297,19 @@ class GrammarCompiler:
         return in_deep_stack(lambda: LLMatcher(vocabulary, source, log_level=0, limits=parser_limits()))
 
     def _checked(self, params: StructuredOutputsParams, text: str) -> tuple[str, "LLMatcher"]:
-        """Return the Lark grammar of a request, and what it was compiled to. raises RequestError"""
+        """Return the Lark grammar of a request, and its compiled matcher. raises RequestError"""
         process = self._opened(params)
         source = process.lark(params, text)
         matcher = self._compiled(source)
         first = matcher.deep_copy()
         if not first.is_error():
-            first.compute_bitmask()  # what cannot begin is refused before anything is computed for it
+            first.compute_bitmask()  # refuse what cannot begin before any step is computed for it
         if why := stopped_because(first):
             raise params.refused(f"its {params.kind} cannot be enforced: {why}", LIMITED)
         return source, matcher
 
     def prepare(self) -> None:
-        """Make the vocabulary as llguidance takes it, some 0.2 s for a large one, and start the compiling process."""
+        """Build llguidance's vocabulary, some 0.2 s for a large one, and start the compiling process."""
         with self._opening:
             if self._vocabulary is not None or self._why_not or not self._ends:
                 return
@@ -327,7 +329,7 @@ class GrammarCompiler:
             self._vocabulary = ready
 
     def _opened(self, params: StructuredOutputsParams) -> GrammarProcess:
-        """raises RequestError if the model cannot hold an answer to anything"""
+        """Return the compiling process. raises RequestError if the model cannot have structured output"""
         self.prepare()
         if self._process is not None:
             return self._process
@@ -339,7 +341,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance asks for it: each token's bytes, and which are special."""
+    """A tokenizer in the form that llguidance reads: each token's bytes, and which are special."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         self.tokens = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size else b"" for i in range(vocab_size)]
@@ -348,5 +350,5 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
-        """Of a text that has to come; nobody asks where nothing is forced."""
+        """Tokenize forced text; not called, because forcing is off."""
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)

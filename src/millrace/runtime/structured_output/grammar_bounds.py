@@ -1,6 +1,6 @@
-"""Bounds of what llguidance is given to compile: counts, and how long a chain of references may be.
+"""Limits on grammars before llguidance compiles them: sizes, and the length of reference chains.
 
-It follows references by recursion: without a bound, some thousand of them overflow its stack. All are far below that.
+llguidance follows references by recursion: some thousand of them would overflow its stack. All limits are far below.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from millrace.runtime.structured_output.json_schema import subschemas
 from millrace.runtime.structured_output.json_schema_numbers import Refuse, Schema
 
-MAX_CHAIN = 1000  # schemas, rules or terminals that lead to one another
+MAX_CHAIN = 1000  # schemas, rules or terminals that refer to one another
 MAX_PROPERTIES = 500  # of one object
 MAX_ALL_PROPERTIES = 2000  # of all objects of a schema, or of a grammar's schemas together
 MAX_RULES = 1000  # rules and terminals of a grammar
@@ -20,7 +20,7 @@ MAX_GBNF_RULES = 500  # reading GBNF takes time in proportion to the square of t
 _SMALLER = "leave out properties, or split the request"
 
 T = TypeVar("T")
-# Possessive: a text without an end is not tried again shorter.
+# Possessive: an unterminated text is not matched again from a shorter one.
 _TOKEN = re.compile(
     r"""//[^\n]*+ | "(?:[^"\\\n]|\\.)*+" | /(?:[^/\\\n]|\\.)++/
     |(?P<json>%json\b\s*+)
@@ -88,7 +88,7 @@ def with_schemas(lark: str, rewrite: Callable[[Schema], Schema]) -> str:
         try:
             schema, behind = json.JSONDecoder().raw_decode(lark, token.end())
         except (ValueError, RecursionError):
-            continue  # llguidance says what is wrong with it
+            continue  # llguidance reports the error
         if isinstance(schema, dict):
             parts += [lark[end : token.end()], json.dumps(rewrite(schema))]
             end = behind
@@ -96,7 +96,7 @@ def with_schemas(lark: str, rewrite: Callable[[Schema], Schema]) -> str:
 
 
 def _tokens(lark: str) -> Iterator[re.Match[str]]:
-    """Yield what has a meaning here, with JSON behind `%json` skipped."""
+    """Yield the relevant tokens, with the JSON after `%json` skipped."""
     at = 0
     while (token := _TOKEN.search(lark, at)) is not None:
         yield token

@@ -32,7 +32,7 @@ from millrace.runtime.structured_output.grammar_worker import MEMORY_BYTES, STAC
 T = TypeVar("T")
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 SHORT_CPU_S, LONG_CPU_S = 0.15, 3.0
-_TIMEOUT_S = 60.0  # on a machine so busy that the limit of CPU time is not reached before
+_TIMEOUT_S = 60.0  # for a machine so busy that the limit of CPU time is not reached earlier
 _THREAD_STACK_BYTES = 2 * STACK_BYTES
 _stack_size = threading.Lock()  # Python has one setting for all threads
 
@@ -72,7 +72,7 @@ class GrammarProcess:
 
     Safe to use from several threads.
 
-    n_vocab: the length of the model's logits; special: its special tokens, by their ids; ends: those that end an answer
+    n_vocab: length of the model's logits; special: its special tokens by id; ends: tokens that end an answer
     """
 
     def __init__(self, n_vocab: int, special: dict[int, bytes], ends: list[int], bos: int | None) -> None:
@@ -115,7 +115,7 @@ class GrammarProcess:
         return str(answer["lark"])
 
     def _compiled(self, is_short: bool, message: Mapping[str, object]) -> Mapping[str, Any]:
-        """What proves slow although it is short is tried again among the long ones."""
+        """Compile in the matching process; a request that is slow although short is tried again among the long ones."""
         if is_short:
             with suppress(_SlowError):
                 return self._short.compile(message)

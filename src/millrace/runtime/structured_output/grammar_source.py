@@ -1,4 +1,4 @@
-"""Structured output as llguidance's Lark, checked and compiled: what the compiling process does with one request."""
+"""Structured output as llguidance's Lark, checked and compiled: the compiling process's work on one request."""
 
 import json
 import re
@@ -21,35 +21,35 @@ from millrace.runtime.structured_output.json_schema_numbers import Schema
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# As json.dumps writes: one space behind commas and colons. Free white space could go on until max_tokens.
+# The layout of json.dumps: one space after commas and colons. Unrestricted white space could go on until max_tokens.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Where one text has to come, llguidance would allow only the token with which the tokenizer spells it. It would ask
-# that for each mask, under the interpreter's lock, and it asks in text, which half a character is not.
+# For forced text, llguidance would allow only the token with which the tokenizer spells it. It would call the tokenizer
+# for each mask, under the interpreter's lock, and with text, which cannot express half a character.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 DEAD_END = "NoExtensionBias"  # no token may follow, and the answer is not complete
 LIMITED = "a grammar that can be enforced within the limits"
 NOTHING_FOLLOWS = "no token of the vocabulary can go on with it"
-MAX_WHY = 200  # characters of each part of what llguidance says
-# Of a rule's attributes. llguidance leaves that to whoever samples, and says nothing; a row has one temperature.
+MAX_WHY = 200  # of each part of llguidance's message
+# Of a rule's attributes. llguidance leaves it to the sampler without an error, but a row has one temperature.
 _TEMPERATURE = re.compile(
     r"""^[ \t]*+[?!]?[\w.-]++[ \t]*+\[\s*+
     (?:(?!temperature\b)[a-z_]++(?:\s*+=\s*+(?:"[^"\n]*+"|[^,\]"\n]++))?\s*+,\s*+)*+
     temperature\s*+=""",
     re.MULTILINE | re.VERBOSE,
 )
-_OUR_PLACE = re.compile(r"^at 1\(8\): ")  # behind `start: `, which clients who send no grammar have not written
+_OUR_PLACE = re.compile(r"^at 1\(8\): ")  # after `start: `, which we have added
 
 
 def compiled(
     params: StructuredOutputsParams, text: str, vocabulary: "LLTokenizer", limits: "LLParserLimits"
 ) -> tuple[str, "LLMatcher"]:
-    """Return the Lark grammar of a request, and what llguidance made of it. raises RequestError"""
+    """Return the Lark grammar of a request and its compiled matcher. raises RequestError"""
     from llguidance import LLMatcher
 
     source = lark_source(params, text)
     matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
     warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
-    if warnings:  # about what llguidance would ignore
+    if warnings:  # about attributes that llguidance would ignore
         raise params.refused(f"its {params.kind} cannot be enforced: {warnings[0]}", "a schema without that")
     if why := stopped_because(matcher):
         raise params.refused(f"its {params.kind} cannot be enforced: {why}", LIMITED)
@@ -66,7 +66,7 @@ def stopped_because(matcher: "LLMatcher") -> str:
 
 
 def lark_source(params: StructuredOutputsParams, text: str) -> str:
-    """Return the request's form as llguidance's Lark. raises RequestError"""
+    """Return the request's grammar as llguidance's Lark. raises RequestError"""
     from llguidance import grammar_from, regex_to_lark
 
     try:
@@ -119,15 +119,15 @@ def _finite(params: StructuredOutputsParams, text: str) -> Schema:
 
 
 def in_one_layout(schema: Mapping[str, object]) -> dict[str, object]:
-    """A schema whose JSON is written in one way. `lenient` would have keywords ignored."""
+    """Return a schema whose JSON has one layout. (llguidance's `lenient` would ignore keywords.)"""
     options = schema.get("x-guidance")
     return {**schema, "x-guidance": {**LAYOUT, **(options if isinstance(options, dict) else {}), "lenient": False}}
 
 
 def shortened(message: str) -> str:
-    """Return what llguidance says in one line, without our own source of the grammar that follows.
+    """Return llguidance's message in one line, without the generated grammar that follows it.
 
-    Of a regular expression the first line quotes it, and the reason stands further down.
+    For a regular expression the first line quotes it, and the reason comes later.
     """
     lines = _OUR_PLACE.sub("", message.strip()).splitlines() or [""]
     reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
@@ -135,6 +135,6 @@ def shortened(message: str) -> str:
 
 
 def _bounded(line: str) -> str:
-    """Its beginning and its end: what was wrong may stand behind a text that is quoted whole."""
+    """Return the beginning and the end of a line: the error may come after a long quoted text."""
     half = MAX_WHY // 2
     return line if len(line) <= MAX_WHY else f"{line[:half]} ... {line[-half:]}"

@@ -1,7 +1,7 @@
-"""Forms that no finite text can meet: found before an answer is begun that could only end at `max_tokens`.
+"""Grammars that no finite text matches: refused before an answer starts that could only end at `max_tokens`.
 
-What can end is the least set that is closed under clauses "this can, if all of those can" (Horn clauses): found in
-time linear in them. Only what is certain to have no end is refused; what is not understood here counts as having one.
+The set of things that can end is the least fixed point of the clauses "this can end if all of those can" (Horn
+clauses), found in linear time. Only what certainly has no end is refused; what is not understood counts as ending.
 """
 
 import json
@@ -17,9 +17,9 @@ Clause = tuple[Hashable, Sequence[Hashable]]  # the first can end, if all of the
 _OF_ONE = ("additionalProperties", "items", "additionalItems", "not")
 _OF_MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-_NEVER = object()  # no clause leads to it
+_NEVER = object()  # no clause derives it
 
-# Of llguidance's Lark. A rule with attributes may be cut by them (max_tokens, stop): it can end.
+# In llguidance's Lark. A rule with attributes may be cut by them (max_tokens, stop), so it can end.
 _LARK = re.compile(
     r"""(?P<skip>[ \t\r\n]++|//[^\n]*+|^%(?:ignore|import|llguidance)\b[^\n]*+)
     |(?P<head>[?!]?(?P<rule>[A-Za-z_][\w-]*+)(?P<attributes>\[[^\]\n"/]{0,200}+\])?(?:\.\d++)?[ \t]*+:(?!:))
@@ -32,7 +32,7 @@ _LARK = re.compile(
 
 
 def check_terminates(params: StructuredOutputsParams, text: str, lark: str) -> None:
-    """Of what llguidance has compiled; lark: as it was given it. raises RequestError"""
+    """Check a grammar that llguidance has compiled. lark: its source. raises RequestError"""
     if params.kind == "json":
         ends = _schema_ends(params, json.loads(text))
     else:
@@ -45,7 +45,7 @@ def check_terminates(params: StructuredOutputsParams, text: str, lark: str) -> N
 
 
 def closed(clauses: Iterable[Clause]) -> set[Hashable]:
-    """All that follows from them."""
+    """Return everything that follows from the clauses."""
     heads: list[Hashable] = []
     n_missing: list[int] = []
     waiting: dict[Hashable, list[int]] = {}
@@ -71,7 +71,7 @@ def closed(clauses: Iterable[Clause]) -> set[Hashable]:
 
 
 def _schema_ends(params: StructuredOutputsParams, root: Mapping[str, Any]) -> bool:
-    """Some finite value meets it. Schemas are told apart by their id(). raises RequestError for `minProperties`"""
+    """Return whether a finite value matches the schema (identified by id()). raises RequestError for `minProperties`"""
     clauses: list[Clause] = [(id(True), ())]
     todo: list[object] = [root]
     visited: set[int] = {id(True)}
@@ -84,10 +84,10 @@ def _schema_ends(params: StructuredOutputsParams, root: Mapping[str, Any]) -> bo
         if not isinstance(schema, dict):
             clauses.append((id(schema), ()))
             continue
-        is_certain &= schema is root or "$id" not in schema  # below it, references are not the root's
+        is_certain &= schema is root or "$id" not in schema  # below it, references are not relative to the root
         _check_least(params, schema)
         todo += _inside(schema)
-        # anything meets `true`, which stands for what is not a place of the root
+        # `true`, which everything matches, stands for an unknown target
         target = resolved(root, schema["$ref"], missing=True) if "$ref" in schema else True
         todo.append(target)
         clauses += _clauses(schema, target)
@@ -95,7 +95,7 @@ def _schema_ends(params: StructuredOutputsParams, root: Mapping[str, Any]) -> bo
 
 
 def _check_least(params: StructuredOutputsParams, schema: Mapping[str, Any]) -> None:
-    """Keys that are not required may come twice, and required ones again with an escape in them."""
+    """Check `minProperties`: optional keys may come twice, and required ones again with an escape in them."""
     least, n_required = schema.get("minProperties"), len(_required(schema))
     if type(least) is int and least > max(1, n_required) and "object" in _types(schema):
         raise params.refused(
@@ -105,7 +105,7 @@ def _check_least(params: StructuredOutputsParams, schema: Mapping[str, Any]) -> 
 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:
-    """That it names; where it names none, one for all that it could be."""
+    """Return the types that a schema names; if none, one that stands for all that are possible."""
     named = schema.get("type")
     if isinstance(named, str):
         return [named]
@@ -126,7 +126,7 @@ def _inside(schema: Mapping[str, Any]) -> Iterator[object]:
         yield from _named(schema, key).values()
 
 
-# What is written otherwise stands where llguidance does not look.
+# llguidance ignores other spellings.
 def _several(schema: Mapping[str, Any], key: str) -> list[object]:
     value = schema.get(key)
     return value if isinstance(value, list) else []
@@ -150,7 +150,7 @@ def _clauses(schema: Mapping[str, Any], target: object) -> Iterator[Clause]:
 
 
 def _must_have(schema: Mapping[str, Any], kind: str) -> Iterator[object]:
-    """Schemas of what a value of this type has at least."""
+    """Yield the schemas that every value of this type contains."""
     if kind == "object":
         properties = _named(schema, "properties")
         additional = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
@@ -166,14 +166,14 @@ def _must_have(schema: Mapping[str, Any], kind: str) -> Iterator[object]:
 
 
 def _lark_ends(params: StructuredOutputsParams, lark: str) -> bool:
-    """Some finite text meets it. raises RequestError for `minProperties` in a schema of it
+    """Return whether a finite text matches the grammar. raises RequestError for `minProperties` in one of its schemas
 
-    Groups are rules without a name. Terminals end: llguidance has none that contain themselves.
+    Groups are rules without a name. Terminals end: llguidance refuses terminals that contain themselves.
     """
     clauses: list[Clause] = []
     finite: set[Hashable] = set()
     used: set[Hashable] = set()
-    open_groups: list[tuple[Hashable, list[Hashable]]] = []  # each with what its alternative needs up to here
+    open_groups: list[tuple[Hashable, list[Hashable]]] = []  # each with the requirements of its current alternative
     place = 0
     while place < len(lark):
         token = _LARK.match(lark, place)
@@ -207,7 +207,7 @@ def _lark_ends(params: StructuredOutputsParams, lark: str) -> bool:
 
 
 def _marked(mark: str, open_groups: list[tuple[Hashable, list[Hashable]]], clauses: list[Clause]) -> bool:
-    """False: what is not understood."""
+    """Process a bracket or bar. Return False if it is not understood."""
     group, needs = open_groups[-1]
     if mark in "([":
         open_groups.append(((len(clauses), len(open_groups)), []))

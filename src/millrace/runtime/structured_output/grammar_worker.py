@@ -1,4 +1,4 @@
-"""The process in which grammars are compiled first: native code that a hostile schema may end.
+"""The process that compiles grammars first, because a hostile schema may crash native code.
 
 It is started as a script, and its stdin is a connection to its owner (see `frames.py`). The messages are JSON. First
 {"path", "n_vocab", "special", "ends", "bos"}, special being [[token id, bytes in Latin-1], ...]; the answer is {}.
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 STACK_BYTES = 64 * 2**20
 MEMORY_BYTES = 512 * 2**20  # address space beyond what the process needs for itself
-PRIORITY = 5  # as of nice(1): the engine's threads go first
-N_STEPS = 8  # of an answer, whose masks are computed
-_STRIDE = 7919  # a prime: it picks tokens from all over the vocabulary
+PRIORITY = 5  # like nice(1): the engine's threads go first
+N_STEPS = 8  # steps of an answer whose masks are computed
+_STRIDE = 7919  # a prime, to select tokens from the whole vocabulary
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is handled by the parent
     os.nice(PRIORITY)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
@@ -64,7 +64,7 @@ def _limit_memory() -> None:
 
 
 class _Vocabulary:
-    """The tokenizer that llguidance is given: special tokens at their ids, and behind the others each byte."""
+    """The tokenizer for llguidance: special tokens at their ids, and the 256 bytes after the others."""
 
     def __init__(self, n_vocab: int, special: list[list[Any]], ends: list[int], bos: int | None) -> None:
         self.tokens = [b""] * n_vocab + [bytes((byte,)) for byte in range(256)]
@@ -105,7 +105,7 @@ class _Compiler:
         return {"lark": lark}
 
     def _begin_answers(self, matcher: "LLMatcher") -> None:
-        """Compute what the server will: the first masks of answers, in pairs, as a batch of them."""
+        """Compute the first masks of answers as the server will, in pairs, as in a batch."""
         first, second = matcher.deep_copy(), matcher.deep_copy()
         n_words = -(-self._n_vocab // 32)
         masks = (c_uint32 * (2 * n_words))()

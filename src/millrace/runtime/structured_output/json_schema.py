@@ -25,8 +25,8 @@ from millrace.runtime.structured_output.json_schema_numbers import (
     is_number,
 )
 
-_MAX_REFS = 32  # references followed to find out whether a keyword is neutral; beyond these it is taken not to be
-LONGEST = 2**31  # characters, items or properties: no answer has as many
+_MAX_REFS = 32  # references followed to decide whether a keyword is neutral; with more, it counts as not neutral
+LONGEST = 2**31  # characters, items or properties: no answer is as long
 
 TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 ANNOTATIONS = (
@@ -65,7 +65,7 @@ def simplify(root: Schema, refuse: Refuse) -> None:
 
 
 def _combines(schema: Schema) -> bool:
-    """Bounds of several schemas may apply to one number."""
+    """Whether bounds of several schemas may apply to one number."""
     bounds = (*LOWER, *UPPER, "multipleOf")
     return "allOf" in schema or (any(key in schema for key in _IN_PLACE) and any(key in schema for key in bounds))
 
@@ -73,7 +73,7 @@ def _combines(schema: Schema) -> bool:
 def reachable(root: Schema) -> Iterator[tuple[Schema, str]]:
     """Yield each schema once that the root leads to, with its JSON pointer; a schema before those within it."""
     todo: list[tuple[object, str]] = [(root, "#")]
-    visited: dict[int, object] = {}  # holds the objects, whose ids are not reused meanwhile
+    visited: dict[int, object] = {}  # keeps the objects alive, so that ids are not reused
     while todo:
         schema, path = todo.pop()
         if not isinstance(schema, dict) or id(schema) in visited:
@@ -177,7 +177,7 @@ def _simplify_sizes(schema: Schema, types: frozenset[str], path: str, refuse: Re
 
 
 def _remove_neutral(root: Schema, schema: Schema, types: frozenset[str]) -> None:
-    """Remove keywords that restrict nothing at this value, and rewrite those that another keyword can say."""
+    """Remove keywords that restrict nothing at this value, and rewrite those that another keyword expresses."""
     if "string" not in types:
         schema.pop("format", None)
     if "array" not in types or schema.get("uniqueItems") is False or schema.get("maxItems") in (0, 1):
@@ -208,7 +208,7 @@ def _remove_neutral(root: Schema, schema: Schema, types: frozenset[str]) -> None
 
 
 def is_true(schema: object) -> bool:
-    """Everything meets the schema: only annotations, unknown keywords and neutral values are in it."""
+    """Return whether everything matches the schema: it has only annotations, unknown keywords and neutral values."""
     return schema is True or (isinstance(schema, dict) and not _left(schema))
 
 
@@ -248,7 +248,7 @@ def _counts_freely(schema: Schema) -> bool:
 
 
 def _depends_on_nothing(schema: Schema, rules: object) -> bool:
-    """Of `dependentRequired` and its like: the names are required anyway, and the schemas restrict nothing."""
+    """Return whether `dependentRequired` and its like restrict nothing beyond the required names."""
     if not isinstance(rules, Mapping):
         return False
     required = schema.get("required")

@@ -12,9 +12,9 @@ Schema = dict[str, Any]
 
 EXACT = 2**53  # from here on not every integer is a float64
 INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1
-# Nothing above -2^63 is as near to it, as a float64; -2^63 itself overflows in llguidance.
+# The float64 just above -2^63, which itself overflows in llguidance.
 LOWEST = INT64_LOW + 1024
-NARROWED = 1e-9  # from an exclusive bound that could not be enforced otherwise
+NARROWED = 1e-9  # distance from an exclusive bound that cannot be enforced otherwise
 MAX_STEP = 10**7  # of `multipleOf`, without its decimal point: an answer's state is the remainder
 # Without an upper bound llguidance needs a power of ten above the lower one, in 64 bits.
 OPEN_ENDED = 10**18
@@ -26,7 +26,7 @@ def is_number(value: object) -> bool:
 
 
 class NumberBounds:
-    """The numeric keywords of one schema. combines: those of others may apply to the same number"""
+    """The numeric keywords of one schema. combines: those of other schemas may apply to the same number"""
 
     def __init__(self, schema: Schema, path: str, refuse: Refuse, combines: bool) -> None:
         self._schema, self._path, self._refuse, self._combines = schema, path, refuse, combines
