@@ -25,6 +25,7 @@ ORDER = [
     "errors",
     "env",
     "settings",
+    "prometheus",
     "machine",
     "report",
     "checkpoint",

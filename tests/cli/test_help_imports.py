@@ -18,7 +18,7 @@ PARTS = ("bench sweep", "bench compare", "bench infer", "size fit", "size verify
 # What takes tens of milliseconds to import, and no option is made of.
 HEAVY = {
     "numpy", "msgspec", "jinja2", "asyncio", "uvloop", "multiprocessing", "ctypes", "ssl", "http", "email", "yaml",
-    "subprocess", "concurrent", "tomllib", "starlette", "uvicorn", "grpc", "prometheus_client", "rich", "llguidance",
+    "subprocess", "concurrent", "tomllib", "starlette", "uvicorn", "grpc", "rich", "llguidance",
 }  # fmt: skip
 CODE = """
 import contextlib, io, json, sys

@@ -24,7 +24,6 @@ BELOW = {
     ("size", "verify"): verify_options.command,
 }  # fmt: skip
 DISTRIBUTIONS = {
-    "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",
 }  # of a module whose package has another name
 ENDS = {"|", "||", ">", "2>", "&", "&&", ";", "<", "...", "#"}

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.model_repository.metrics.custom_metrics import CustomMetrics
 from millrace.model_repository.request.status_code import StatusError
+from millrace.prometheus import metrics_text
 from tests.support.python_models import ANY, HEAD, asked, loaded, one, text, write
 from tests.support.triton_models import CUSTOM_METRICS, SQUARE_CONFIG
 
@@ -33,7 +34,7 @@ def test_tritons_example_of_metrics(tmp_path: Path) -> None:
             model = repository.get("m")
             for n in (0, 2, 9):
                 await model.infer(asked(model, IN=np.array([n], np.int32)))
-            told = repository.custom.text()
+            told = metrics_text(repository.custom.collect())
             assert 'requests_process_latency_ns{model="m",version="1"} 10.5\n' in told
             assert '# HELP sizes Elements\\nof "IN"\n# TYPE sizes histogram\n' in told
             assert read(told) == {
@@ -42,7 +43,7 @@ def test_tritons_example_of_metrics(tmp_path: Path) -> None:
             }  # fmt: skip
             await repository.unload("m")
             await model.retire()
-            assert repository.custom.text() == "", "its metrics go with it"
+            assert metrics_text(repository.custom.collect()) == "", "its metrics go with it"
 
     asyncio.run(run())
 
@@ -57,14 +58,14 @@ def test_metrics_with_equal_labels_are_one_and_live_as_long_as_anybody_has_them(
     custom.metric(first, {"x": "2"}, None)
     assert custom.change("increment", one, 2) == 2 and custom.change("increment", other, -3) == -1
     assert custom.change("set", one, float("inf")) == custom.change("value", other, 0)
-    assert read(custom.text()) == {"a{x=1,y=2}": float("inf"), "a{x=2}": 0}
-    assert "# HELP a first" in custom.text()
+    assert read(metrics_text(custom.collect())) == {"a{x=1,y=2}": float("inf"), "a{x=2}": 0}
+    assert "# HELP a first" in metrics_text(custom.collect())
     custom.drop(one)
     custom.drop(one)
     custom.drop(first)
-    assert "a{x=1,y=2}" in read(custom.text())
+    assert "a{x=1,y=2}" in read(metrics_text(custom.collect()))
     custom.drop(other)
-    assert read(custom.text()) == {"a{x=2}": 0}
+    assert read(metrics_text(custom.collect())) == {"a{x=2}": 0}
     with pytest.raises(StatusError, match="Metric has been invalidated"):
         custom.change("value", one, 0)
 
@@ -73,7 +74,7 @@ def test_labels_are_escaped() -> None:
     custom = CustomMetrics()
     label = 'a "quote", \\ and\na line'
     custom.change("increment", custom.metric(custom.family("a", "", COUNTER), {"x": label}, None), 0.1)
-    (family,) = text_string_to_metric_families(custom.text())
+    (family,) = text_string_to_metric_families(metrics_text(custom.collect()))
     assert [(s.labels["x"], s.value) for s in family.samples] == [(label, 0.1)]
 
 
@@ -118,7 +119,7 @@ def test_what_a_model_may_not_count(tmp_path: Path, small_heap: None) -> None:
                 assert says in str(failed.value)
             del failed  # which holds the last of them
             async with asyncio.timeout(5):  # its thread may not be done with it
-                while repository.custom.text():
+                while metrics_text(repository.custom.collect()):
                     await asyncio.sleep(0.01)
                     gc.collect()
 

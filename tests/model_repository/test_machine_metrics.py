@@ -10,8 +10,7 @@ from millrace.model_repository.metrics.machine_metrics import MachineMetrics
 
 
 def told(metrics: MachineMetrics) -> dict[str, float]:
-    lines = [line.split(" ") for line in metrics.text().splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in lines}
+    return {family.name: family.samples[0][2] for family in metrics.collect()}
 
 
 def test_cores_are_told_since_somebody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.lifecycle.load_source import read_for_load
-from millrace.model_repository.metrics.triton_metrics import metrics_text
+from millrace.model_repository.metrics.triton_metrics import model_metrics
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.prometheus import metrics_text
 from tests.support.ensembles import asking
 from tests.support.loaded import becomes
 from tests.support.namespaces import AMBIGUOUS, CONFIG, pipe, plus, roots_of
@@ -80,7 +81,7 @@ def test_ensembles_take_the_model_beside_them_and_a_name_of_two_is_refused(roots
             assert refusal(repository, "m") == (Code.INVALID_ARG, AMBIGUOUS % "m")
             assert repository.is_ready()
             assert [one["name"] for one in await repository.index(only_ready=True)] == ["m", "m", "pipe_a", "pipe_b"]
-            told = metrics_text(repository.models(), repository.common.metrics_config)
+            told = metrics_text(model_metrics(repository.models(), repository.common.metrics_config))
             for root in roots:
                 assert f'nv_inference_request_success{{namespace="{root}",model="m",version="1"}} ' in told
 

@@ -12,6 +12,7 @@ import pytest
 
 from millrace.model_repository.request.infer_request import InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.prometheus import metrics_text
 from tests.support.python_children import load, until
 from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, one, text, write
 from tests.support.triton_models import (
@@ -61,10 +62,10 @@ def test_tritons_examples_run_as_in_this_process(tmp_path: Path) -> None:
                 assert found.outputs["OUT"].tolist() == [expected]
             model = repository.get("counts")
             await model.infer(asked(model, IN=np.array([1], np.int32)))
-            assert 'sizes_bucket{le="2"} 1\n' in repository.custom.text()
+            assert 'sizes_bucket{le="2"} 1\n' in metrics_text(repository.custom.collect())
             await repository.unload("counts")
             await model.retire()
-            assert repository.custom.text() == ""
+            assert metrics_text(repository.custom.collect()) == ""
 
     asyncio.run(run())
 

@@ -80,8 +80,8 @@ def test_what_is_told_can_be_chosen(root: Path) -> None:
 
 
 def test_names_are_those_that_dashboards_know_or_begin_as_ours(root: Path) -> None:
-    """Triton's and vLLM's as they have them, `http_requests` among these; `process_` and `python_` are those of
-    Prometheus' own library.
+    """Triton's and vLLM's as they have them, `http_requests` among these; `process_` those of Prometheus' own
+    libraries.
     """
     cached = OperationFlags(cache_config=("local,size=1M",), metrics_config=("summary_latencies=true",))
     with in_process(root, operations=cached) as served:
@@ -89,7 +89,7 @@ def test_names_are_those_that_dashboards_know_or_begin_as_ours(root: Path) -> No
         names = {one.name for one in series(served.url)}
     with running(Fake()) as server:
         names |= {one.name for one in series(server.url)}
-    known = ("nv_", "vllm:", "http_requests", "millrace:", "process_", "python_")
+    known = ("nv_", "vllm:", "http_requests", "millrace:", "process_")
     assert not [name for name in names if not name.startswith(known)]
     assert {name.partition(":")[0] for name in names if ":" in name} == {"vllm", "millrace"}
     assert {"millrace:model_ready", "millrace:batches_closed", "millrace:response_cache_bytes"} <= names

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from prometheus_client.core import Metric
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import ConfigError
+from millrace.prometheus import MetricFamily
 from millrace.serve.app import PROTOCOLS, create_app
 from millrace.serve.backend import Backend, Models, ServedModel
 from millrace.serve.http.http_request import RequestContext
@@ -55,7 +55,7 @@ class AdderBackend(Backend):
     def health(self) -> Beat:
         return self.beat
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[MetricFamily]:
         yield counter(self.model.name, "vllm:prompt_tokens", "Prompt tokens computed", 7)
 
     async def abort(self, within_s: float) -> None: ...

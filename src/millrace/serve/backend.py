@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from prometheus_client.core import Metric
-
 from millrace.errors import ConfigError
+from millrace.prometheus import MetricFamily
 from millrace.serve.http.api_keys import ApiKeys
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.server_context import ServerContext
@@ -98,7 +97,7 @@ class Backend(ABC):
         """Return whether the engine works, and when it last made progress."""
 
     @abstractmethod
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[MetricFamily]:
         """Yield the engine's current counters and gauges, with the model's label."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Custom metrics of models, in Prometheus' text format, with Triton's rules and messages.
+"""Custom metrics of models, with Triton's rules and messages.
 
 Families of the same name are shared, and so are metrics of a family with equal labels; both exist while any model holds
 them. Called from any thread and from destructors; a destructor only queues the removal, because it may run at any time.
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.prometheus import MetricFamily, label_text, number_text
 
 KINDS = ("COUNTER", "GAUGE", "HISTOGRAM")
 _NAME, _LABEL = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -118,18 +119,11 @@ class CustomMetrics:
         """Release a family or metric; callable from destructors."""
         self._dropped.append(number)
 
-    def text(self) -> str:
-        """Return all families that have metrics, in Prometheus' text format."""
+    def collect(self) -> list[MetricFamily]:
+        """Return all families that have metrics."""
         with self._lock:
             self._sweep()
-            lines: list[str] = []
-            for family in self._families.values():
-                if family.metrics:
-                    lines += [f"# HELP {family.name} {_escaped(family.description, quote=False)}",
-                              f"# TYPE {family.name} {family.kind.lower()}"]  # fmt: skip
-                for labels, metric in family.metrics.items():
-                    lines += _samples(family, labels, metric)
-            return "".join(f"{line}\n" for line in lines)
+            return [_collected(family) for family in self._families.values() if family.metrics]
 
     def _ref(self, number: int, operation: str) -> _MetricRef:
         ref = self._refs.get(number)
@@ -186,29 +180,17 @@ def _labels(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(labels.items()))
 
 
-def _samples(family: _Family, labels: Sequence[tuple[str, str]], metric: _Metric) -> list[str]:
-    if family.kind != "HISTOGRAM":
-        return [f"{family.name}{_format_labels(labels)} {_number(metric.value)}"]
-    lines, n = [], 0
-    for bound, n_in in zip((*metric.bounds, math.inf), metric.n_in, strict=True):
-        n += n_in
-        lines.append(f"{family.name}_bucket{_format_labels((*labels, ('le', _number(bound))))} {n}")
-    label_text = _format_labels(labels)
-    return [f"{family.name}_count{label_text} {n}", f"{family.name}_sum{label_text} {_number(metric.value)}", *lines]
-
-
-def _format_labels(labels: Sequence[tuple[str, str]]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}" if labels else ""
-
-
-def _escaped(text: str, quote: bool = True) -> str:
-    escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return escaped.replace('"', '\\"') if quote else escaped
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value).removesuffix(".0")
+def _collected(family: _Family) -> MetricFamily:
+    collected = MetricFamily(family.name, family.kind.lower(), family.description)
+    for labels, metric in family.metrics.items():
+        text = label_text(dict(labels))
+        if family.kind != "HISTOGRAM":
+            collected.add(metric.value, text)
+            continue
+        collected.add(sum(metric.n_in), text, "_count")
+        collected.add(metric.value, text, "_sum")
+        n = 0
+        for bound, n_in in zip((*metric.bounds, math.inf), metric.n_in, strict=True):
+            n += n_in
+            collected.add(n, label_text({**dict(labels), "le": number_text(bound).removesuffix(".0")}), "_bucket")
+    return collected

@@ -1,6 +1,9 @@
 """Triton's machine metrics: CPU utilization and memory."""
 
+from collections.abc import Iterator
 from pathlib import Path
+
+from millrace.prometheus import MetricFamily
 
 _STAT, _MEMORY = Path("/proc/stat"), Path("/proc/meminfo")
 
@@ -11,15 +14,15 @@ class MachineMetrics:
     def __init__(self) -> None:
         self._busy = self._all = 0
 
-    def text(self) -> str:
-        """Return the metrics in Prometheus' text format."""
+    def collect(self) -> Iterator[MetricFamily]:
         total, free = _memory_bytes()
         gauges = (
             ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._utilization()),
             ("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total),
             ("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", total - free),
         )
-        return "".join(f"# HELP {name} {what}\n# TYPE {name} gauge\n{name} {value}\n" for name, what, value in gauges)
+        for name, help_text, value in gauges:
+            yield MetricFamily(name, "gauge", help_text, [("", "", value)])
 
     def _utilization(self) -> float:
         # user nice system idle iowait irq softirq steal; user includes guests

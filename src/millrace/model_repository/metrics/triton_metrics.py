@@ -1,4 +1,4 @@
-"""Triton's metrics of tensor models, with Triton's names and labels, in Prometheus' text format."""
+"""Triton's metrics of tensor models, with Triton's names and labels."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.response_cache import LocalResponseCache
 from millrace.model_repository.request.status_code import StatusError
+from millrace.prometheus import MetricFamily, label_text
 
 
 class _Sample(NamedTuple):
@@ -142,33 +143,33 @@ _HISTOGRAMS: tuple[_Family, ...] = (
 )  # fmt: skip
 
 
-def metrics_text(models: Iterable[Model], measures: MetricsConfig) -> str:
-    """Return the metrics of all served versions, without families that have no sample."""
+def model_metrics(models: Iterable[Model], measures: MetricsConfig) -> Iterator[MetricFamily]:
+    """Yield the metrics of all served versions, without families that have no sample."""
     labelled_models = [(model, _labels(model)) for model in models]
-    lines: list[str] = []
     for name, kind, help_text, samples in _families(measures):
-        rows = [f"{name}{s.suffix}{{{labels}{s.more}}} {s.value}" for m, labels in labelled_models for s in samples(m)]
+        rows = [(s.suffix, labels + s.more, s.value) for model, labels in labelled_models for s in samples(model)]
         if rows:
-            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *rows]
-    return "".join(f"{line}\n" for line in lines)
+            yield MetricFamily(name, kind, help_text, rows)
 
 
-def failed_text(failed: Iterable[tuple[ModelId, int]]) -> str:
-    """Return a metric for versions that failed to load, which `metrics_text` does not cover."""
-    name = "millrace:model_load_failed"
-    lines = [f'{name}{{{_named(one.namespace, one.name)},version="{version}"}} 1' for one, version in failed]
-    head = [f"# HELP {name} 1 for each version that could not be loaded", f"# TYPE {name} gauge"]
-    return "".join(f"{line}\n" for line in [*head, *lines]) if lines else ""
+def failed_metrics(failed: Iterable[tuple[ModelId, int]]) -> Iterator[MetricFamily]:
+    """Yield a metric for versions that failed to load, which `model_metrics` does not cover."""
+    family = MetricFamily("millrace:model_load_failed", "gauge", "1 for each version that could not be loaded")
+    for model_id, version in failed:
+        family.add(1, label_text({**_named(model_id.namespace, model_id.name), "version": str(version)}))
+    if family.samples:
+        yield family
 
 
-def cache_text(cache: LocalResponseCache) -> str:
-    """Return the metrics of the response cache."""
+def cache_metrics(cache: LocalResponseCache) -> Iterator[MetricFamily]:
+    """Yield the metrics of the response cache."""
     gauges = (
         ("millrace:response_cache_bytes", "Of answers that are kept", cache.n_bytes),
         ("millrace:response_cache_size_bytes", "That they may have", cache.max_bytes),
         ("millrace:response_cache_answers", "Answers that are kept", len(cache)),
     )
-    return "".join(f"# HELP {name} {what}\n# TYPE {name} gauge\n{name} {value}\n" for name, what, value in gauges)
+    for name, help_text, value in gauges:
+        yield MetricFamily(name, "gauge", help_text, [("", "", value)])
 
 
 def _families(measures: MetricsConfig) -> Iterator[_Family]:
@@ -181,19 +182,14 @@ def _families(measures: MetricsConfig) -> Iterator[_Family]:
         names = {stage: f"nv_inference_{word}" for stage, word in _WORDS.items()} | {s: f"nv_{s}" for s in _CACHED}
         for stage, name in names.items():
             word = "request" if stage == "success" else stage
-            what = f"Quantiles of the {word} duration in microseconds, of the last minute"
-            yield f"{name}_summary_us", "summary", what, _summary(stage, measures)
+            help_text = f"Quantiles of the {word} duration in microseconds, of the last minute"
+            yield f"{name}_summary_us", "summary", help_text, _summary(stage, measures)
 
 
 def _labels(model: Model) -> str:
-    tags = "".join(f',_{name}="{_escaped(value)}"' for name, value in sorted(model.config.metric_tags.items()))
-    return f'{_named(model.namespace, model.name)},version="{model.version}"{tags}'
+    tags = {f"_{name}": value for name, value in sorted(model.config.metric_tags.items())}
+    return label_text({**_named(model.namespace, model.name), "version": str(model.version), **tags})
 
 
-def _named(namespace: str, name: str) -> str:
-    within = f'namespace="{_escaped(namespace)}",' if namespace else ""
-    return f'{within}model="{_escaped(name)}"'
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _named(namespace: str, name: str) -> dict[str, str]:
+    return ({"namespace": namespace} if namespace else {}) | {"model": name}

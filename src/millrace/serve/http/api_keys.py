@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import Scope
 
 from millrace.errors import ConfigError
+from millrace.prometheus import MetricFamily, label_text
 from millrace.serve.http.api_key_file import ApiKey, KeyFile, stamp_of
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.http_request import CALL, RequestContext, header
@@ -205,20 +205,21 @@ class ApiKeys:
         self._use_keys(self._file.keys)
         log.info("%s has changed: %d API keys", self._file.path, len(self._file.keys))
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all keys, labelled by their names, never by the keys themselves."""
         if not self._keys:
             return
-        requests = CounterMetricFamily("millrace:key_requests", "Requests that a key was granted", labels=("key",))
-        tokens = CounterMetricFamily("millrace:key_tokens", "Prompt and generated tokens of a key", labels=("key",))
-        refused = CounterMetricFamily("millrace:key_refused", "Requests above a key's limit", labels=("key", "limit"))
-        running = GaugeMetricFamily("millrace:key_running", "Requests of a key that have not ended", labels=("key",))
+        requests = MetricFamily("millrace:key_requests_total", "counter", "Requests that a key was granted")
+        tokens = MetricFamily("millrace:key_tokens_total", "counter", "Prompt and generated tokens of a key")
+        refused = MetricFamily("millrace:key_refused_total", "counter", "Requests above a key's limit")
+        running = MetricFamily("millrace:key_running", "gauge", "Requests of a key that have not ended")
         for name, account in self._accounts.items():
-            requests.add_metric((name,), account.requests)
-            tokens.add_metric((name,), account.tokens)
-            running.add_metric((name,), account.running)
+            labels = label_text({"key": name})
+            requests.add(account.requests, labels)
+            tokens.add(account.tokens, labels)
+            running.add(account.running, labels)
             for limit, n in account.refused.items():
-                refused.add_metric((name, limit), n)
+                refused.add(n, label_text({"key": name, "limit": limit}))
         yield from (requests, tokens, refused, running)
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from prometheus_client.core import Metric
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.engine.encoder_inputs import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
+from millrace.prometheus import MetricFamily
 from millrace.runtime.encoder_loop import (
     MAX_INPUTS,
     EncoderLoop,
@@ -109,7 +109,7 @@ class EncoderBackend(Backend):
     def health(self) -> EncoderStats:
         return self.model.loop.stats()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[MetricFamily]:
         stats, model = self.health(), self.model.name
         yield gauge(model, "vllm:num_requests_running", "Requests whose vectors are not all there", self._n_running)
         yield gauge(model, "vllm:num_requests_waiting", "Texts that wait for their step", stats.waiting)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from prometheus_client.core import Metric
 
 from millrace import __version__
 from millrace.checkpoint.chat.chat_prompt import PromptRenderer
@@ -23,6 +22,7 @@ from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.decode_roofline import DecodeWork
 from millrace.errors import CheckpointError, MillraceError, RequestError
 from millrace.machine.roofline import Roofline
+from millrace.prometheus import MetricFamily
 from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams, context_exceeded
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
@@ -351,7 +351,7 @@ class TextBackend(Backend):
     def health(self) -> LoopStats:
         return self.model.engine.stats()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[MetricFamily]:
         stats, clock = self.model.engine.stats(), self.model.decode_clock
         yield from engine_metrics(self.model.name, stats, self.model.engine.limits)
         if clock is not None:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from millrace import __version__
+from millrace.prometheus import CONTENT_TYPE
 from millrace.serve.backend import Backend, Models
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.http_request import header
@@ -26,7 +27,6 @@ from millrace.serve.llm.response_types import (
     json_reply,
 )
 from millrace.serve.ops.health import Health
-from millrace.serve.ops.metrics import CONTENT_TYPE
 from millrace.serve.protocols.anthropic.protocol import VERSION, AnthropicModel, AnthropicModels
 
 API_VERSION = "1.0.0"

@@ -4,24 +4,20 @@ Counters and gauges are read from the engine loop on each scrape; histograms are
 tokens of the warm-up are counted, too.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+import os
+import resource
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
+from pathlib import Path
 
 from millrace.engine.executor import ExecutorLimits
+from millrace.prometheus import Counter, CounterValue, Histogram, HistogramValue, MetricFamily, label_text, metrics_text
 from millrace.runtime.loop_stats import LoopStats, TierStats, WindowStats
 from millrace.runtime.request.request import Timings
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LABELS = ("model_name",)
+LABEL = "model_name"
+_PROC = Path("/proc")
 # buckets: vLLM's
 TTFT_S = (
     0.001,
@@ -70,43 +66,36 @@ _HISTOGRAMS = {
 
 
 class ServerMetrics:
-    """One registry for one server; nothing is shared with the process's default registry."""
+    """The metrics of one server. Everything here runs in its event loop."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
         self._histograms = {
-            ours: Histogram(f"vllm:{name}", help_text, LABELS, buckets=buckets, registry=self.registry)
+            ours: Histogram(f"vllm:{name}", help_text, LABEL, buckets)
             for ours, (name, help_text, buckets) in _HISTOGRAMS.items()
         }
         self._http = Counter(
             "millrace:http_requests",
             "HTTP requests by route and status; 499: the client went away",
             ("path", "status"),
-            registry=self.registry,
         )
         self._http_classes = Counter(  # the name and labels of the instrumentation that vLLM uses
             "http_requests",
             "HTTP requests by route, method and class of status, such as 2xx",
             ("handler", "method", "status"),
-            registry=self.registry,
         )
-        ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, ...
-        self._answered: dict[tuple[str, str, int], tuple[Counter, Counter]] = {}  # looked up once
-        self._texts: list[Callable[[], str]] = []
-        self._models = _Models()
-        self.registry.register(self._models)
+        self._answered: dict[tuple[str, str, int], tuple[CounterValue, CounterValue]] = {}  # looked up once
+        self._sources: list[Callable[[], Iterable[MetricFamily]]] = [
+            *(histogram.families for histogram in self._histograms.values()),
+            self._http.families, self._http_classes.families, process_metrics,
+        ]  # fmt: skip
 
     def for_model(self, model_name: str) -> "ModelMetrics":
         """Return the histograms of a model."""
         return ModelMetrics(**{ours: histogram.labels(model_name) for ours, histogram in self._histograms.items()})
 
-    def add(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Add a source of a model's own metrics, which is called on each scrape."""
-        self._models.sources.append(collect)
-
-    def add_text(self, source: Callable[[], str]) -> None:
-        """Add a source of metrics that are already in Prometheus' text format."""
-        self._texts.append(source)
+    def add(self, collect: Callable[[], Iterable[MetricFamily]]) -> None:
+        """Add a source of metrics, which is called on each scrape; families of several sources are joined by name."""
+        self._sources.append(collect)
 
     def count_response(self, path: str, method: str, status: int) -> None:
         """Count a response. path: a route's pattern, without values from clients, so that there are few"""
@@ -121,26 +110,26 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format, version 0.0.4."""
-        return generate_latest(self.registry) + "".join(source() for source in self._texts).encode()
+        return metrics_text(family for collect in self._sources for family in collect()).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMetrics:
     """The histograms of one model."""
 
-    ttft: Histogram
-    itl: Histogram
-    e2e: Histogram
-    queue: Histogram
-    prefill: Histogram
-    decode: Histogram
-    inference: Histogram
-    prompt_tokens: Histogram
-    generation_tokens: Histogram
-    longest: Histogram
-    per_token: Histogram
-    params_n: Histogram
-    params_max_tokens: Histogram
+    ttft: HistogramValue
+    itl: HistogramValue
+    e2e: HistogramValue
+    queue: HistogramValue
+    prefill: HistogramValue
+    decode: HistogramValue
+    inference: HistogramValue
+    prompt_tokens: HistogramValue
+    generation_tokens: HistogramValue
+    longest: HistogramValue
+    per_token: HistogramValue
+    params_n: HistogramValue
+    params_max_tokens: HistogramValue
 
     def observe_finished(self, timings: Timings, n_prompt: int, n: int, max_tokens: int, longest: int) -> None:
         """Record an engine request that ended regularly. timings: by the engine's clock
@@ -161,23 +150,7 @@ class ModelMetrics:
         self.params_max_tokens.observe(max_tokens)
 
 
-class _Models(Collector):
-    """Collector of all models' metrics; those of one name form one family with a line for each model."""
-
-    def __init__(self) -> None:
-        self.sources: list[Callable[[], Iterable[Metric]]] = []
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for metric in (metric for source in self.sources for metric in source()):
-            if metric.name in families:
-                families[metric.name].samples += metric.samples
-            else:
-                families[metric.name] = metric
-        yield from families.values()
-
-
-def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iterator[Metric]:
+def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iterator[MetricFamily]:
     """Yield the current metrics of a language model's engine loop."""
     used = max(n / max(1, n_all) for n, n_all in _used_pages(stats))
     yield gauge(model, "vllm:num_requests_running", "Sequences that hold KV pages", stats.running)
@@ -222,20 +195,18 @@ def _used_pages(stats: LoopStats) -> list[tuple[int, int]]:
     return [(stats.pages_used, stats.pages_total), *((w.pages_used, w.pages_total) for w in stats.windows)]
 
 
-def _window_metrics(model: str, windows: tuple[WindowStats, ...]) -> Iterator[Metric]:
-    labels = (*LABELS, "window")
-    used = GaugeMetricFamily(
-        "millrace:kv_window_pages_used", "KV pages in use, of layers with this window", labels=labels
-    )
+def _window_metrics(model: str, windows: tuple[WindowStats, ...]) -> Iterator[MetricFamily]:
+    used = MetricFamily("millrace:kv_window_pages_used", "gauge", "KV pages in use, of layers with this window")
     help_text = "KV pages of layers with this window that are free, but kept for prompts to find"
-    cached = GaugeMetricFamily("millrace:kv_window_pages_kept", help_text, labels=labels)
+    cached = MetricFamily("millrace:kv_window_pages_kept", "gauge", help_text)
     for window in windows:
-        used.add_metric((model, str(window.tokens)), window.pages_used)
-        cached.add_metric((model, str(window.tokens)), window.pages_kept)
+        labels = label_text({LABEL: model, "window": str(window.tokens)})
+        used.add(window.pages_used, labels)
+        cached.add(window.pages_kept, labels)
     yield from (used, cached)
 
 
-def _tier_metrics(model: str, tier: TierStats) -> Iterator[Metric]:
+def _tier_metrics(model: str, tier: TierStats) -> Iterator[MetricFamily]:
     yield gauge(model, "millrace:kv_tier_pages", "KV pages that the second tier's files hold", tier.pages)
     yield gauge(model, "millrace:kv_tier_bytes", "Of the second tier's two files", tier.bytes)
     yield counter(model, "millrace:kv_tier_stored", "KV pages written to the second tier", tier.stored_total)
@@ -246,7 +217,7 @@ def _tier_metrics(model: str, tier: TierStats) -> Iterator[Metric]:
     yield counter(model, "millrace:kv_tier_dropped", help_text, tier.dropped_total)
 
 
-def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator[Metric]:
+def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator[MetricFamily]:
     """Yield the roofline's bound of a decode step and its measured time. step_s: None before the first step"""
     help_text = "Least time of a decode step of what runs now, by this machine's measured roofline"
     yield gauge(model, "millrace:decode_step_bound_seconds", help_text, bound_s)
@@ -255,46 +226,70 @@ def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator
         yield gauge(model, "millrace:decode_step_seconds", help_text, step_s)
 
 
-def step_metrics(model: str, measured_s: float, predicted_s: float) -> Iterator[Metric]:
+def step_metrics(model: str, measured_s: float, predicted_s: float) -> Iterator[MetricFamily]:
     """Yield the measured time of a step and the time that its profile predicts."""
     yield gauge(model, "millrace:step_seconds", "Measured time of a step, mean of the last 256", measured_s)
     help_text = "The same by the profile that was given, of the very same steps"
     yield gauge(model, "millrace:step_predicted_seconds", help_text, predicted_s)
 
 
-def gauge(model: str, name: str, help_text: str, value: float) -> Metric:
-    """Return one model's gauge; `_Models` merges those of several models into one family."""
-    return _with_value(GaugeMetricFamily(name, help_text, labels=LABELS), model, value)
+def process_metrics() -> Iterator[MetricFamily]:
+    """Yield the metrics that Prometheus' client libraries have for a process; none if /proc cannot be read."""
+    try:
+        fields = (_PROC / "self" / "stat").read_text().rpartition(")")[2].split()  # from field 3 of proc(5) on
+        boot = next(line for line in (_PROC / "stat").read_text().splitlines() if line.startswith("btime "))
+        n_fds = sum(1 for _ in (_PROC / "self" / "fd").iterdir())
+    except OSError:
+        return
+    ticks_per_s, page_bytes = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+    user, system, started = (int(fields[i]) / ticks_per_s for i in (11, 12, 19))
+    max_fds = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    for name, kind, help_text, value in (
+        ("virtual_memory_bytes", "gauge", "Virtual memory size in bytes.", int(fields[20])),
+        ("resident_memory_bytes", "gauge", "Resident memory size in bytes.", int(fields[21]) * page_bytes),
+        ("start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.",
+         int(boot.split()[1]) + started),
+        ("cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds.", user + system),
+        ("open_fds", "gauge", "Number of open file descriptors.", n_fds),
+        ("max_fds", "gauge", "Maximum number of open file descriptors.",
+         math.inf if max_fds == resource.RLIM_INFINITY else max_fds),
+    ):  # fmt: skip
+        yield _family(f"process_{name}", kind, help_text, value)
 
 
-def counter(model: str, name: str, help_text: str, value: float) -> Metric:
-    """Return one model's counter."""
-    return _with_value(CounterMetricFamily(name, help_text, labels=LABELS), model, value)
+def gauge(model: str, name: str, help_text: str, value: float) -> MetricFamily:
+    """Return one model's gauge."""
+    return _family(name, "gauge", help_text, value, {LABEL: model})
 
 
-def _with_value(family: GaugeMetricFamily | CounterMetricFamily, model: str, value: float) -> Metric:
-    family.add_metric((model,), float(value))
-    return family
+def counter(model: str, name: str, help_text: str, value: float) -> MetricFamily:
+    """Return one model's counter. name: without `_total`"""
+    return _family(f"{name}_total", "counter", help_text, value, {LABEL: model})
 
 
-def _finish_reasons(model: str, stats: LoopStats) -> Metric:
-    family = CounterMetricFamily(
-        "vllm:request_success", "Answers that came to their end", labels=(*LABELS, "finished_reason")
-    )
+def _family(
+    name: str, kind: str, help_text: str, value: float, labels: Mapping[str, str] | None = None
+) -> MetricFamily:
+    return MetricFamily(name, kind, help_text, [("", label_text(labels or {}), float(value))])
+
+
+def _finish_reasons(model: str, stats: LoopStats) -> MetricFamily:
+    family = MetricFamily("vllm:request_success_total", "counter", "Answers that came to their end")
     for reason, count in stats.finished_total.items():
-        family.add_metric((model, reason.value), count)
+        family.add(count, label_text({LABEL: model, "finished_reason": reason.value}))
     return family
 
 
-def _iterations(model: str, stats: LoopStats) -> Metric:
+def _iterations(model: str, stats: LoopStats) -> MetricFamily:
     """Return the histogram of tokens per step; sum and count are exact, but the loop has no buckets."""
-    family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed per engine step", labels=LABELS)
-    family.add_metric((model,), [("+Inf", stats.steps_total)], stats.step_tokens_total)
+    family = MetricFamily("vllm:iteration_tokens_total", "histogram", "Tokens computed per engine step")
+    family.add(stats.steps_total, label_text({LABEL: model, "le": "+Inf"}), "_bucket")
+    family.add(stats.steps_total, label_text({LABEL: model}), "_count")
+    family.add(stats.step_tokens_total, label_text({LABEL: model}), "_sum")
     return family
 
 
-def _config(model: str, limits: ExecutorLimits) -> Metric:
-    labels = (*LABELS, "block_size", "num_gpu_blocks")  # vLLM's words for tokens per page and pages
-    family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's shape", labels=labels)
-    family.add_metric((model, str(limits.page_tokens), str(limits.n_pages)), 1.0)
-    return family
+def _config(model: str, limits: ExecutorLimits) -> MetricFamily:
+    # vLLM's words for tokens per page and pages
+    labels = {LABEL: model, "block_size": str(limits.page_tokens), "num_gpu_blocks": str(limits.n_pages)}
+    return _family("vllm:cache_config_info", "gauge", "The KV cache's shape", 1, labels)

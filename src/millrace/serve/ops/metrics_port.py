@@ -6,9 +6,10 @@ import contextlib
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from millrace.prometheus import CONTENT_TYPE
 from millrace.serve.http.sockets import bind, url_of
 from millrace.serve.http.uvicorn_server import UvicornServer
-from millrace.serve.ops.metrics import CONTENT_TYPE, ServerMetrics
+from millrace.serve.ops.metrics import ServerMetrics
 from millrace.serve.settings import ServerSettings
 
 _MAX_CONNECTIONS = 32

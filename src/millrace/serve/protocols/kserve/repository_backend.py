@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from prometheus_client.core import Metric
-
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.metrics.machine_metrics import MachineMetrics
-from millrace.model_repository.metrics.triton_metrics import cache_text, failed_text, metrics_text
+from millrace.model_repository.metrics.triton_metrics import cache_metrics, failed_metrics, model_metrics
 from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.prometheus import MetricFamily
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.http.bounded_executor import BoundedExecutor
 from millrace.serve.http.connection_limits import number_of_connections
@@ -82,14 +81,6 @@ class RepositoryBackend(Backend):
         names = ("tensors", "large-tensors", "largest-tensors")
         self._lanes = [BoundedExecutor(name, serving.settings.max_preparing) for name in names]
         self._machine = MachineMetrics()
-        serving.metrics.add_text(self._metrics)
-
-    def _metrics(self) -> str:
-        repository = self.repository
-        text = metrics_text(repository.models(), repository.common.metrics_config)
-        if repository.common.cache is not None:
-            text += cache_text(repository.common.cache)
-        return text + failed_text(repository.failed()) + self._machine.text() + repository.custom.text()
 
     def start(self) -> None:
         return
@@ -115,8 +106,14 @@ class RepositoryBackend(Backend):
     def health(self) -> _AlwaysHealthy:
         return _AlwaysHealthy()
 
-    def collect(self) -> Iterator[Metric]:
-        return iter(())  # `metrics_text` has them: Triton's counters have names that this library would change
+    def collect(self) -> Iterator[MetricFamily]:
+        repository = self.repository
+        yield from model_metrics(repository.models(), repository.common.metrics_config)
+        if repository.common.cache is not None:
+            yield from cache_metrics(repository.common.cache)
+        yield from failed_metrics(repository.failed())
+        yield from self._machine.collect()
+        yield from repository.custom.collect()
 
     async def abort(self, within_s: float) -> None:
         await self.repository.close(within_s)
