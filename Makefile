@@ -47,11 +47,11 @@ test-avx2: $(VENV)/.dev
 timing: $(VENV)/.dev
 	$(PY) -m pytest -m timing -s
 
-# What takes too long for every change, part by part; an interrupted night goes on where it was.
+# What is too slow for every change, part by part. Results: tools/nightly/results, committed once with the next change.
 nightly: $(VENV)/.dev
 	$(PY) -m tools.nightly $(PARTS)
 
-# The age of each part's last result; fails where one is absent, or red for a reason that nobody knows.
+# The age of each part's last result; fails if one is absent, or red without a known reason.
 nightly-status: $(VENV)/.dev
 	$(PY) -m tools.nightly --status
 

@@ -1,14 +1,16 @@
-"""Runs what is too slow for every change, part by part, and says how old each part's last result is.
+"""Runs the checks that are too slow for every change, part by part, and reports the age of each part's last result.
 
-    python -m tools.nightly                 the parts that have no result of the last 20 hours, the oldest first
-    python -m tools.nightly fuzz-gguf llm   these, whatever their age (a beginning of a name is enough)
-    python -m tools.nightly --status        each part's age; exits with 1 where one is absent, of a changed tree, or red
-                                            and not known
-    python -m tools.nightly --release       the same, and 1 if a result is stale or an instruction set was not exercised
+    python -m tools.nightly                 run parts without a result of the last 20 hours, the oldest first
+    python -m tools.nightly fuzz-gguf llm   run these, whatever their age (a prefix of a name is enough)
+    python -m tools.nightly --status        print each part's age; exit with 1 if a result is absent, of a changed tree,
+                                            or red without a known reason
+    python -m tools.nightly --release       the same; also exit with 1 if a result is stale, or no part ran the kernels
+                                            of an instruction set
 
-A part writes tools/nightly/results/PART.json when it ends, so an interrupted night goes on where it was. Commit them.
-What is red for a known reason stands in tools/nightly/known.json. A result is stale if the files
-that its part covers, of the product and of its tests, have changed since: the next night runs it again.
+The status folder, tools/nightly/results, holds the last result of each part in PART.json. A part writes it when it
+ends, so the next run continues after an interrupted one. Commit the folder once, with the next change that lands, and
+not part by part: `commit` in a result names the commit that it ran on. known.json has the known reasons of red results.
+A result is stale if files that its part covers, of the product or of its tests, have changed; the next run repeats it.
 """
 
 import argparse
@@ -219,6 +221,7 @@ def main() -> int:
         red += [] if result["green"] else [part.name]
     if red:
         print(f"red: {', '.join(red)}")
+    print(f"results are in {RESULTS.relative_to(ROOT)}: commit the folder once, with the next change")
     return 1 if red else 0
 
 
