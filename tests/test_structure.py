@@ -52,7 +52,7 @@ LONGER = {
     "src/millrace/checkpoint/config/declared_keys.py", "src/millrace/runtime/loop.py",
     "src/millrace/runtime/service.py", "src/millrace/runtime/scheduling/scheduler.py",
     "src/millrace/runtime/request/sampling_params.py", "src/millrace/kernels/attention/cuda.py",
-    "src/millrace/serve/http/connection.py", "src/millrace/model_repository/lifecycle/lifecycle.py",
+    "src/millrace/serve/http/connection.py",
 }  # fmt: skip
 MAX_LONGER = 500
 MAX_FOLDER = 20  # files

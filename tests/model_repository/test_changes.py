@@ -70,7 +70,7 @@ def test_the_index_says_what_is_being_loaded_and_a_reload_takes_nothing_away(tmp
             mark.unlink()
             (root / "m" / "1" / "changed").touch()
             again = asyncio.ensure_future(repository.load("m"))
-            await becomes(lambda: bool(repository._locks))
+            await becomes(lambda: bool(repository._changes.locks))
             assert await repository.index(only_ready=False) == [ready], "the old one serves"
             mark.touch()
             await again
@@ -90,7 +90,7 @@ def test_changes_of_one_model_wait_for_one_another_and_only_so_many(tmp_path: Pa
     async def run() -> None:
         async with loaded(root) as repository:
             changing = [asyncio.ensure_future(repository.load("m")) for _ in range(16)]
-            await becomes(lambda: sum(turn.n for turn in repository._locks._locks.values()) == 16)
+            await becomes(lambda: sum(turn.n for turn in repository._changes.locks._locks.values()) == 16)
             with pytest.raises(StatusError) as refused:
                 await repository.unload("m")
             assert refused.value.code is Code.UNAVAILABLE
@@ -98,7 +98,7 @@ def test_changes_of_one_model_wait_for_one_another_and_only_so_many(tmp_path: Pa
             mark.touch()
             await asyncio.gather(*changing)
             await repository.unload("m")
-            assert not repository._locks, "nothing is kept of a change that is made"
+            assert not repository._changes.locks, "nothing is kept of a change that is made"
 
     asyncio.run(run())
 
@@ -181,6 +181,6 @@ def test_a_name_with_a_dot_in_front_is_none(tmp_path: Path) -> None:
         async with Loaded(tmp_path) as repository:
             assert [m.name for m in repository.models()] == ["m"]
             with pytest.raises(StatusError, match=r"failed to load '\.hidden', failed to poll from model repository"):
-                await repository._load(ModelId("", ".hidden"))
+                await repository._changes.load(ModelId("", ".hidden"))
 
     asyncio.run(run())

@@ -114,7 +114,7 @@ def test_what_is_quick_and_small_is_computed_where_it_is_asked(root: Path) -> No
             assert response.outputs["OUTPUT0"].tolist() == [[7]] and error is None and final, "before `submit` returned"
             assert model.statistics.n_executions == 1 and model.statistics.stages["success"].count == 1
             write_models(root, {"wide": identity("FP32", "-1")})
-            await repository._load(ModelId("", "wide"))
+            await repository._changes.load(ModelId("", "wide"))
             wide = repository.get("wide")
             request, data = InferRequest({}), np.zeros(1 << 15, np.float32)
             wide.checker.attach_inputs(request, [RawInput("INPUT0", "FP32", data.shape, data)])

@@ -190,7 +190,7 @@ def test_an_unload_means_those_that_are_there(roots: list[Path], monkeypatch: py
         async with served(roots, load_model=("m",)) as repository:
             for root in roots:
                 (root / "m").rename(root / "away")
-            monkeypatch.setattr("millrace.model_repository.lifecycle.lifecycle.read_for_load", waits)
+            monkeypatch.setattr("millrace.model_repository.lifecycle.model_changes.read_for_load", waits)
             loading = asyncio.create_task(repository.load("m"))
             await becomes(is_reading.is_set)
             unloading = asyncio.create_task(repository.unload("m"))
@@ -255,7 +255,7 @@ def test_rings_are_those_of_models_and_not_of_names(
         time.sleep(late_s.get(f"{Path(one.namespace).name} {one.name}", 0))
         return read_for_load(folders, one, *given)
 
-    monkeypatch.setattr("millrace.model_repository.lifecycle.lifecycle.read_for_load", slowly)
+    monkeypatch.setattr("millrace.model_repository.lifecycle.model_changes.read_for_load", slowly)
     pipe(tmp_path / "a", "x", "y")
     pipe(tmp_path / "b", "y", "x")
     plus(tmp_path / "b", "x", 5)

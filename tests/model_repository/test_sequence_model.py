@@ -196,7 +196,7 @@ def test_unloading_answers_what_was_taken_and_waits_for_nothing_else(tmp_path: P
             assert model.n_pending == 2, "the first has the only slot for an hour"
             await repository.unload("m")
             assert [(await one).outputs["OUTPUT"].item() for one in backlog] == [2, 3]
-            await becomes(lambda: not repository.is_ready() or not repository._tasks)
+            await becomes(lambda: not repository.is_ready() or not repository._changes.tasks)
             with pytest.raises(StatusError, match="is not at ready state"):
                 await model.infer(part(model, 1, 1))
 
