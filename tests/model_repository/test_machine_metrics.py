@@ -5,8 +5,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.model_repository.metrics import machine_metrics
-from millrace.model_repository.metrics.machine_metrics import MachineMetrics
+from millrace.model_repository.metrics import triton_metrics
+from millrace.model_repository.metrics.triton_metrics import MachineMetrics
 
 
 def told(metrics: MachineMetrics) -> dict[str, float]:
@@ -16,7 +16,7 @@ def told(metrics: MachineMetrics) -> dict[str, float]:
 def test_cores_are_told_since_somebody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """user nice system idle iowait irq softirq steal, and guests, who are in user already."""
     stat, metrics = tmp_path / "stat", MachineMetrics()
-    monkeypatch.setattr(machine_metrics, "_STAT", stat)
+    monkeypatch.setattr(triton_metrics, "_STAT", stat)
     found = []
     for ticks in (
         (10, 0, 10, 70, 10, 0, 0, 0, 9, 9),

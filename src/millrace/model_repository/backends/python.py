@@ -5,13 +5,17 @@ path while it is imported, and modules from them are private, so that two models
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from millrace.model_repository.backends.backend import Instance, InstanceContext, ModelBackend
 from millrace.model_repository.config.config_json import config_json
+from millrace.model_repository.config.enums import DataType
+from millrace.model_repository.config.message_fields import empty
+from millrace.model_repository.config.model_config import DynamicBatching, ModelInput, ModelOutput, TransactionPolicy
 from millrace.model_repository.config.model_config import ModelConfig as Config
-from millrace.model_repository.python_backend.python_config import with_completion
 from millrace.model_repository.python_backend.python_host import InProcessRequest, ServerHost
 from millrace.model_repository.python_backend.python_interpreter import resolve_python
 from millrace.model_repository.python_backend.python_process import StubInstance, auto_complete_in_child
@@ -22,7 +26,7 @@ from millrace.model_repository.python_backend.stub.model_runner import (
     PythonModelRunner,
 )
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
 
 
 class _PythonModel(Instance):
@@ -93,7 +97,7 @@ class PythonBackend(ModelBackend):
                 completed_config = model_runner.auto_complete(file, config_json(config))
             else:
                 completed_config = auto_complete_in_child(python, file, config_json(config), config.name)
-            return config if completed_config is None else with_completion(config, completed_config)
+            return config if completed_config is None else _with_completion(config, completed_config)
         except PythonModelError as error:
             raise StatusError(Code.INTERNAL, str(error)) from error
         except (KeyError, TypeError, ValueError) as error:  # invalid values in the model's dictionary
@@ -103,3 +107,32 @@ class PythonBackend(ModelBackend):
 
 def _number(folder: Path) -> int:
     return int(folder.name)
+
+
+def _with_completion(config: Config, completion: Mapping[str, Any]) -> Config:
+    """Apply a completion. config: from the file. completion: its JSON as changed by the model. raises StatusError"""
+    if completion == config_json(config):
+        return config
+    inputs = tuple(_tensor(empty(ModelInput), t, config.input) for t in completion["input"])
+    outputs = tuple(_tensor(empty(ModelOutput), t, config.output) for t in completion["output"])
+    config = replace(config, input=inputs, output=outputs, max_batch_size=int(completion["max_batch_size"]))
+    if "dynamic_batching" in completion and config.dynamic_batching is None:
+        sizes = (config.max_batch_size,) if config.max_batch_size else ()
+        config = replace(config, dynamic_batching=replace(empty(DynamicBatching), preferred_batch_size=sizes))
+    policy = completion.get("model_transaction_policy")
+    if policy is not None:
+        transaction_policy = replace(empty(TransactionPolicy), decoupled=bool(policy["decoupled"]))
+        config = replace(config, model_transaction_policy=transaction_policy)
+    return config
+
+
+def _tensor(nothing: Any, tensor: Mapping[str, Any], declared: tuple[Any, ...]) -> Any:
+    base = next((t for t in declared if t.name == tensor["name"]), nothing)
+    data_type = DataType.__members__.get(str(tensor["data_type"]))
+    dims = tensor["dims"]
+    if data_type is None or not isinstance(dims, list | tuple) or not all(isinstance(d, int) for d in dims):
+        raise invalid(f"tensor '{tensor['name']}' has data_type {tensor['data_type']} and dims {dims}")
+    more = {
+        key: bool(tensor[key]) for key in ("optional", "allow_ragged_batch") if key in tensor and hasattr(base, key)
+    }
+    return replace(base, name=str(tensor["name"]), data_type=data_type, dims=tuple(dims), **more)

@@ -1,6 +1,7 @@
-"""Triton's metrics of tensor models, with Triton's names and labels."""
+"""Triton's metrics of tensor models and of the machine, with Triton's names and labels."""
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from millrace.model_repository.config.config_rules import FIRST_RESPONSE, HISTOGRAMS
@@ -12,6 +13,8 @@ from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.response_cache import LocalResponseCache
 from millrace.model_repository.request.status_code import StatusError
 from millrace.prometheus import MetricFamily, label_text
+
+_STAT, _MEMORY = Path("/proc/stat"), Path("/proc/meminfo")
 
 
 class _Sample(NamedTuple):
@@ -193,3 +196,36 @@ def _labels(model: Model) -> str:
 
 def _named(namespace: str, name: str) -> dict[str, str]:
     return ({"namespace": namespace} if namespace else {}) | {"model": name}
+
+
+class MachineMetrics:
+    """Machine metrics. Utilization covers the time since the previous call, at first since boot."""
+
+    def __init__(self) -> None:
+        self._busy = self._all = 0
+
+    def collect(self) -> Iterator[MetricFamily]:
+        total, free = _memory_bytes()
+        gauges = (
+            ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._utilization()),
+            ("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total),
+            ("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", total - free),
+        )
+        for name, help_text, value in gauges:
+            yield MetricFamily(name, "gauge", help_text, [("", "", value)])
+
+    def _utilization(self) -> float:
+        # user nice system idle iowait irq softirq steal; user includes guests
+        ticks = [int(n) for n in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+        n_all, n_busy = sum(ticks), sum(ticks) - ticks[3] - ticks[4]
+        since = n_all - self._all
+        busy_share = (n_busy - self._busy) / since if since > 0 else 0.0
+        self._all, self._busy = n_all, n_busy
+        return min(1.0, max(0.0, busy_share))
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """Return total and available memory."""
+    lines = (line.split() for line in _MEMORY.read_text().splitlines())
+    kib = {words[0]: int(words[1]) for words in lines if len(words) > 1}
+    return kib["MemTotal:"] * 1024, kib["MemAvailable:"] * 1024

@@ -9,8 +9,12 @@ from typing import TypeVar
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
-from millrace.model_repository.metrics.machine_metrics import MachineMetrics
-from millrace.model_repository.metrics.triton_metrics import cache_metrics, failed_metrics, model_metrics
+from millrace.model_repository.metrics.triton_metrics import (
+    MachineMetrics,
+    cache_metrics,
+    failed_metrics,
+    model_metrics,
+)
 from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.request.status_code import Code, StatusError
