@@ -1,16 +1,16 @@
-"""Keys and values that attention keeps: in which formats, and how many bytes a page of them has."""
+"""KV-cache formats and the caches and states that a model's layers declare, with their sizes in bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 PAGE_TOKENS = 64
-# Slots for states: two that a sequence computes with, and two that are kept for others to find.
+# Slots for states: two that a running sequence computes with, and two that the prefix cache holds.
 SLOTS_PER_SEQUENCE = 4
 
 
 class KvFormat(IntEnum):
-    """How pages hold them: native/step_context.hpp has the layouts, kernels/attention/ref.py the roundings."""
+    """Formats of KV pages: native/step_context.hpp has the layouts, kernels/attention/ref.py the rounding."""
 
     F32 = 0
     BF16 = 1
@@ -21,10 +21,10 @@ class KvFormat(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvFormatSpec:
-    """Of a format: what users call it, and what it takes.
+    """Name and sizes of a format.
 
-    numbers: float32 of each token and head beside its key, and as many beside its value: a scale, a minimum
-    columns: to which a value's size is rounded up
+    numbers: float32 values stored per token and head with the key, and as many with the value: a scale, a minimum
+    columns: a value's size is rounded up to a multiple of this
     """
 
     name: str
@@ -33,7 +33,7 @@ class KvFormatSpec:
     columns: int = 16
 
     def page_bytes(self, key_size: int, value_size: int) -> int:
-        """Of one head in one layer."""
+        """Return the bytes of one page of one head in one layer."""
         width = key_size + -(-value_size // self.columns) * self.columns
         return PAGE_TOKENS * (width * self.bits // 8 + 2 * self.numbers * 4)
 
@@ -48,10 +48,10 @@ KV_CACHE_DTYPES = {spec.name: format for format, spec in KV_FORMATS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """Attention layers of one kind: of each token keys (heads, key_size) and values (heads, value_size) in each layer.
+    """Attention layers of one kind: in each layer, keys (heads, key_size) and values (heads, value_size) of each token.
 
-    place: where its pages lie in the activations, for one run; None: it is kept between the steps of a language model
-    window: tokens that its layers attend to at most: pages with earlier ones are not needed; 0: all
+    place: offset of its pages in the activations, for one run; None: they are kept between a language model's steps
+    window: how many tokens its layers attend to: pages with earlier ones are not needed; 0: all
     """
 
     layers: int
@@ -69,19 +69,19 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Layers of which each sequence has a state of so many floats; fixed, however long the sequence is."""
+    """Layers that keep a state of `floats` per sequence, whose size does not depend on the sequence's length."""
 
     layers: int
     floats: int
 
 
 def slot_bytes(states: tuple[StateSpec, ...]) -> int:
-    """Of the states of one sequence."""
+    """Return the bytes of the states of one sequence."""
     return sum(4 * state.layers * state.floats for state in states)
 
 
 def page_bytes(caches: tuple[CacheSpec, ...], window: int | None = None) -> int:
-    """Of one page in all caches that are kept, or of those in the caches of one window; 0: that have none."""
+    """Return the bytes of one page in all kept caches, or in those of one window; 0: those with full attention."""
     persistent = (cache for cache in caches if cache.place is None)
     return sum(cache.page_bytes() for cache in persistent if window is None or cache.window == window)
 
@@ -96,7 +96,7 @@ def max_window_pages(window: int, n_tokens: int, chunk_tokens: int, page_tokens:
 
 
 def windows_of(caches: tuple[CacheSpec, ...]) -> tuple[int, ...]:
-    """The windows of the caches that are kept, each once. Those of one share their page tables."""
+    """Return the windows of the kept caches, each once. Caches of one window share their page tables."""
     return tuple(dict.fromkeys(cache.window for cache in caches if cache.place is None and cache.window))
 
 

@@ -1,4 +1,4 @@
-"""What a decode step of an engine must at least read and compute, and so how long it takes at least."""
+"""The roofline bound of a decode step: what it must read and compute, and the least time that takes."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,15 +9,15 @@ from millrace.engine.artifact.engine_tables import CallEntry, read_program_table
 from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.machine.roofline import Bound, Roofline
 
-# A product with 16-bit activations runs in bfloat16 arithmetic, whatever its weights are stored in.
+# A matmul with 16-bit activations runs in bfloat16 arithmetic, whatever format its weights are stored in.
 _ARITHMETIC = {"w8a16": "bf16", "w4a16": "bf16", "fp8a16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """It reads the weights of every matrix product once and every sequence's keys and values; it multiplies.
+    """The work of a decode step: it reads all matmul weights once and every sequence's keys and values, and multiplies.
 
-    Norms, activations, attention's arithmetic and sampling come on top of it, so no engine reaches it.
+    Norms, activations, attention's arithmetic and sampling are not counted, so no engine reaches the bound.
     """
 
     weights_bytes: int
@@ -26,12 +26,12 @@ class DecodeWork:
 
     @classmethod
     def of(cls, engine: Engine) -> "DecodeWork":
-        """raises EngineError where its table of calls is not what `millrace build` writes"""
+        """Count the work of an engine's program. raises EngineError if its program table is invalid"""
         return cls.counted(read_program_table(engine.folder).calls, engine.page_bytes // PAGE_TOKENS)
 
     @classmethod
     def counted(cls, calls: Iterable[CallEntry], kv_bytes_per_token: int) -> "DecodeWork":
-        """The same of a program that was read already."""
+        """Count the work of a program that was read already."""
         weights_bytes, operations = 0, Counter[str]()
         for call in calls:
             if call.kernel == "matmul":
@@ -41,6 +41,6 @@ class DecodeWork:
         return cls(weights_bytes, kv_bytes_per_token, operations)
 
     def bound(self, roofline: Roofline, n_sequences: int, n_tokens: int) -> Bound:
-        """The least time of one step; `n_tokens`: kept of all its sequences together."""
+        """Return the least time of one step. n_tokens: tokens in the KV cache, of all sequences together"""
         nbytes = self.weights_bytes + n_tokens * self.kv_bytes_per_token
         return roofline.bound(nbytes, {name: n_sequences * n for name, n in self.operations.items()})

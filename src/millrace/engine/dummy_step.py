@@ -1,4 +1,4 @@
-"""Steps with nothing to say, for measuring and tuning."""
+"""Steps with random tokens, for measuring and tuning."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,10 @@ _Int = np.int32
 
 
 def dummy_step(lengths: Sequence[int], first: int, n_pages: int, *, seed: int = 0, vocab: int = 32000) -> StepInputs:
-    """Sequences of so many new random tokens each, from position `first`; one greedy row each; n_pages shared out."""
+    """Return a step of sequences of `lengths` random tokens from position `first`, with one greedy row each.
+
+    n_pages: pages in all, divided among the sequences
+    """
     rng = np.random.default_rng(seed)
     pages_each = n_pages // len(lengths)
     rows = plain_rows(len(lengths))

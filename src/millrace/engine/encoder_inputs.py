@@ -1,4 +1,4 @@
-"""Whole texts as an encoder's network takes them: packed, one behind the other."""
+"""Encoder inputs: whole texts, packed one after the other."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,7 +9,7 @@ Ids = NDArray[np.int32]
 
 
 def text_inputs(texts: Sequence[NDArray[np.integer]], names: Collection[str]) -> dict[str, Ids]:
-    """texts: token ids of each, none empty; names: of the inputs, some of model/module.py's ENCODER_OF_FIRST."""
+    """Return the inputs `names`, of model/module.py's ENCODER_OF_FIRST. texts: token ids of each, none empty"""
     lengths = np.array([len(ids) for ids in texts], np.int32)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     tokens = np.concatenate(texts).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What goes into a program and comes out of it, by name: shapes, types and where the bytes lie."""
+"""Inputs and outputs of a program by name: shapes, types and places in memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A named input or output of a program: dense rows, `offset` bytes into the activations; None: it is not read."""
+    """A named input or output of a program: dense rows at `offset` bytes in the activations; None: it is unused."""
 
     name: str
     shape: Shape
@@ -33,11 +33,11 @@ class Slot:
 
     @classmethod
     def of(cls, port: Port) -> "Slot":
-        """Of a graph's, which lies nowhere."""
+        """Return the slot of a graph's input or output, without a place."""
         return cls(port.name, port.value.shape, port.value.dtype, None)
 
     def sized(self, sizes: Mapping[Symbol, int]) -> list[int]:
-        """Its shape in a run where the symbols are so large. raises RequestError for what is not an integer then"""
+        """Return the shape for given symbols. raises RequestError if a dimension is not an integer"""
         result = [_evaluate(d, sizes) for d in self.shape]
         if wrong := [d for d in result if not isinstance(d, int)]:
             raise RequestError(
@@ -52,7 +52,7 @@ def slot(slots: Sequence[Slot], name: str) -> Slot | None:
 
 
 def read_slot(memory: NDArray[np.uint8], place: Slot, sizes: Mapping[Symbol, int]) -> NDArray[np.generic]:
-    """A copy of what lies there after a run of so many rows of each symbol. memory: the activations"""
+    """Copy an output after a run. memory: the activations; sizes: the symbols of the run"""
     shape, dtype = place.sized(sizes), DTYPES[place.dtype]
     assert place.offset is not None, place
     nbytes = math.prod(shape) * dtype.itemsize
@@ -60,7 +60,7 @@ def read_slot(memory: NDArray[np.uint8], place: Slot, sizes: Mapping[Symbol, int
 
 
 def write_slot(memory: NDArray[np.uint8], place: Slot, array: NDArray[np.generic]) -> None:
-    """For the next run. Where no kernel reads it, it is not kept."""
+    """Write an input for the next run; do nothing if no kernel reads it."""
     if place.offset is not None:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         memory[place.offset : place.offset + data.size] = data
@@ -70,10 +70,10 @@ def sizes_of(
     slots: Sequence[Slot], bounds: Mapping[Symbol, int], inputs: Mapping[str, NDArray[np.generic]],
     derived: Sequence[Size] = (),
 ) -> dict[Symbol, int]:  # fmt: skip
-    """What the symbols are, by the shapes of the inputs; in the order of `bounds`.
+    """Determine the symbols from the shapes of the inputs, in the order of `bounds`.
 
-    made: of them; each of these dimensions has a size of its own in this run
-    raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was built for
+    derived: expressions of symbols; each of these dimensions has its own size in this run
+    raises RequestError for an input that is missing, unknown, or not of the declared shape, type and bounds
     """
     names = [s.name for s in slots]
     if not isinstance(inputs, Mapping):
@@ -97,7 +97,7 @@ def sizes_of(
             if isinstance(dim, Symbol):
                 result[dim] = size
             elif not isinstance(dim, int):
-                continue  # an expression of symbols that inputs behind this one tell
+                continue  # an expression of symbols that later inputs determine
             fits = fits and (1 <= size <= bounds[dim] if isinstance(dim, Symbol) else size == dim)
         if not fits:
             limits = ", ".join(f"{d} from 1 to {bounds[d]}" for d in expected if isinstance(d, Symbol))
@@ -127,7 +127,7 @@ def sizes_of(
 
 
 def _evaluate(d: Dim, sizes: Mapping[Symbol, int]) -> Dim:
-    """Its number, where the sizes tell it; else itself."""
+    """Return the number of a dimension if the sizes determine it, otherwise the dimension."""
     try:
         return value_of(d, sizes) if all(symbol in sizes for symbol in symbols_of(d)) else d
     except NotWholeError:

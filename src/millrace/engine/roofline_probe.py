@@ -1,6 +1,6 @@
-"""The probes behind the measured roofline: native read and multiply loops, and our own matrix products.
+"""Probes for the measured roofline: native loops that read or multiply, and our own matmul kernels.
 
-Each gives one figure per round, for `machine.roofline` to choose from.
+Each probe returns one figure per round, from which `machine.roofline` chooses.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ from millrace.machine.cpu import caches, memory
 from millrace.machine.roofline import Roofline, measure_roofline
 
 ROUNDS, ROUND_S = 8, 0.02
-ROWS, N, K, GROUP = 128, 1024, 1024, 128  # large enough that arithmetic bounds it, small enough to be quick
-# Our kernels -> instructions below
+ROWS, N, K, GROUP = 128, 1024, 1024, 128  # compute-bound, but fast to measure
+# our kernels -> entry of _INSTRUCTIONS
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16", BF16_BY_TILES: "tiles", "w8a8": "int8", "w4a8": "int8"}
 _INSTRUCTIONS = ("fp32", "bf16", "int8", "tiles")
 _FORMATS = {
@@ -34,11 +34,11 @@ _FORMATS = {
     "w4a8": (RowFormat.Q8, WeightFormat.W4, GROUP),
 }
 _ERROR_BYTES = 512
-_FILL = 0x3F  # as float32, bfloat16 or float16 a number near 1; as int8 63
+_FILL = 0x3F  # a number near 1 as float32, bfloat16 or float16; 63 as int8
 
 
 def roofline_here(isa: str, threads: int) -> Roofline:
-    """Measures this machine with the code of one instruction set; takes a few seconds."""
+    """Measure this machine's roofline with the code of one instruction set; takes a few seconds."""
     return measure_roofline(
         caches(), threads, memory().available_bytes, partial(read_rates, isa), partial(matmul_rates, isa),
         partial(peak_rates, isa), {p: below for p, below in PRECISIONS.items() if below != "tiles" or isa == "amx"},
@@ -46,9 +46,9 @@ def roofline_here(isa: str, threads: int) -> Roofline:
 
 
 def read_rates(isa: str, threads: int, bytes_per_thread: int) -> list[float]:
-    """Bytes a second of all threads, each reading its own huge-page buffer (a multiple of 1024) again and again.
+    """Return bytes per second over all threads, each reading its own huge-page buffer (a multiple of 1024) repeatedly.
 
-    raises MachineError for an instruction set that this CPU lacks
+    raises MachineError if this CPU lacks the instruction set
     """
     rates = np.zeros(ROUNDS)
     error = ctypes.create_string_buffer(_ERROR_BYTES)
@@ -59,7 +59,7 @@ def read_rates(isa: str, threads: int, bytes_per_thread: int) -> list[float]:
 
 
 def peak_rates(isa: str, precision: str, threads: int) -> list[float]:
-    """Operations a second of one of `_INSTRUCTIONS`, from registers; 0 where there is none."""
+    """Return operations per second of one of `_INSTRUCTIONS` on registers; 0 if this CPU lacks it."""
     rates = np.zeros(ROUNDS)
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     failed = library().mr_probe_rate(
@@ -69,12 +69,12 @@ def peak_rates(isa: str, precision: str, threads: int) -> list[float]:
 
 
 def matmul_rates(isa: str, precision: str, threads: int) -> list[float]:
-    """Operations a second of our kernel on (ROWS, K) x (N, K)."""
+    """Return operations per second of our kernel on (ROWS, K) x (N, K)."""
     return [2.0 * ROWS * N * K / seconds for seconds in product_seconds(isa, precision, threads, ROWS, N, K)]
 
 
 def product_bytes(precision: str, n: int, k: int) -> int:
-    """Of packed weights (n, k)."""
+    """Return the bytes of packed weights (n, k)."""
     _, weights, group = _FORMATS[precision]
     return matrix_bytes(weights, n, k, group)
 
@@ -82,9 +82,9 @@ def product_bytes(precision: str, n: int, k: int) -> int:
 def product_seconds(
     isa: str, precision: str, threads: int, rows: int, n: int, k: int, *, repeats: int = 1
 ) -> list[float]:
-    """Seconds of (rows, k) x (n, k) by our kernel, one figure per round: a program of `repeats` products of one matrix.
+    """Return seconds per (rows, k) x (n, k) by our kernel, one figure per round. repeats: matmuls per program
 
-    raises MachineError for an instruction set that this CPU lacks, EngineError for sizes that no kernel takes
+    raises MachineError if this CPU lacks the instruction set, EngineError for sizes that no kernel takes
     """
     format, weights, group = _FORMATS[precision]
     product = ProbedMatmul(n, k, format, weights, group, precision == BF16_BY_TILES)
@@ -93,7 +93,7 @@ def product_seconds(
 
 @dataclass(frozen=True, slots=True)
 class ProbedMatmul:
-    """Rows of `format`, (rows, k), times weights (n, k), both in groups of `group` inputs; 0: there are none."""
+    """Rows of `format`, (rows, k), times weights (n, k), both quantized in groups of `group` inputs; 0: no groups."""
 
     n: int
     k: int
@@ -104,16 +104,16 @@ class ProbedMatmul:
 
     @property
     def nbytes(self) -> int:
-        """Of packed weights."""
+        """Bytes of the packed weights."""
         return matrix_bytes(self.weights, self.n, self.k, self.group)
 
 
 def seconds_of(
     product: ProbedMatmul, isa: str, threads: int, rows: int, *, repeats: int = 1, matrices: int = 1
 ) -> list[float]:
-    """Of one product, one figure per round: a program has `repeats` of them, of so many matrices in turn.
+    """Return seconds per matmul, one figure per round. A program has `repeats` of them, cycling through `matrices`.
 
-    raises as product_seconds
+    raises as `product_seconds`
     """
     n, k, group = product.n, product.k, product.group
     x_stride, w_bytes = row_bytes(product.format, k, group), up(product.nbytes, LINE)
@@ -137,13 +137,13 @@ def seconds_of(
 
 
 def _timed(network: NativeNetwork, rows: int) -> list[float]:
-    """Seconds of one run, averaged over each round."""
+    """Return seconds of one run, averaged over each round."""
     start = time.perf_counter()
     network.compute([rows])
     once = time.perf_counter() - start
     repeats = max(1, int(ROUND_S / once))
     rounds = []
-    for _ in range(max(2, min(ROUNDS, int(ROUNDS * ROUND_S / once)))):  # fewer where one run is long
+    for _ in range(max(2, min(ROUNDS, int(ROUNDS * ROUND_S / once)))):  # fewer if one run is long
         start = time.perf_counter()
         for _ in range(repeats):
             network.compute([rows])

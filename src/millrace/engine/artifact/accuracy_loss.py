@@ -1,30 +1,30 @@
-"""What an engine's precision costs in answers, as its manifest keeps it: figures beside float32, and where from."""
+"""Accuracy loss of a precision, as stored in the engine manifest: figures relative to float32, and their origin."""
 
 from typing import Annotated, Literal
 
 import msgspec
 
-# Rounding may leave a KL of nothing slightly below nothing.
+# Rounding may make a KL of zero slightly negative.
 Kl = Annotated[float, msgspec.Meta(ge=-0.01, le=1e4)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-_DIGITS = 3  # that are kept: all further ones may differ between processors, and none of them means anything
+_DIGITS = 3  # stored digits: further ones differ between processors and are not significant
 
 
 class AccuracyLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one choice of precisions, beside the same checkpoint in float32 with keys and values in float32.
+    """The loss of one choice of precisions, relative to the same checkpoint in float32 with a float32 KV cache.
 
-    None: there is no such number, since some of its answers are not finite, or its weights cannot be rounded so
+    A field is None if there is no such number: some answers are not finite, or its weights cannot be rounded
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
-    kl: Kl | None  # KL(float32 || this), nats a token on average
-    perplexity_ratio: Annotated[float, msgspec.Meta(gt=0, le=1e300)] | None  # to float32's
-    agreement: Share  # of the positions whose likeliest token is float32's
+    kl: Kl | None  # KL(float32 || this), nats per token on average
+    perplexity_ratio: Annotated[float, msgspec.Meta(gt=0, le=1e300)] | None  # relative to float32's
+    agreement: Share  # share of positions at which the most likely token is float32's
     weights_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # that a step reads at least
 
     @property
     def figures(self) -> str:
-        """For people."""
+        """Return the figures as text."""
         if self.kl is None or self.perplexity_ratio is None:
             return "no KL, since its logits are not all finite"
         ratio = f"{self.perplexity_ratio:.3f}" if self.perplexity_ratio < 1000 else f"{self.perplexity_ratio:.3g}"
@@ -37,26 +37,26 @@ class AccuracyLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the precision came about. An engine of which nothing is said was built without measuring anything."""
+    """How the precision was chosen. The default describes an engine that was built without measuring."""
 
-    not_measured: str = "nobody asked for it"  # why; "" where it was
-    text: Literal["", "bundled", "own"] = ""  # on which it was measured
+    not_measured: str = "nobody asked for it"  # the reason; "" if it was measured
+    text: Literal["", "bundled", "own"] = ""  # the text on which it was measured
     digest: str = ""  # of that text
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0  # predicted ones
-    window: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0  # tokens that were read at a time; 0: not noted
+    window: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0  # tokens per window; 0: not recorded
     max_kl: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = (
-        None  # None: the precision was asked for, whatever it costs
+        None  # None: the precision was requested, whatever its loss
     )
     tried: Annotated[list[AccuracyLoss], msgspec.Meta(max_length=64)] = []  # the last one is the engine's
 
     @property
     def price(self) -> AccuracyLoss | None:
-        """The engine's own; None where it was not measured."""
+        """The engine's loss; None if it was not measured."""
         return self.tried[-1] if self.tried else None
 
     @property
     def summary(self) -> str:
-        """In one line, for people."""
+        """Return the evaluation in one line."""
         if self.price is None:
             return f"not measured: {self.not_measured or 'nobody says why'}"
         text = "the bundled text" if self.text == "bundled" else "a text of one's own"
@@ -71,11 +71,11 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def texts(self) -> list[str]:
-        """All of it that will be shown."""
+        """Return all strings that may be displayed."""
         return [self.not_measured, self.digest, *(p.name for p in self.tried)]
 
 
 def rounded(x: float) -> float | None:
-    """As figures are kept, and compared with a bound; None for what is none."""
+    """Round a figure as it is stored and compared with a bound; None if it is not finite."""
     result = float(f"{x:.{_DIGITS}g}")
     return result if abs(result) < float("inf") else None

@@ -36,7 +36,7 @@ from millrace.errors import CheckpointError, EngineError
 from millrace.graph.types import Symbol
 from millrace.machine.cpu import fingerprint
 
-CALL_BYTES = 4  # of a program, at least: the kernel's number
+CALL_BYTES = 4  # least bytes of a call in a program: the kernel's number
 
 
 def _slot(entry: SlotEntry) -> Slot:
@@ -45,7 +45,7 @@ def _slot(entry: SlotEntry) -> Slot:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Nobody removes its folder before `close`, or the end of this object."""
+    """A built engine. Its folder is not removed before `close`, or the end of this object."""
 
     folder: Path
     manifest: Manifest
@@ -53,7 +53,7 @@ class Engine:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Engine":
-        """raises EngineError for anything missing, unreadable, damaged or of another version"""
+        """Open an engine. raises EngineError if anything is missing, unreadable, damaged or of another version"""
         folder = Path(folder)
         try:
             lock = hold(folder)
@@ -66,7 +66,7 @@ class Engine:
         return cls(folder, manifest, lock)
 
     def close(self) -> None:
-        """From now on the folder may go; an executor works on, it has all in memory."""
+        """Allow the folder to be removed. Executors continue, because everything is in memory."""
         self.lock.release()
 
     @property
@@ -79,43 +79,43 @@ class Engine:
 
     @property
     def n_slots(self) -> int:
-        """For the states of a whole batch; 0: the model has none."""
+        """State slots for a whole batch; 0: the model has no states."""
         return SLOTS_PER_SEQUENCE * self.manifest.max_sequences if self.states else 0
 
     @property
     def states_bytes(self) -> int:
-        """Of these slots."""
+        """Bytes of these slots."""
         return self.n_slots * slot_bytes(self.states)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of the caches that are kept, each once."""
+        """The windows of the kept caches, each once."""
         return windows_of(self.caches)
 
     def window_page_bytes(self, window: int) -> int:
-        """Of one KV page in the caches of this window; 0: of those that have none."""
+        """Return the bytes of one KV page in the caches of this window; 0: full attention."""
         return page_bytes(self.caches, window)
 
     @property
     def page_bytes(self) -> int:
-        """Of one KV page, over all layers."""
+        """Bytes of one KV page, over all layers."""
         return page_bytes(self.caches)
 
     def sequence_pages(self, window: int, n_tokens: int | None = None) -> int:
-        """KV pages that one sequence has at most in the caches of this window; 0: that have none.
+        """Return the most KV pages of one sequence in the caches of this window; 0: full attention.
 
-        n_tokens: of the sequence; None: the full context
+        n_tokens: length of the sequence; None: the full context
         """
         m = self.manifest
         length = m.max_context if n_tokens is None else n_tokens
         return max_window_pages(window, length, m.max_step_tokens) if window else -(-length // PAGE_TOKENS)
 
     def sequence_bytes(self, n_tokens: int | None = None) -> int:
-        """Of the KV pages of one sequence. n_tokens: as of `sequence_pages`"""
+        """Return the bytes of one sequence's KV pages. n_tokens: as in `sequence_pages`"""
         return sum(self.window_page_bytes(w) * self.sequence_pages(w, n_tokens) for w in (0, *self.windows))
 
     def longest_sequence(self, kv_bytes: int) -> int:
-        """Tokens of the longest sequence whose KV pages fit into so many bytes, whole pages; at most the context."""
+        """Return the length of the longest sequence whose KV pages fit into so many bytes, at most the context."""
         most = -(-self.manifest.max_context // PAGE_TOKENS)
         n = bisect_right(range(1, most + 1), kv_bytes, key=lambda pages: self.sequence_bytes(pages * PAGE_TOKENS))
         return min(n * PAGE_TOKENS, self.manifest.max_context)
@@ -124,11 +124,11 @@ class Engine:
         self, *, n_pages: int, threads: int | None = None, isa: str | None = None, tuned: bool = True,
         window_pages: Sequence[int] | None = None, n_slots: int | None = None,
     ) -> NativeExecutor:  # fmt: skip
-        """Loads the weights, and takes the engine's tactics where they were made for this machine and as many threads.
+        """Load the weights, with the engine's tactics if they were made for this machine and number of threads.
 
-        window_pages: of the caches of each window; None: as many as of the others
-        n_slots: for states; None: as many as all sequences of a step can use
-        raises MachineError for an instruction set that this CPU lacks
+        window_pages: pages of the caches of each window; None: as many as of full attention
+        n_slots: slots for states; None: as many as all sequences of a step can use
+        raises MachineError if this CPU lacks the instruction set
         """
         self.check_language_model()
         executor = NativeExecutor(
@@ -141,9 +141,9 @@ class Engine:
         return executor
 
     def network(self, *, threads: int | None = None, isa: str | None = None, tuned: bool = True) -> NativeNetwork:
-        """Of an engine that is no language model's; with its tactics, where they were made for this machine.
+        """Load an engine that is not a language model's, with its tactics if they were made for this machine.
 
-        raises MachineError for an instruction set that this CPU lacks, EngineError for a language model's engine
+        raises MachineError if this CPU lacks the instruction set, EngineError for a language model's engine
         """
         if self.manifest.is_language_model:
             raise EngineError(
@@ -156,7 +156,7 @@ class Engine:
         return network
 
     def check_language_model(self) -> None:
-        """raises CheckpointError for an encoder, EngineError for another network, saying what it gives"""
+        """Check that it is a language model. raises CheckpointError for an encoder, EngineError for another network"""
         if self.manifest.is_encoder:
             raise CheckpointError(
                 f"{self.manifest.model_name} is an encoder: it gives a vector for each text, and no next token",
@@ -189,7 +189,7 @@ class Engine:
             raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
 
     def _tune(self, loaded: LoadedProgram, tuned: bool) -> None:
-        """Takes the tactics for this machine and as many threads, if there are any."""
+        """Apply the tactics for this machine and number of threads, if there are any."""
         table = table_for(read_tables(self.folder) if tuned else [], fingerprint(loaded.isa), loaded.threads)
         if table is None:
             return

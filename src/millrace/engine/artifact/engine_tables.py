@@ -1,4 +1,4 @@
-"""An engine folder's own tables, read back: the program (program.json) and the traced graph (graph.json)."""
+"""Tables of an engine folder: the program (program.json) and the traced graph (graph.json)."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from millrace.graph.expressions import as_tree, faults, formula, tuples
 from millrace.kernels.declare import MAX_INPUTS
 
 T = TypeVar("T")
-# What JSON writes for a control character, or may write for any; a backslash itself is two of them.
+# JSON's escapes of control characters; a backslash itself is written as two.
 _ESCAPE = re.compile(rb"(?<!\\)(\\\\)*\\[bfnrtu]")
 
 
@@ -21,11 +21,11 @@ class CallEntry(Struct, frozen=True):
     origin: list[str]
     operands: dict[str, dict[str, str | int]]  # {"weight": name, "bytes": n} or {"buffer": number, "offset": n}
     params: dict[str, int | float]
-    expression: str = ""  # of the epilogue, or of all that it does
+    expression: str = ""  # of the epilogue, or of the whole call
 
     @property
     def matrix_bytes(self) -> int:
-        """Of a matrix product's weights, which each step reads whole; 0: it is none."""
+        """Bytes of a matmul's weights, which each step reads completely; 0 for other calls."""
         nbytes = self.operands.get("w", {}).get("bytes") if self.kernel == "matmul" else None
         return nbytes if isinstance(nbytes, int) else 0
 
@@ -37,11 +37,11 @@ class Weight(Struct, frozen=True):
     format: str
     bytes: int
     offset: int
-    checksum: str  # of its bytes, as that of all (manifest.py)
+    checksum: str  # of its bytes, made like the manifest's checksums
 
 
 class BufferEntry(Struct, frozen=True):
-    """It holds what somebody needs from the call `first` to the call `last`, both included."""
+    """A buffer that is live from the call `first` to the call `last`, both included."""
 
     name: str
     bytes: int
@@ -69,7 +69,7 @@ class NodeEntry(Struct, frozen=True):
 
     @property
     def expression(self) -> str:
-        """Of an element-wise operation: what it computes of its inputs a, b, c, d, or of x alone; else ""."""
+        """Expression of an element-wise operation over its inputs a, b, c, d, or x; "" for other operations."""
         if "tree" not in self.attrs:
             return ""
         tree, n = tuples(self.attrs["tree"]), len(self.inputs)
@@ -86,7 +86,7 @@ class GraphInput(Struct, frozen=True):
 
 class GraphOutput(Struct, frozen=True):
     name: str
-    value: int | str  # as a node's inputs
+    value: int | str  # like a node's inputs
 
 
 class GraphTable(Struct, frozen=True):
@@ -99,21 +99,21 @@ class GraphTable(Struct, frozen=True):
 
 
 def read_program_table(folder: Path) -> ProgramTable:
-    """raises EngineError where it is not what `millrace build` writes"""
+    """Read the program table. raises EngineError if `millrace build` did not write it so"""
     return _read(folder, PROGRAM_TABLE, ProgramTable)
 
 
 def read_graph_table(folder: Path) -> GraphTable:
-    """raises EngineError where it is not what `millrace build` writes"""
+    """Read the graph table. raises EngineError if `millrace build` did not write it so"""
     return _read(folder, GRAPH, GraphTable)
 
 
 def _read(folder: Path, name: str, kind: type[T]) -> T:
     data = (folder / name).read_bytes()
     try:
-        table, text = json.decode(data, type=kind), data.decode()  # keys that nobody reads may be no text
+        table, text = json.decode(data, type=kind), data.decode()  # ignored keys may not be valid text
     except UNREADABLE as error:
         raise damaged(folder, f"{name} is not readable: {error}") from error
-    if _ESCAPE.search(data) or not text.replace("\n", "").isprintable():  # names will be shown
+    if _ESCAPE.search(data) or not text.replace("\n", "").isprintable():  # names will be displayed
         raise damaged(folder, f"{name} holds control characters")
     return table

@@ -1,7 +1,7 @@
-"""Who uses an engine's folder: each process that has it open holds a shared lock on its manifest, its builder included.
+"""Locks on engine folders: each process that uses one, its builder included, holds a shared lock on its manifest.
 
-Only who gets the lock for itself alone removes a folder, so what is in use stays. Locks end with their process, however
-that ends, and need no right to write. A manifest is the first file of a folder, and is never replaced by another file.
+A folder is removed only under an exclusive lock, so folders in use stay. Locks end with their process, however it ends,
+and need no write permission. A manifest is the first file of a folder, and is never replaced by another file.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ from pathlib import Path
 from millrace.engine.artifact.manifest import MANIFEST
 from millrace.errors import MachineError
 
-REMOVING_S = 30.0  # an engine's folder is locked for itself alone only while its files are removed
-WRITING_S = 30.0  # and a table of timings or tactics only while it is merged
-_SAID_S = 1.0  # who waits longer is told for what
+REMOVING_S = 30.0  # an engine's folder is locked exclusively only while its files are removed
+WRITING_S = 30.0  # a table of timings or tactics is locked only while it is merged
+_SAID_S = 1.0  # after which a wait is reported
 log = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """A shared lock, until `release` or the end of this object."""
+    """A shared lock, held until `release` or the end of this object."""
 
     def __init__(self, file: int) -> None:
         self._release = weakref.finalize(self, os.close, file)
@@ -36,17 +36,17 @@ class FolderLock:
 
 
 def hold(folder: Path) -> FolderLock | None:
-    """None where there is no such engine, or no longer.
+    """Lock an engine's folder; None if there is no such engine any more.
 
-    raises OSError where its manifest may not be read, MachineError where another process keeps it locked
+    raises OSError if its manifest is not readable, MachineError if another process keeps it locked
     """
     path = folder / MANIFEST
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # else a pipe of that name would block
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: a pipe of that name would block
     except (FileNotFoundError, NotADirectoryError):
         return None
     folder_lock = FolderLock(file)
-    with suppress(OSError):  # a file system without locks: there nobody gets the one that removing takes
+    with suppress(OSError):  # a file system without locks, on which no folder is removed
         lock(file, fcntl.LOCK_SH, f"{folder}, which another process is removing", REMOVING_S)
     try:
         return folder_lock if os.path.samestat(os.fstat(file), path.stat()) else None
@@ -55,9 +55,9 @@ def hold(folder: Path) -> FolderLock | None:
 
 
 def lock(file: int, kind: int, what: str, limit_s: float) -> None:
-    """Waits for `fcntl.LOCK_SH` or `LOCK_EX` on an open file; a wait that lasts is said, with `what` it is for.
+    """Wait for `fcntl.LOCK_SH` or `LOCK_EX` on an open file; report a long wait, with its purpose `what`.
 
-    raises MachineError after `limit_s`, OSError where the file system has no locks
+    raises MachineError after `limit_s`, OSError if the file system has no locks
     """
     start_s, waited, pause_s = time.monotonic(), False, 0.001
     while True:
@@ -78,27 +78,27 @@ def lock(file: int, kind: int, what: str, limit_s: float) -> None:
 
 
 def remove(folder: Path) -> bool:
-    """Removes an engine's folder; False where somebody holds it. raises OSError"""
+    """Remove an engine's folder; False if it is in use. raises OSError"""
     with _alone(folder) as free:
         if free:
             gone = _unfinished(folder)
-            folder.rename(gone)  # from here on nobody finds it, even if we do not get to the end
+            folder.rename(gone)  # from here on it cannot be found, even if the removal is interrupted
             shutil.rmtree(gone)
     return free
 
 
 def in_use(folder: Path) -> bool:
-    """raises OSError"""
+    """Return whether an engine's folder is in use. raises OSError"""
     with _alone(folder) as free:
         return not free
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Whether nobody else holds the folder; nobody gets hold of it in the block."""
+    """Yield whether the folder could be locked exclusively, which lasts until the end of the block."""
     try:
         file = os.open(folder / MANIFEST, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:  # what somebody left of an engine
+    except FileNotFoundError:  # a partly removed engine
         yield True
         return
     try:
@@ -114,13 +114,14 @@ def _alone(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """An empty folder that becomes `folder` at the end of the block, or goes if that fails; held meanwhile.
+    """Yield an empty folder that is renamed to `folder` at the end of the block, or removed on failure; locked
+    meanwhile.
 
-    Removes first what builders of the same folder left that were killed.
+    First removes what killed builders of the same folder left.
     """
     sweep(folder.parent, folder.name)
     lock = None
-    while lock is None:  # until no other builder has swept it away in the moment before it was held
+    while lock is None:  # another builder may sweep it away before it is locked
         path = _unfinished(folder)
         path.mkdir()
         with suppress(FileNotFoundError):
@@ -129,7 +130,7 @@ def building(folder: Path) -> Iterator[Path]:
     try:
         yield path
         path.rename(folder)
-    except BaseException:  # also Ctrl-C: nothing half-written stays behind
+    except BaseException:  # Ctrl-C included: nothing incomplete stays
         shutil.rmtree(path, ignore_errors=True)
         raise
     finally:
@@ -137,12 +138,12 @@ def building(folder: Path) -> Iterator[Path]:
 
 
 def _unfinished(folder: Path) -> Path:
-    """A new name beside `folder`."""
+    """Return a new name next to `folder`."""
     return folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.unfinished")
 
 
 def sweep(parent: Path, name: str | None = None) -> None:
-    """Removes what killed processes left of the engine `name` in `parent`, None: of all there."""
+    """Remove what killed processes left of the engine `name` in `parent`; None: of all engines."""
     whose = re.compile((r"\..+\." if name is None else re.escape(f".{name}.")) + r"[0-9a-f]+\.unfinished", re.DOTALL)
     for left in [p for p in parent.iterdir() if whose.fullmatch(p.name)]:
         with suppress(OSError):  # another user's, or another process was faster
@@ -150,13 +151,13 @@ def sweep(parent: Path, name: str | None = None) -> None:
 
 
 def _sweep_away(left: Path) -> None:
-    """Unless somebody is at work there, or has made the folder this very moment and is about to be."""
+    """Remove an unfinished folder, unless it is in use or was made just now."""
     manifest = left / MANIFEST
     if manifest.exists():
         with _alone(left) as free:
             if free:
                 shutil.rmtree(left)
-    elif any(left.iterdir()) and not manifest.exists():  # no builder's first file is another: the rest of a removal
+    elif any(left.iterdir()) and not manifest.exists():  # a builder writes it first: this is a removal's rest
         shutil.rmtree(left)
     else:
-        left.rmdir()  # fails where a builder has begun meanwhile; one that is too late to begin makes another
+        left.rmdir()  # fails if a builder has started meanwhile; a builder that is too late makes another one

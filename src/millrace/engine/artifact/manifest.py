@@ -1,16 +1,16 @@
-"""The engine folder: what each file is, and a manifest that vouches for all of them.
+"""The engine folder: its files, and a manifest with their checksums.
 
-    manifest.json     this file's Manifest: format version, limits, shapes, checksums of itself and every other file
-    weights.bin       packed weights, one layout for all instruction sets; copied into a huge-page arena at load
-    program.bin       the kernel calls as the native core reads them (kernels/encode.py)
-    program.json      the same for people: calls, fusions, weights, memory plan (millrace inspect shows it);
-                      a GPU's start finds weights by it, each with a checksum of its own (engine/artifact/weights.py)
-    graph.json        the graph as traced from the model, before any pass, for whatever target (graph/graph_json.py)
-    tactics.json      how the kernels work on one machine (engine/artifact/tactics.py); no result depends on it, so it
-                      may be missing, and may be written again without the rest
-    tokenizer files   copies from the checkpoint, with generation_config.json and the chat template
+manifest.json     this file's Manifest: format version, limits, shapes, checksums of itself and every other file
+weights.bin       packed weights, one layout for all instruction sets; copied into a huge-page arena at load
+program.bin       the kernel calls as the native executor reads them (kernels/encode.py)
+program.json      the same in readable form: calls, fusions, weights, memory plan (millrace inspect shows it);
+                  a GPU finds weights by it, each with its own checksum (engine/artifact/weights.py)
+graph.json        the graph as traced from the model, before any pass, for any target (graph/graph_json.py)
+tactics.json      how the kernels work on one machine (engine/artifact/tactics.py); no result depends on it, so it
+                  may be missing, and may be rewritten alone
+tokenizer files   copies from the checkpoint, with generation_config.json and the chat template
 
-An engine is hostile input: sizes and checksums are verified at load, every offset is checked by the native core.
+An engine is hostile input: sizes and checksums are verified at load, and the native executor checks every offset.
 Nothing in it depends on when or where it was built, so the same inputs give the same bytes.
 """
 
@@ -41,9 +41,9 @@ UNREADABLE = (
     msgspec.DecodeError,
     UnicodeDecodeError,
     RecursionError,
-)  # what msgspec raises for bytes that are no table
+)  # raised by msgspec for bytes that are not a table
 _MANIFEST_LIMIT = 1 << 20
-_LONGEST_NAME, _MOST_DIMS = 60, 32  # NumPy has 32 dimensions, or 64
+_LONGEST_NAME, _MOST_DIMS = 60, 32  # NumPy allows 32 dimensions, or 64
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -58,7 +58,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SymbolEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A dimension that only a run knows: how small and large it may be, and for what the engine is tuned."""
+    """A dimension that is known at run time: its bounds, and the size for which the engine is tuned."""
 
     name: str
     low: Count
@@ -67,23 +67,23 @@ class SymbolEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SizeEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A dimension that is made of symbols or numbers: an expression such as "N*H/2", and how large it may be."""
+    """A derived dimension: an expression such as "N*H/2", and its largest value."""
 
     dim: str
     most: Count
 
     def size(self) -> Size:
-        """raises GraphError for what is no dimension"""
+        """Parse the expression. raises GraphError if it is invalid"""
         return Size(parse_dim(self.dim), self.most)
 
 
 class SlotEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named input or output; symbols in its shape are words, or expressions of them."""
+    """A named input or output. Its shape consists of numbers and expressions of symbols."""
 
     name: str
     shape: Annotated[list[Count | str], msgspec.Meta(max_length=_MOST_DIMS)]
     dtype: DType
-    offset: NonNegative | None  # bytes into the activations; None: no kernel reads it
+    offset: NonNegative | None  # bytes into the activations; None: no kernel uses it
 
 
 class CacheSpecEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +92,7 @@ class CacheSpecEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_size: Count
     value_size: Count
     format: Literal["f32", "bf16", "int8", "fp8", "int4"]  # a KvFormat
-    place: NonNegative | None  # in the activations, for one run; None: kept between steps
+    place: NonNegative | None  # offset in the activations, for one run; None: kept between steps
     window: Annotated[int, msgspec.Meta(ge=0, le=MAX_PARAM)] = 0  # tokens; 0: all
 
     def spec(self) -> CacheSpec:
@@ -111,7 +111,7 @@ class StateEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What program.bin and weights.bin hold, and what running them takes."""
+    """The contents of program.bin and weights.bin, and the memory that running them takes."""
 
     n_calls: NonNegative
     weights_bytes: NonNegative
@@ -121,16 +121,16 @@ class CpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: list[SlotEntry]
     caches: list[CacheSpecEntry]
     states: list[StateEntry] = []
-    sizes: Annotated[list[SizeEntry], msgspec.Meta(max_length=MAX_SIZES)] = []  # that calls number behind the symbols
-    bf16_sums: Literal["pairs", "tiles"] = "pairs"  # of products of bfloat16, where it has some
-    kernels: str = msgspec.field(default_factory=kernels_digest)  # for which both are written
+    sizes: Annotated[list[SizeEntry], msgspec.Meta(max_length=MAX_SIZES)] = []  # numbered after the symbols in calls
+    bf16_sums: Literal["pairs", "tiles"] = "pairs"  # of bfloat16 matmuls, if there are any
+    kernels: str = msgspec.field(default_factory=kernels_digest)  # for which program and weights are written
 
 
 class GpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is a GPU's alone, of an engine that runs on both."""
+    """GPU settings of an engine that runs on both."""
 
-    precision: Literal["", "fp16", "tf32", "fp8"] = ""  # that a CPU has others in place of; "": the same
-    fp8_rows: Annotated[list[str], msgspec.Meta(max_length=1 << 16)] = []  # linear layers whose rows become E4M3
+    precision: Literal["", "fp16", "tf32", "fp8"] = ""  # replaces a CPU's; "": the same
+    fp8_rows: Annotated[list[str], msgspec.Meta(max_length=1 << 16)] = []  # linear layers with input rows in E4M3
 
 
 SAME_ON_A_GPU = GpuSection()
@@ -141,13 +141,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     millrace: str
     model_name: str
     architecture: str
-    source: str  # Checkpoint.identity() of what it was built from; "" for a model of the user's own Python
+    source: str  # Checkpoint.identity() of its source; "" for a model in the user's own Python
     precision: dict[str, str]
-    group: Count  # of weights that were rounded for it: what a checkpoint holds in integers may have kept its own
+    group: Count  # of weights quantized at build; integer weights of a checkpoint may have other groups
     n_parameters: NonNegative
     symbols: Annotated[list[SymbolEntry], msgspec.Meta(max_length=MAX_SYMBOLS)]  # T, S and R come first
-    max_context: NonNegative  # tokens of a sequence; 0 where there are none
-    vocab_size: NonNegative  # ids that tokens may have; 0 where there are none
+    max_context: NonNegative  # tokens of a sequence; 0 if it has none
+    vocab_size: NonNegative  # number of token ids; 0 if it has none
     eos_token_ids: list[int]
     bos_token_id: int | None
     files: dict[str, FileEntry]
@@ -155,16 +155,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluation: Evaluation
     cpu: CpuSection
     gpu: GpuSection = SAME_ON_A_GPU
-    checksum: str = ""  # of all of the above
+    checksum: str = ""  # of all fields above
 
     @property
     def kv_format(self) -> str:
-        """ "bf16"; of several kinds of caches all; "none" where nothing is kept between steps."""
+        """A name such as "bf16"; several formats if its caches differ; "none" if nothing is kept between steps."""
         return ", ".join(dict.fromkeys(cache.format for cache in self.cpu.caches if cache.place is None)) or "none"
 
     @property
     def gives(self) -> list[str]:
-        """The names of its outputs."""
+        """Names of its outputs."""
         return [slot.name for slot in self.cpu.outputs]
 
     @property
@@ -173,18 +173,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_encoder(self) -> bool:
-        """Of texts, each of which becomes a vector."""
+        """Whether it turns texts into vectors."""
         inputs = {slot.name for slot in self.cpu.inputs}
         return set(ENCODER.outputs) <= set(self.gives) and inputs >= set(ENCODER.inputs)
 
     @property
     def max_step_tokens(self) -> int:
-        """T at most; 0 where there is none."""
+        """Maximum of T; 0 without T."""
         return self._most("T")
 
     @property
     def max_sequences(self) -> int:
-        """S at most; 0 where there is none."""
+        """Maximum of S; 0 without S."""
         return self._most("S")
 
     def _most(self, symbol: str) -> int:
@@ -192,8 +192,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def identity(self) -> str:
-        """Of all that decides answers, weights included: equal for two builds of one checkpoint, whatever their names,
-        and different for two fine-tunes of one shape."""
+        """Digest of all that determines answers, weights included.
+
+        It is equal for two builds of one checkpoint under any name, and differs between fine-tunes of one architecture.
+        """
         of_answers = {"millrace": "", "model_name": "", "source": "", "notes": [], "evaluation": Evaluation()}
         return sealed(msgspec.structs.replace(self, **of_answers)).checksum
 
@@ -202,7 +204,7 @@ Sealed = TypeVar("Sealed", bound=msgspec.Struct)
 
 
 def sealed(table: Sealed) -> Sealed:
-    """The same with the checksum of all else in its field `checksum`."""
+    """Return the table with the checksum of all other fields in `checksum`."""
     content = msgspec.json.encode(msgspec.structs.replace(table, checksum=""))
     return msgspec.structs.replace(table, checksum=hashlib.blake2b(content, digest_size=16).hexdigest())
 
@@ -216,12 +218,12 @@ def not_an_engine(folder: Path) -> EngineError:
 
 
 def weights_checksum(data: NDArray[np.uint8]) -> str:
-    """The native core's own, of weights.bin or a part of it."""
+    """Return the native executor's checksum of weights.bin or a part of it."""
     return checksum_text(library().mr_checksum(data.ctypes.data if data.size else 0, data.size))
 
 
 def checksum_text(number: int) -> str:
-    """As the native core gives it, signed or not -> as files have it."""
+    """Format a checksum of the native executor, signed or not, as files have it."""
     return f"{number & (2**64 - 1):016x}"
 
 
@@ -231,7 +233,7 @@ def file_checksum(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """raises EngineError where it is missing, not a manifest, or of another format version"""
+    """Read a manifest. raises EngineError if it is missing, invalid, or of another format version"""
     path = folder / MANIFEST
     if not path.is_file():
         raise not_an_engine(folder)
@@ -263,13 +265,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} {what}")
     texts = (manifest.model_name, manifest.architecture, manifest.source, *manifest.precision, *manifest.notes)
     for text in (*texts, *manifest.evaluation.texts):
-        if text != sanitize(text):  # they will be shown
+        if text != sanitize(text):  # they will be displayed
             raise damaged(folder, f"{MANIFEST} holds a text that is too long or not printable: {text}")
     return manifest
 
 
 def contradiction(manifest: Manifest) -> str:
-    """What its dimensions and slots say that cannot be, as the end of a sentence; "" where nothing does."""
+    """Return a contradiction between dimensions and slots, as the end of a sentence; "" if there is none."""
     symbols = [s.name for s in manifest.symbols]
     if manifest.is_language_model and (symbols != ["T", "S", "R"] or not manifest.vocab_size):
         return "is of a language model without T, S and R, or without a vocabulary"
@@ -305,12 +307,12 @@ def contradiction(manifest: Manifest) -> str:
 
 
 def dims_of(slot: SlotEntry) -> Shape:
-    """Its shape. raises GraphError for what is no dimension"""
+    """Return the shape of a slot. raises GraphError for an invalid dimension"""
     return tuple(parse_dim(d) if isinstance(d, str) else d for d in slot.shape)
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Sizes of all files and checksums of all but the weights, which the native core verifies in its arena."""
+    """Check the sizes of all files, and all checksums but the weights', which the native executor verifies."""
     for name, entry in manifest.files.items():
         if Path(name).name != name or not name.isprintable() or len(name) > _LONGEST_NAME:
             raise damaged(folder, f"{MANIFEST} names a file outside the folder, or none that can be: {name!r:.200}")

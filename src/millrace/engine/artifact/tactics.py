@@ -1,8 +1,8 @@
-"""Tactics: how each call of a program works on one machine, and what was timed to find that out (tactics.json).
+"""Tactics: how each call of a program runs on one machine, and the timings behind these choices (tactics.json).
 
-A tactic turns the knobs that a kernel declares (kernels/declare.py). None ever changes a result, so a table may be
-missing, old or made elsewhere: it is used only on the machine and with the threads that it was made for; elsewhere
-kernels go by their own rules. The file holds a table for each of these, the last written first.
+A tactic sets the knobs that a kernel declares (kernels/declare.py). Tactics never change results, so a table may be
+missing, old or made elsewhere: it is used only on its machine and with its number of threads; otherwise kernels use
+their default rules. The file holds one table per machine and number of threads, the latest first.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class TacticTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One setting of a knob; 0 is the kernel's own rule."""
+    """The timing of one setting of a knob; 0 is the kernel's default rule."""
 
     value: Count
     median_us: float
@@ -38,7 +38,7 @@ class TacticTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of one knob, timed in turn; the knobs before it stay as they were chosen. The first is the rule."""
+    """Settings of one knob, timed alternately, with the chosen settings of earlier knobs. The first is the default."""
 
     knob: str
     tried: list[TacticTiming]
@@ -46,15 +46,15 @@ class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a region does with at most so many rows, beyond what the last one says as that says."""
+    """The settings of a region for up to `rows` rows. The last choice also applies beyond its rows."""
 
     rows: Count
-    knobs: dict[str, Count]  # what differs from the rule
+    knobs: dict[str, Count]  # only those that differ from the default rule
     compared: list[Comparison]
 
 
 class TunedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Steps of the program that do the same work on other weights."""
+    """Calls of the program that do the same work with different weights."""
 
     name: str
     kernel: str
@@ -67,17 +67,17 @@ class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Count
     regions: list[TunedRegion]
     note: str = ""  # what went wrong
-    checksum: str = ""  # of all of the above
+    checksum: str = ""  # of all fields above
 
     def is_for(self, machine: Mapping[str, str | int], threads: int) -> bool:
         return dict(self.machine) == dict(machine) and self.threads == threads
 
     def compared(self) -> list[Choice]:
-        """What was chosen by timing, not for want of it."""
+        """Choices that were made by timing, not for lack of time."""
         return [choice for region in self.regions for choice in region.choices if choice.compared]
 
     def entries(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """(call, rows, knobs) as the native core takes them, in its order."""
+        """Return the tactics as (call, rows, knobs), in the native executor's order."""
         result = [
             (call, choice.rows, knob_values(region.kernel, choice.knobs))
             for region in self.regions
@@ -88,7 +88,7 @@ class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
-    """In the kernel's order. raises ValueError for a kernel, a knob or a value that there is not"""
+    """Return knobs in the kernel's order. raises ValueError for an unknown kernel, knob or value"""
     declared = {knob.name: (i, knob.high) for k in kernels() if k.name == kernel for i, knob in enumerate(k.knobs)}
     values = [0] * MAX_KNOBS
     for name, value in knobs.items():
@@ -102,7 +102,7 @@ def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def read_tactics(folder: Path, *, mend: bool = False) -> TacticTable | None:
-    """The table that was written last.
+    """Return the table that was written last.
 
     None: the engine was never tuned, or with `mend` its tables are damaged. raises EngineError for damaged tables
     """
@@ -114,7 +114,7 @@ def table_for(tables: Sequence[TacticTable], machine: Mapping[str, str | int], t
 
 
 def read_tables(folder: Path, *, mend: bool = False) -> list[TacticTable]:
-    """One for each machine and number of threads, the last written first; with `mend` none where they are damaged."""
+    """Return one table per machine and thread count, the latest first; none if they are damaged and `mend` is set."""
     try:
         return _read(folder)
     except EngineError:
@@ -132,7 +132,7 @@ def _read(folder: Path) -> list[TacticTable]:
     if path.stat().st_size > _LIMIT:
         raise damaged_tactics(folder, f"it has {path.stat().st_size} bytes, more than {_LIMIT}")
     try:
-        # one alone is what engines had that were tuned for one number of threads only
+        # engines that were tuned for one number of threads have a single table
         result = msgspec.json.decode(path.read_bytes(), type=TacticTable | list[TacticTable])
         tables = [result] if isinstance(result, TacticTable) else result
         for table in tables:
@@ -145,9 +145,9 @@ def _read(folder: Path) -> list[TacticTable]:
 
 
 def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
-    """Beside the tables for other machines and threads; whole, or not at all. Gives the table with its checksum.
+    """Write a table next to those for other machines and threads, atomically. Return it with its checksum.
 
-    raises OSError, MachineError where another process keeps on writing
+    raises OSError, MachineError if another process keeps writing
     """
     table = sealed(table)
     with _locked(folder):
@@ -159,11 +159,14 @@ def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else writes tactics meanwhile. The folder itself is locked: tables are replaced, and no file to lock, and
-    the manifest is held by whoever uses the engine."""
+    """Lock the folder for writing tactics.
+
+    The lock is on the folder itself, because tables are replaced, and the manifest's lock belongs to the engine's
+    users.
+    """
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: a table that two write at once may get lost there
+        with suppress(OSError):  # on a file system without locks, one of two concurrent tables may be lost
             lock(file, fcntl.LOCK_EX, f"another process, which is writing {folder / TACTICS}", WRITING_S)
         yield
     finally:
@@ -171,7 +174,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """The whole content or what was there before; nothing unfinished stays behind. A device is written into."""
+    """Write the whole content or nothing, without leaving partial files. Devices are written directly."""
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return

@@ -1,7 +1,7 @@
-"""An engine's weights read back: from the panels that CPUs multiply to rows of floats or of codes, exactly.
+"""Read an engine's weights back, exactly: from the packed panels of CPUs to rows of floats or of codes.
 
-The program says where they lie: a product's matrix goes by the names of its weights and by how it is packed, all else,
-which lies in rows, by its names. Nothing is read by a number that was not looked at.
+The program tells their places: a matmul's matrix is found by the names of its weights and its packing, other weights,
+which are stored in rows, by their names. Every number is validated before it is used.
 """
 
 import math
@@ -32,12 +32,12 @@ from millrace.kernels.row_storage import DENSE, storage_of
 
 Names = tuple[str, ...]
 T = TypeVar("T")
-_ROWS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}  # of what is no product's
+_ROWS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}  # of weights that are not a matmul's
 
 
 @dataclass(frozen=True, slots=True)
 class _Panels:
-    """A packed matrix of n rows and k inputs; of two that are interleaved n counts both."""
+    """A packed matrix of n rows and k inputs; n counts both of two interleaved matrices."""
 
     read: Callable[[], NDArray[np.uint8]]
     n: int
@@ -52,7 +52,7 @@ class _Panels:
         return unpack_codes(self.read(), p.format, self.n, self.k, p.group, p.scaling)
 
     def parts(self, each: int) -> tuple["_Part", ...]:
-        """The matrix, or gate and up of so many rows each."""
+        """Return the parts: the matrix, or gate and up of `each` rows."""
         codes, floats = self.codes, self.floats
         if self.n == each:
             return (_Part(self.packing, codes=codes) if self.packing.bits else _Part(self.packing, floats=floats),)
@@ -65,7 +65,7 @@ class _Panels:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A constant's matrix as one of the products has it that multiply it: what reads its floats, or its codes."""
+    """A constant's matrix as one of its matmuls packs it, from which floats or codes are read."""
 
     packing: Packing
     floats: Callable[[], Array] | None = None
@@ -73,7 +73,7 @@ class _Part:
 
 
 class _Halves(Generic[T]):
-    """Of gate and up, which are read together: who comes first leaves the other one's half for it."""
+    """The halves of gate and up, which are read together: whichever is read first keeps the other for later."""
 
     def __init__(self, read: Callable[[], tuple[T, T]]) -> None:
         self._read, self._lock = read, threading.Lock()
@@ -88,7 +88,10 @@ class _Halves(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class EngineWeights:
-    """products: by the names of its weights, its precision and its packing; rows: all else, by its names"""
+    """The packed weights of an engine.
+
+    products: by weight names, precision and packing; rows: all others, by name
+    """
 
     engine: Engine
     products: Mapping[tuple[Names, str, Packing], Weight]
@@ -96,7 +99,7 @@ class EngineWeights:
 
     @classmethod
     def of(cls, engine: Engine) -> "EngineWeights":
-        """raises EngineError where the program's table is none"""
+        """Index the weights. raises EngineError if the program table is invalid"""
         table, nbytes = read_program_table(engine.folder), engine.manifest.cpu.weights_bytes
         if nbytes != engine.manifest.files[WEIGHTS].bytes:
             raise damaged(engine.folder, f"{MANIFEST} tells of {nbytes} bytes of weights in another {WEIGHTS}")
@@ -114,17 +117,17 @@ class EngineWeights:
                 if call.kernel == "matmul" and name == "w":
                     products[tuple(weight.origin), _precision(call), _packing(engine, call)] = weight
                 elif call.kernel == "rescore" and name == "w":
-                    continue  # which the head has besides
+                    continue  # the head has them in addition
                 elif rows.setdefault(tuple(weight.origin), weight) is not weight:
                     raise damaged(engine.folder, f"{PROGRAM_TABLE} has two of {weight.name} in rows")
         return cls(engine, products, rows)
 
     def as_packed(self, graph: Graph) -> Graph:
-        """A graph as it was traced, its constants in the formats in which products have their codes.
+        """Return a traced graph whose constants are in the formats in which matmuls have their codes.
 
-        Passes join by these, and shall join what they joined before: of two products over one input whose codes lie
-        alike, one has the checkpoint's own and the other was rounded, so that the other gets no format. Which is which
-        is the same to both. (For rows of bytes, rounded ones are transformed, and so lie otherwise.)
+        Passes merge by these formats, and must merge what they merged at build. If one of two matmuls over the same
+        input has the checkpoint's codes and the other was quantized to the same layout, the other gets no format;
+        either may be the one. (For byte rows, quantized codes are transformed, and so are laid out differently.)
         """
         packed = {name: key for key in self.products for name in key[0]}
         first, formats = dict[tuple[Value, str, Packing], Names](), dict[Value, QuantisedFormat]()
@@ -139,7 +142,7 @@ class EngineWeights:
         return _with_constants(graph, {w: replace(constant_of(w), format=codes) for w, codes in formats.items()})
 
     def bound(self, graph: Graph) -> Graph:
-        """A graph after its passes, its constants with their contents. raises EngineError where one is not there"""
+        """Return a graph after its passes with the contents of its constants. raises EngineError if one is missing"""
         producers, parts = graph.producers(), dict[Value, list[_Part]]()
         for node in graph.nodes:
             if node.operator in (LINEAR, GATED_LINEAR):
@@ -150,14 +153,14 @@ class EngineWeights:
         return _with_constants(graph, {v: self._constant(v, parts.get(v, ())) for v in graph.constants()})
 
     def _parts(self, node: Node, packing: Packing) -> tuple[_Part, ...]:
-        """Of each matrix of a product."""
+        """Return the parts of each matrix of a matmul."""
         matrices = matrices_of(node)
         names = tuple(name for w in matrices for name in constant_of(w).origin)
         each, k = static_dim(matrices[0], 0), static_dim(matrices[0], 1)
         n = 2 * up(each, 16) if len(matrices) == 2 else each
         precision = precision_of(node)
         weight = self.products.get((names, precision.value, packing))
-        if weight is None and precision == Precision.BF16:  # of float16 on a GPU, which float32 holds exactly
+        if weight is None and precision == Precision.BF16:  # a GPU's float16, which float32 represents exactly
             packing = replace(packing, format=WeightFormat.F32)
             weight = self.products.get((names, Precision.FP32.value, packing))
         if weight is None:
@@ -194,7 +197,7 @@ class EngineWeights:
         return lambda: self._bytes(weight).view(dtype).reshape(shape)
 
     def _bytes(self, weight: Weight) -> NDArray[np.uint8]:
-        """Read into memory of its own, and checked there. raises EngineError where they are not what was built"""
+        """Read into a new array and verify the checksum. raises EngineError if it does not match"""
         path, data = self.engine.folder / WEIGHTS, np.empty(weight.bytes, np.uint8)
         try:
             with path.open("rb") as file:
@@ -211,7 +214,7 @@ class EngineWeights:
 
 
 def _with_constants(graph: Graph, constants: Mapping[Value, Constant]) -> Graph:
-    """Some of a graph's constants are others."""
+    """Return a graph with some constants replaced."""
     new = {value: replace(value, constant=constant) for value, constant in constants.items()}
     nodes = (replace(node, inputs=tuple(new.get(v, v) for v in node.inputs)) for node in graph.nodes)
     return replace(graph, nodes=tuple(nodes))
@@ -222,7 +225,7 @@ def _precision(call: CallEntry) -> str:
 
 
 def _packing(engine: Engine, call: CallEntry) -> Packing:
-    """As the call has it. raises EngineError for numbers that mean nothing"""
+    """Return the packing of a call. raises EngineError if it is invalid"""
     try:
         p = {name: int(call.params[name]) for name in ("weights", "group", "format", "x_group", "scaling")}
         hadamard_group = p["x_group"] if p["format"] == RowFormat.HADAMARD_Q8 else 0

@@ -1,8 +1,8 @@
-"""Attention's work in a step, cut so that all of a GPU has some of it, whatever the contexts' lengths are.
+"""Partition of attention in a step, so that all multiprocessors of a GPU have work, whatever the context lengths.
 
-Rows of a KV head (tokens of a sequence x the query heads that share it) go in blocks, a program each. Where there are
-few blocks, their pages go in parts: as many pages to each as leave every multiprocessor its PROGRAMS, so that a long
-context has many and a short one is whole. Longer parts begin first, so that short ones fill the end.
+The rows of a KV head (tokens of a sequence x query heads that share it) are grouped into blocks, one program each. If
+there are few blocks, their pages are split into parts, of a length that gives every multiprocessor its PROGRAMS: a long
+context has many parts, a short one a single part. Longer parts start first, so that short ones fill the end.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from millrace.engine.executor import IntArray, StepInputs
 
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 16, 64, 128  # of a block: a tensor core's least; of prompts, before Hopper and on it
-FLOAT_ROWS = 32  # of prompts in float32, whose sums are threads' own: 64 rows of heads of 128 spill 1,528 bytes
-WIDEST = 256  # bytes of a head's keys or values, in the engine's type, of which a block may have MANY_ROWS
-# For each multiprocessor: of few rows an H200's holds three.
+FLOAT_ROWS = 32  # of prompts in float32, which sums in registers: 64 rows of heads of 128 spill 1,528 bytes
+WIDEST = 256  # bytes of a head's keys or values, in the engine's type, up to which a block may have MANY_ROWS
+# programs per multiprocessor: an H200's holds three with few rows
 PROGRAMS = {FEW_ROWS: 3, FLOAT_ROWS: 2, SOME_ROWS: 2, MANY_ROWS: 2}
-MOST_PARTS = 64  # of one block
-ITEM, MERGE = 8, 5  # numbers of a program of each kind, as kernels/attention/paged.py::Work has them
-ALIGNED = 4  # int32: a kernel is compiled once more for what does not begin at a multiple of 16 bytes
+MOST_PARTS = 64  # per block
+ITEM, MERGE = 8, 5  # numbers per program of each kind; kernels/attention/paged.py::Work lists them
+ALIGNED = 4  # in int32: Triton compiles another kernel for data that is not aligned to 16 bytes
 
 Integers = NDArray[np.integer[Any]]
 
 
 class AttentionKind(NamedTuple):
-    """Of attention. group: query heads for each KV head; window: tokens that it attends to at most; 0: all"""
+    """A kind of attention. group: query heads per KV head; window: tokens it attends to; 0: all"""
 
     group: int
     kv_heads: int
@@ -34,23 +34,27 @@ class AttentionKind(NamedTuple):
 
 
 class SmGeometry(NamedTuple):
-    """Of a device. many_rows: of a prompt's block"""
+    """Multiprocessors and block sizes of a device. many_rows: of a prompt's block"""
 
     number: int = 1
     many_rows: int = SOME_ROWS
 
     @classmethod
     def of(cls, number: int, capability: tuple[int, int], head_bytes: int, element: int = 2) -> "SmGeometry":
-        """Before Hopper 128 rows spill what they sum, and anywhere those of wide heads. element: bytes of floats"""
+        """Return a device's geometry. element: bytes of a float
+
+        Before Hopper, and with wide heads anywhere, blocks of 128 rows spill their sums.
+        """
         if element > 2:
             return cls(number, FLOAT_ROWS)
         return cls(number, MANY_ROWS if capability >= (9, 0) and head_bytes <= WIDEST else SOME_ROWS)
 
 
 class Sequences(NamedTuple):
-    """Each (S,): the first token in the step, how many, the first one's position, where page 0 is in a table.
+    """Sequences of a step, each field (S,): first token in the step, number of tokens, position of the first token,
+    offset of page 0 in a table.
 
-    That place may lie before the sequence's own: a table need not have the pages before a window.
+    That offset may be outside the sequence's own part, because a table may omit the pages before a window.
     """
 
     begins: Integers
@@ -69,7 +73,7 @@ class Sequences(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """items (n, ITEM), merges (m, MERGE): see Work | parts: of blocks that have several, in all"""
+    """Programs of a step. items (n, ITEM), merges (m, MERGE): see Work | parts: of blocks with several, in all"""
 
     items: IntArray
     merges: IntArray
@@ -77,9 +81,9 @@ class SplitPlan(NamedTuple):
 
 
 def split_attention(of: Sequences, rows: int, group: int, page_tokens: int, room: int, window: int = 0) -> SplitPlan:
-    """rows: of a block; room: for how many parts of a block's pages all programs of one KV head have work
+    """Split attention into programs. rows: of a block; room: for how many parts per KV head there are programs
 
-    window: as Kind's: pages before that of a block's first row are nobody's work
+    window: as in AttentionKind: pages before the window of a block's first row are skipped
     """
     owner, first = blocks(of.lengths * group, rows)
     begins, lengths, at, tables = of.some(owner)
@@ -103,22 +107,22 @@ def split_attention(of: Sequences, rows: int, group: int, page_tokens: int, room
 
 
 def first_page(positions: Integers, window: int, page_tokens: int) -> Integers:
-    """The number of the first page that a token at each position attends to."""
+    """Return the number of the first page that a token at each position attends to."""
     return np.maximum(positions - window + 1, 0) // page_tokens if window else np.zeros_like(positions)
 
 
 def window_pages(window: int, page_tokens: int, most_pages: int) -> int:
-    """That one token attends to at most. most_pages: of a sequence"""
+    """Return how many pages one token attends to at most. most_pages: of a sequence"""
     return min((window + page_tokens - 2) // page_tokens + 1, most_pages)
 
 
 def windows_in(kinds: Iterable[AttentionKind]) -> tuple[int, ...]:
-    """Each once, ascending."""
+    """Return the windows, each once, ascending."""
     return tuple(sorted({kind.window for kind in kinds} - {0}))
 
 
 def blocks(lengths: Integers, rows: int) -> tuple[Integers, Integers]:
-    """lengths: rows of each sequence, in blocks of so many: for each block whose it is, and its first row"""
+    """Split `lengths` rows of each sequence into blocks. Return the sequence and the first row of each block."""
     counts = -(-lengths // rows)
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
@@ -129,27 +133,27 @@ def room(rows: int, kv_heads: int, processors: int) -> int:
 
 
 def bounds(n_blocks: int, room: int) -> tuple[int, int, int]:
-    """Of a cut: how many items, merges and parts there are at most.
+    """Return the most items, merges and parts of a split.
 
-    A part but the last of its block has at least a `room`-th of all pages: there are at most so many beside one for
-    each block. One of several has more than half of what `cut` means it to have.
+    A part, except the last one of a block, has at least a `room`-th of all pages, so there are at most `room` parts
+    besides one for each block. Each of several parts has more than half of the intended length.
     """
     return n_blocks + room, min(n_blocks, room), min(n_blocks * MOST_PARTS, 2 * room)
 
 
 def rows_for(most: int) -> int:
-    """Of blocks of sequences that have at most so many: in a step of one token each, a KV head's query heads."""
+    """Return the rows of a block for sequences of at most so many, such as a KV head's query heads in decode steps."""
     return FEW_ROWS if most <= FEW_ROWS else SOME_ROWS
 
 
 def bucket_parts(
     sequences: int, most_pages: int, kinds: Sequence[AttentionKind], processors: int, page_tokens: int
 ) -> tuple[int, ...]:
-    """Numbers of each of a bucket's inputs.
+    """Return the lengths of a bucket's inputs.
 
-    Tokens, positions, rotary positions, adapters, slots, rows, slots of states before and behind, where tables begin;
-    of each kind of attention items and merges; of each window slots, first pages and tables; last the tables of layers
-    that attend to all, where there are some.
+    They are: tokens, positions, rotary positions, adapters, slots, rows, state slots before and after, table offsets;
+    items and merges of each kind of attention; slots, first pages and tables of each window; last the tables of
+    full-attention layers, if there are any.
     """
     result = [sequences] * 8 + [sequences + 1]
     for group, kv_heads, _ in kinds:
@@ -162,14 +166,14 @@ def bucket_parts(
 
 
 def aligned(lengths: Collection[int]) -> tuple[list[slice], int]:
-    """Where parts lie in one array so that each begins aligned, and its length."""
+    """Return aligned slices for parts of these lengths in one array, and its length."""
     padded = [-(-n // ALIGNED) * ALIGNED for n in lengths]
     begins = np.cumsum([0, *padded])
     return [slice(int(at), int(at) + n) for at, n in zip(begins, lengths, strict=False)], int(begins[-1])
 
 
 def pack_arrays(parts: Sequence[IntArray]) -> tuple[IntArray, list[slice]]:
-    """One int32 array, and where each part lies."""
+    """Pack parts into one int32 array, and return their slices."""
     places, n = aligned([p.size for p in parts])
     packed = np.zeros(n, np.int32)
     for place, part in zip(places, parts, strict=True):

@@ -1,4 +1,4 @@
-"""The GPU at hand: whether there is one, and whether it multiplies what an engine wants."""
+"""Checks of the GPU: whether there is one, and whether it supports an engine's precisions."""
 
 from collections.abc import Collection
 
@@ -22,7 +22,7 @@ CODES = {KvFormat.INT8: torch.int8, KvFormat.FP8: E4M3}
 
 
 def precisions_used(lowered: LoweredGraph, kv: KvFormat | None = None) -> tuple[str, ...]:
-    """What a GPU must multiply to run it, as machine/devices.py calls it; float32 they all do."""
+    """Return the precisions that a GPU must multiply, by the names of machine/devices.py; all multiply float32."""
     dtype = lowered.dtype
     result = {} if dtype in WIDE else {dtype: True}
     for node in lowered.placement.coded:
@@ -35,7 +35,7 @@ def precisions_used(lowered: LoweredGraph, kv: KvFormat | None = None) -> tuple[
 
 
 def check_runs(graph: Graph, kv: KvFormat | None) -> None:
-    """raises EngineError for an operator, or keys and values, that have no kernel here. kv: as of CudaExecutor"""
+    """Check that all operators and the KV format have kernels. raises EngineError. kv: as in CudaExecutor"""
     available = torch_operators()
     unknown = sorted({node.op for node in graph.nodes} - available.keys())
     if unknown:
@@ -52,7 +52,7 @@ def check_runs(graph: Graph, kv: KvFormat | None) -> None:
 
 
 def check_gpu(device: torch.device, needed: Collection[str]) -> None:
-    """raises MachineError where CUDA finds none, ConfigError where it lacks a precision"""
+    """Check the device. raises MachineError if CUDA finds none, ConfigError if it lacks a precision"""
     try:
         torch.cuda.init()
         result = torch.cuda.get_device_properties(device)

@@ -1,7 +1,7 @@
-"""Decode steps in buckets: of so many sequences, at fixed places, that a device replays what it captured once.
+"""Decode steps as CUDA graphs: padded to a bucket of sequences with fixed buffers, captured once and replayed.
 
-A step of S sequences, one token each, goes into the least bucket that has room. Rows that only fill it hold token 0 at
-position 0 of a page that no sequence has: they write and read there, and nobody reads what they give.
+A step of S sequences, one token each, uses the smallest bucket that fits. Padding rows have token 0 at position 0 of a
+scratch page that no sequence owns: they read and write there, and their outputs are ignored.
 """
 
 import threading
@@ -38,11 +38,11 @@ from millrace.kernels.attention.paged import AttentionWork, StepTables
 from millrace.kernels.short_conv.slots import SequenceSlots
 
 Tables = Callable[[AttentionKind], StepTables]
-_CAPTURE = threading.Lock()  # of a process, one at a time: each begins by waiting for its device, which no other bears
+_CAPTURE = threading.Lock()  # one capture at a time per process: it synchronizes the device first, which breaks others
 
 
 def usual_buckets(most: int) -> tuple[int, ...]:
-    """Up to `most` sequences: powers of two to 8, then in steps of 8, from 64 on in quarters of a power of two."""
+    """Return bucket sizes up to `most` sequences: powers of two to 8, multiples of 8, from 64 on quarters of powers."""
     result = [1, 2, 4, 8]
     while result[-1] < most:
         result.append(result[-1] + max(8, 1 << (result[-1].bit_length() - 3)))
@@ -50,9 +50,9 @@ def usual_buckets(most: int) -> tuple[int, ...]:
 
 
 def bucket_of(step: StepInputs, buckets: Sequence[int]) -> int | None:
-    """The least that has room for a step of one token a sequence, and rows, but no more than these; None: none has.
+    """Return the smallest bucket for a step of one token per sequence and at most as many rows; None if there is none.
 
-    Nor has one for embedding rows, which prompts bring.
+    Steps with embedding rows, which belong to prompts, have none.
     """
     n = len(step.tokens)
     at, fits = bisect_left(buckets, n), len(step.starts) == n + 1 and 0 < len(step.sampling) <= n
@@ -62,11 +62,12 @@ def bucket_of(step: StepInputs, buckets: Sequence[int]) -> int | None:
 
 @dataclass(slots=True)
 class Bucket:
-    """Inputs of a decode step of `size` sequences, on the device, where they stay; written by two copies from the host.
+    """Inputs of a decode step of `size` sequences on the device, at fixed addresses; filled by two copies from the
+    host.
 
-    scratch: the page of rows that fill it | most_pages: of one sequence | multiprocessors: of the device
-    kinds: of attention that there are | windows: of each, by its tokens, the page in its caches of rows that fill it
-    scratch_slot: of states of rows that fill it
+    scratch: the page of padding rows | most_pages: of one sequence | multiprocessors: of the device
+    kinds: the kinds of attention | windows: the scratch page of each window, by its tokens
+    scratch_slot: the state slot of padding rows
     """
 
     size: int
@@ -82,7 +83,7 @@ class Bucket:
     _host: IntArray = field(init=False)
     _host_parts: list[IntArray] = field(init=False)
     _first_pages: Tensor = field(init=False)
-    _parts: list[Tensor] = field(init=False)  # views of it, as `bucket_parts` names them
+    _parts: list[Tensor] = field(init=False)  # views of it, in the order of `bucket_parts`
     _starts: Tensor = field(init=False)
     _zeros: Tensor = field(init=False)
     rows: Rows = field(init=False)
@@ -106,7 +107,7 @@ class Bucket:
         self._zeros = torch.zeros(self.size, dtype=torch.int32, device=self.device)
 
     def fill(self, step: StepInputs, windows: Sequence[WindowPages] = (), states: StateSlots | None = None) -> None:
-        """step: for which `bucket_of` gives this size. held: the pages of each of `windows`"""
+        """Fill the inputs from a step for which `bucket_of` returns this size."""
         tokens, positions, rotary, adapters, slots, rows, before, behind, table_starts, *more, tables = self._host_parts
         n, used, at = len(step.tokens), 0, step.positions
         arrays = (
@@ -116,7 +117,7 @@ class Bucket:
         for part, values in arrays:
             part[: len(values)], part[len(values) :] = values, 0
         (before[:n], behind[:n]), before[n:], behind[n:] = slots_of(step, states), -1, self.scratch_slot
-        if len(tables):  # some layer attends to all
+        if len(tables):  # some layers have full attention
             pages = step.pages[step.page_starts[:-1] + at // self.page_tokens]
             slots[:n], slots[n:] = pages * self.page_tokens + at % self.page_tokens, self.scratch * self.page_tokens
             used, padding = len(step.pages), self.size - n
@@ -137,7 +138,7 @@ class Bucket:
         self._first_pages[:end].copy_(pinned(torch.from_numpy(self._host[:end]), self.device), non_blocking=True)
 
     def _fill_window(self, window: int, windows: WindowPages, at: IntArray, parts: Sequence[IntArray]) -> IntArray:
-        """Give where page 0 of each row is. A row has room for as many pages as one token attends to at most."""
+        """Fill a window's inputs; return the offset of each row's page 0. A row has the pages of one token's window."""
         (slots, first, tables), n, size, scratch = parts, len(at), self.page_tokens, self.windows[window]
         first[:n], first[n:] = first_page(at, window, size), 0
         each = window_pages(window, size, self.most_pages)
@@ -151,7 +152,7 @@ class Bucket:
         return begins
 
     def _fill_work(self, positions: IntArray, begins: Mapping[int, IntArray], parts: Sequence[IntArray]) -> None:
-        """begins: where page 0 of each row is, by window. parts: items and merges of each kind, and others"""
+        """Fill the programs. begins: offset of each row's page 0, by window. parts: items and merges, ..."""
         rows, ones = np.arange(self.size), np.ones(self.size, np.int32)
         for kind, items, merges in zip(self.kinds, parts[::2], parts[1::2], strict=False):
             group, kv_heads, window = kind
@@ -162,13 +163,13 @@ class Bucket:
                 part[: len(values)], part[len(values) :] = values, 0
 
     def inputs(self) -> dict[str, Tensor]:
-        """By the names of the graph's."""
+        """Return the graph's inputs by name."""
         tokens, _, rotary, adapters, _, rows, *_ = self._parts
         ones = self._starts[1:2].expand(self.size)  # the second one is 1
         return {"tokens": tokens, "positions": rotary, "rows": rows, "lengths": ones, "adapters": adapters}
 
     def tables(self, kind: AttentionKind) -> StepTables:
-        """A graph has captured programs for as much work as there may be; which there is, `fill` writes."""
+        """Return a kind's tables. Graphs are captured with the most programs; `fill` determines which have work."""
         if kind not in self._tables:
             _, positions, rotary, _, slots, _, _, _, table_starts, *more, tables = self._parts
             at, rows, first = self.kinds.index(kind), rows_for(kind.group), self._zeros
@@ -186,16 +187,16 @@ class Bucket:
         return self._tables[kind]
 
     def slots(self) -> SequenceSlots:
-        """Of states; each token is a sequence."""
+        """State slots; each token is a sequence."""
         before, behind = self._parts[6:8]
         return SequenceSlots(self._starts[:-1], self._starts, before, behind)
 
 
 class Graphs:
-    """Where one executor's graphs are captured: on one stream, into memory that they share.
+    """The captured graphs of one executor: on one stream, in one memory pool.
 
-    Kernels run once on that very stream before they are captured: cuBLAS has a workspace for each stream that it meets,
-    on Hopper of 32 MiB, which it keeps, and PyTorch as many streams as one asks for, up to 32.
+    Kernels run once on that stream before the capture: cuBLAS keeps a workspace for each stream that it is used on, 32
+    MiB on Hopper, and PyTorch hands out up to 32 streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -203,19 +204,19 @@ class Graphs:
         self._memory, self._captured = torch.cuda.graph_pool_handle(), 0
 
     def captured(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """raises RuntimeError where it cannot be: nothing is left of it, and others can"""
+        """Capture a graph. raises RuntimeError on failure, after which others can still be captured"""
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         try:
-            with torch.cuda.stream(self._stream):  # a capture that fails at its end leaves its stream the current one
-                compute()  # kernels are compiled, libraries ready
+            with torch.cuda.stream(self._stream):  # a capture that fails at its end leaves its stream current
+                compute()  # compiles kernels and initializes libraries
                 with _CAPTURE:
                     return self._graph(compute)
-        finally:  # what has begun there may still read inputs that are filled next
+        finally:  # pending work may still read inputs that are filled next
             before.wait_stream(self._stream)
 
     def _graph(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Other threads, such as one that loads another model, may do meanwhile what a capture must not."""
+        """Capture; other threads, such as one that loads another model, may meanwhile do what a capture forbids."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
@@ -223,7 +224,7 @@ class Graphs:
             ):  # fmt: skip
                 output = compute()
         except RuntimeError as error:
-            # Of no use to others: what no graph is left of, and what a capture that cannot end still takes memory from.
+            # A pool without graphs is useless, and so is one from which an unfinished capture still takes memory.
             if not self._captured or not isinstance(error, torch.OutOfMemoryError):
                 self._memory = torch.cuda.graph_pool_handle()
             raise
@@ -237,8 +238,8 @@ class Graphs:
 
 
 def captured(compute: Callable[[], Tensor], graphs: Graphs | None) -> Callable[[], Tensor]:
-    """What computes it again, from inputs where they were and into the same output: a CUDA graph, on a GPU.
+    """Return a function that computes the same again, from inputs at the same addresses into the same output.
 
-    There each may write over what another one gave. graphs: None on a CPU, where it is called as it is
+    On a GPU it replays a CUDA graph, and may overwrite what other graphs returned. graphs: None on a CPU
     """
     return compute if graphs is None else graphs.captured(compute)

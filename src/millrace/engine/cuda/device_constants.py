@@ -1,4 +1,4 @@
-"""What a graph has constant, on a device: each read once."""
+"""The constants of a graph on a device, each read once."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,16 +30,16 @@ from millrace.kernels.matmul.op import (
 from millrace.kernels.operand_places import constant_of
 from millrace.machine.cpu import usable_cores
 
-AHEAD = 2, 8  # matrices that are read at a time, by cores, and so lie in the host's memory: at least, at most
+AHEAD = 2, 8  # matrices read ahead into host memory, by cores: minimum, maximum
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """tensors: tables, biases and weights of products in the engine's type, others in float32
+    """tensors: matmul tables, biases and weights in the engine's type, others in float32
 
-    coded: of products by node: codes and scales of their matrices, of which those that are coded alike are one
-    joined: of products with several matrices in the engine's type, these in one piece, of which `tensors` has parts
+    coded: codes and scales of matmuls by node; matrices that are coded alike are merged
+    joined: matmuls with several matrices in the engine's type, merged; `tensors` has views of their parts
     """
 
     tensors: dict[Value, Tensor]
@@ -47,14 +47,14 @@ class Loaded:
     joined: dict[Node, Tensor] = field(default_factory=dict)
 
     def matrices(self, node: Node) -> tuple[Matrix, ...]:
-        """Of a product: what lies together is one."""
+        """Return the weight matrices of a matmul; matrices stored contiguously are returned as one."""
         if node in self.joined:
             return (self.joined[node],)
         return self.coded.get(node) or tuple(self.tensors[w] for w in matrices_of(node))
 
 
 def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, preloaded: Loaded | None = None) -> Loaded:
-    """given: what is there already, and is not read
+    """Load the constants. preloaded: what is on the device already, and is not read
 
     raises CheckpointError for weights that are not finite, or too large for the engine's type
     """
@@ -84,9 +84,9 @@ def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, preloa
 def load_merged(
     graph: Graph, tensors: dict[Value, Tensor], coded: Collection[Node], dtype: torch.dtype, device: torch.device
 ) -> dict[Node, Tensor]:
-    """Room for the floats of each product with several matrices, where these have none; `tensors` gets its parts.
+    """Allocate one tensor for each matmul with several float matrices, and put views of it into `tensors`.
 
-    coded: products that have codes
+    coded: matmuls that have codes
     """
     result = {}
     for node in graph.nodes:
@@ -99,7 +99,7 @@ def load_merged(
 
 
 def _alike(parts: Sequence[QuantizedRows]) -> list[list[QuantizedRows]]:
-    """Neighbours that differ in nothing but their codes and scales are one."""
+    """Group neighbors that differ in nothing but their codes and scales."""
     result: list[list[QuantizedRows]] = []
     for part in parts:
         if result and _format(result[-1][0]) == _format(part):
@@ -115,7 +115,7 @@ def _format(rows: QuantizedRows) -> tuple[object, ...]:
 
 
 def _placed(parts: Sequence[QuantizedRows], device: torch.device) -> QuantizedRows:
-    """One behind the other, in one allocation."""
+    """Copy parts into one allocation, one after the other."""
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return replace(
         parts[0], codes=rows_on_device([part.codes for part in parts], device),
@@ -125,7 +125,7 @@ def _placed(parts: Sequence[QuantizedRows], device: torch.device) -> QuantizedRo
 
 
 def _ahead(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
-    """What each gives, in turn: files are read, and weights rounded, while what came before goes to the device."""
+    """Yield the results in order: the next files are read and quantized while the previous ones are copied."""
     flights, ahead = deque[Future[_T]](), min(max(usable_cores() // 2, AHEAD[0]), AHEAD[1])
     with ThreadPoolExecutor(ahead) as pool:
         for work in works:
@@ -137,19 +137,19 @@ def _ahead(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
 
 
 def _codes(node: Node, w: Value, rows: Node | None) -> QuantisedMatrix:
-    """rows: what made those that the weights meet"""
+    """Return the codes of weights. rows: the node that makes the rows that they are multiplied with"""
     constant = constant_of(w)
     return codes_of(constant, constant.load, precision_of(node).bits, group_of(node), transform_of(rows))
 
 
 def _read(value: Value) -> NDArray[Any]:
-    """float64 becomes what a CPU makes of it, which is rounded twice."""
+    """Read a constant; float64 is rounded to float32 first, as on a CPU."""
     array = constant_of(value).load()
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _check_finite(tensors: Mapping[Value, Tensor]) -> None:
-    """On the device, and waited for once; the least and the largest of what has no number in it would be none."""
+    """Check weights on the device with one synchronization: minimum and maximum are NaN if any element is."""
     if not tensors:
         return
     ends = torch.stack([torch.stack([x.min(), x.max()]).float() for x in tensors.values()])

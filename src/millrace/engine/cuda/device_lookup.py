@@ -1,4 +1,4 @@
-"""The GPU that was asked for: found, or one clear error, before anything else is done. PyTorch is imported for it."""
+"""Find the requested GPU, or fail with one clear error before anything else is done. Imports PyTorch to look."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _NAMED = re.compile(r"cpu|cuda(:\d{1,4})?")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """device: as PyTorch names it; capability: (9, 0) of a Hopper; free_bytes: of its memory"""
+    """A GPU. device: PyTorch's name; capability: (9, 0) of a Hopper; free_bytes: of its memory"""
 
     device: str
     name: str
@@ -23,7 +23,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class DeviceId:
-    """Where a model runs, by the name of its device; random_weights: with weights that are drawn there, none is read"""
+    """Where a model runs, by the name of its device. random_weights: drawn on the device instead of read"""
 
     device: str = CPU
     random_weights: bool = False
@@ -34,7 +34,7 @@ ON_CPU = DeviceId()
 
 @dataclass(frozen=True, slots=True)
 class DatasheetDevice:
-    """A GPU that is here, or one of the catalogue. about: its name and what it is; here: None of the catalogue's"""
+    """A local GPU, or one of the catalog. about: its name and specification; here: None for one of the catalog"""
 
     about: str
     architecture: str
@@ -42,14 +42,14 @@ class DatasheetDevice:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of PyTorch's or Triton's says first; some say nothing but their name."""
+    """Return the first line of an error of PyTorch or Triton; for an empty message, the error's name."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def known_gpu(device: str) -> DatasheetDevice:
-    """device: cuda, or cuda:1, of those that are here; else a name of the catalogue, such as h100
+    """Look a GPU up. device: cuda, or cuda:1, of this machine; otherwise a name of the catalog, such as h100
 
-    raises ConfigError for others; MachineError where there is none here
+    raises ConfigError for other names; MachineError if this machine has no GPU
     """
     if device != CPU and _NAMED.fullmatch(device):
         result = find_gpu(device)
@@ -63,8 +63,8 @@ def known_gpu(device: str) -> DatasheetDevice:
 
 
 def check_name(device: str) -> None:
-    """raises ConfigError"""
-    if not isinstance(device, str) or not _NAMED.fullmatch(device):  # from Python it may be anything
+    """Check a device's name. raises ConfigError"""
+    if not isinstance(device, str) or not _NAMED.fullmatch(device):  # in Python it may be any object
         meant = str(device).lower()
         if meant.isdecimal():
             meant = f"cuda:{meant}"
@@ -75,11 +75,11 @@ def check_name(device: str) -> None:
 
 
 def find_gpu(device: str) -> Gpu:
-    """raises MachineError where PyTorch, its part for CUDA, a driver or such a GPU is not there, or it has failed"""
+    """Find the GPU. raises MachineError if PyTorch, its CUDA part, a driver or the GPU is missing, or has failed"""
     try:
         import torch
         import triton  # noqa: F401 - the kernels are written in it
-    except (ImportError, OSError) as error:  # OSError: a library of theirs is missing
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
         missing = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else ""
         raise MachineError(
             f"--device {device}: {missing or f'PyTorch cannot be used: {error}'}", "PyTorch for CUDA, and Triton",
@@ -99,7 +99,7 @@ def find_gpu(device: str) -> Gpu:
             there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_properties(i).name})" for i in range(n))
             raise MachineError(f"there is no GPU cuda:{index}", f"one of {there}", "choose one of them")
         result, (free_bytes, _) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-    except (RuntimeError, AssertionError) as error:  # no driver, one too old, none that may be used, one that failed
+    except (RuntimeError, AssertionError) as error:  # no driver, one too old, no GPU that may be used, a failed one
         raise MachineError(
             f"--device {device}: no GPU to run on: {first_line(error)}",
             f"an NVIDIA GPU, with a driver for CUDA {torch.version.cuda}",

@@ -1,6 +1,6 @@
-"""What a GPU reaches: reading and copying its memory, and products of large matrices by the libraries that engines use.
+"""The measured roofline of a GPU: reading and copying its memory, and large matmuls by the libraries that engines use.
 
-Numbers are random: for zeros a GPU draws less power, and then runs faster.
+Inputs are random: with zeros a GPU draws less power, and so runs faster.
 """
 
 import statistics
@@ -18,14 +18,14 @@ from millrace.errors import MachineError, mib
 from millrace.kernels.matmul.coded import E4M3
 
 REPEATS = 7
-BYTES, SIDE = 4 << 30, 8192  # that are read; of a matrix: both far more than caches have, and some milliseconds
-LEAST_BYTES = 256 << 20  # below this a cache would be measured
-_TESTED = 1 << 20, 64  # of a CPU's tensors, whose rates mean nothing
+BYTES, SIDE = 4 << 30, 8192  # bytes to read; side of a matrix: both far larger than caches, and some milliseconds long
+LEAST_BYTES = 256 << 20  # with less, a cache would be measured
+_TESTED = 1 << 20, 64  # of a CPU's tensors, in tests
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """read, copied: bytes a second, a copy's twice, read and written; products: operations a second, by precision"""
+    """read, copied: bytes per second, a copy's in both directions; products: operations per second, by precision"""
 
     read: float
     copied: float
@@ -33,9 +33,10 @@ class DeviceRates:
 
 
 def measured(gpu: Gpu, precisions: Collection[str]) -> DeviceRates:
-    """precisions: of "fp16", "bf16", "int8", "fp8", as machine/devices.py calls them; float32 is among them always.
+    """Measure a GPU. precisions: of "fp16", "bf16", "int8", "fp8", the names of machine/devices.py; float32 is always
+    measured
 
-    Takes a few seconds. raises MachineError where the device fails, or has too little memory free
+    Takes a few seconds. raises MachineError if the device fails, or has too little free memory
     """
     device = torch.device(gpu.device)
     n_bytes, side = (min(BYTES, gpu.free_bytes // 4), SIDE) if device.type == "cuda" else _TESTED
@@ -45,7 +46,7 @@ def measured(gpu: Gpu, precisions: Collection[str]) -> DeviceRates:
     try:
         with torch.inference_mode(), on_device_context(device):
             return _rates(device, n_bytes, side, precisions)
-    except RuntimeError as error:  # PyTorch's of a device
+    except RuntimeError as error:  # raised by PyTorch for a device
         raise MachineError(f"{gpu.name} failed while it was measured: {first_line(error)}", "a GPU that works",
                            "see what nvidia-smi says") from error  # fmt: skip
 
@@ -80,8 +81,8 @@ def _int8(a: Tensor, b: Tensor) -> Callable[[], object]:
 
 
 def _fp8(a: Tensor, b: Tensor) -> Callable[[], object]:
-    """As an engine's: a scale for each row and each column, sums with fast accumulation."""
-    n = len(a) if a.device.type == "cuda" else 1  # PyTorch on a CPU takes scales of rows from 2.13 on
+    """Return an FP8 matmul as an engine's: a scale per row and column, sums with fast accumulation."""
+    n = len(a) if a.device.type == "cuda" else 1  # PyTorch on a CPU takes row scales from 2.13 on
     x, w, ones = a.to(E4M3), b.to(E4M3).t(), torch.ones(n, 1, device=a.device)
     return lambda: torch._scaled_mm(x, w, scale_a=ones, scale_b=ones.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
 
@@ -92,7 +93,7 @@ _PRODUCTS: Mapping[str, Callable[[Tensor, Tensor], Callable[[], object]]] = {
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """The median of some runs, after one that warms up."""
+    """Return the median of some runs, after a warm-up run."""
     samples = []
     for _ in range(repeats + 1):
         wait_for(device)

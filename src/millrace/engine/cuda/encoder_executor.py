@@ -1,4 +1,4 @@
-"""An encoder on a GPU: whole texts in, packed one behind the other, a vector for each out; nothing is kept."""
+"""An encoder on a GPU: whole texts in, packed one after the other, a vector for each out; nothing is kept."""
 
 from collections.abc import Mapping
 
@@ -22,9 +22,9 @@ from millrace.kernels.operators import float_attr, static_dim
 
 
 class CudaNetwork(GraphExecutor):
-    """lowered, device, load: as of Walk; most: tokens (T) and texts (S) of a run
+    """lowered, device, load: as in GraphExecutor; most: maximum of tokens (T) and texts (S) of a run
 
-    raises as Walk; EngineError for an operator that has no kernel here
+    raises as GraphExecutor; EngineError for an operator without a kernel here
     """
 
     def __init__(self, lowered: LoweredGraph, most: Mapping[str, int], *, device: str, load: Load = load) -> None:
@@ -33,13 +33,13 @@ class CudaNetwork(GraphExecutor):
         self._inputs = tuple(map(Slot.of, lowered.graph.inputs))
         self._most = {Symbol(name): n for name, n in most.items()}
         self._lengths: NDArray[np.int32]
-        self._texts: dict[int, TextTables] = {}  # of this run, by query heads for each KV head
+        self._texts: dict[int, TextTables] = {}  # of this run, by query heads per KV head
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """Its outputs by name, float32.
+        """Run the encoder and return its outputs by name, float32.
 
-        raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was made for;
-        RuntimeError where the device fails
+        raises RequestError for an input that is missing, unknown, or not of the declared shape, type and bounds;
+        RuntimeError if the device fails
         """
         sizes = sizes_of(self._inputs, self._most, inputs)
         self._lengths, self._texts = np.asarray(inputs["lengths"], np.int32), {}
@@ -53,9 +53,9 @@ class CudaNetwork(GraphExecutor):
         return dict(zip(result, arrived, strict=True))
 
     def warm(self, longest: int) -> None:
-        """Kernels are compiled, and the largest run's memory is taken, before anybody waits for it.
+        """Compile the kernels and allocate the largest run's memory before the first request.
 
-        longest: tokens of a text. raises RuntimeError where the device fails, or has too little memory
+        longest: tokens of a text. raises RuntimeError if the device fails, or has too little memory
         """
         tokens, texts = self._most[Symbol("T")], self._most[Symbol("S")]
         each = min(longest, tokens)
@@ -70,7 +70,7 @@ class CudaNetwork(GraphExecutor):
 
 
 def text_tables(lengths: NDArray[np.int32], group: int, device: torch.device) -> TextTables:
-    """lengths: tokens of each text; group: query heads for each KV head. One copy to the device"""
+    """Copy the texts' tables to the device at once. lengths: tokens of each text; group: query heads per KV head"""
     rows = rows_for(int(lengths.max(initial=1)) * group)
     starts, programs = np.append(0, np.cumsum(lengths)), np.stack(blocks(lengths * group, rows), 1)
     tables = on_device(np.concatenate([starts, programs.reshape(-1)]).astype(np.int32), device)

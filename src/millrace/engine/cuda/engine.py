@@ -1,4 +1,4 @@
-"""A model as it will run on a GPU: an engine made at every start, of a checkpoint or of an engine folder."""
+"""An engine for a GPU: made at every start, from a checkpoint or an engine folder."""
 
 import shutil
 import weakref
@@ -17,7 +17,7 @@ from millrace.engine.cuda.memory_plan import DevicePlan, MemoryNeeds, check_fits
 from millrace.engine.executor import Executor, ExecutorLimits, WindowLimits
 from millrace.errors import MachineError, mib
 
-if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
+if TYPE_CHECKING:  # PyTorch is imported only when a GPU is used
     from millrace.engine.cuda.encoder_executor import CudaNetwork
     from millrace.engine.cuda.executor import CudaExecutor
     from millrace.engine.cuda.graph_executor import Load
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
 
 
 class EngineFiles:
-    """A folder for what is needed while an engine is open; gone after `remove`, or with this object."""
+    """A temporary folder for the files of an open engine, removed by `remove` or with this object."""
 
     def __init__(self) -> None:
         self.folder = Path(mkdtemp(prefix="millrace-"))
@@ -34,9 +34,9 @@ class EngineFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
-    """What CudaExecutor or CudaNetwork takes: a lowered graph with constants that are not read yet.
+    """The arguments of CudaExecutor or CudaNetwork: a lowered graph whose constants are not read yet.
 
-    limits: but for how many pages there are; kv, buckets: of a language model; random: weights are drawn on the device
+    limits: without the number of pages; kv, buckets: of a language model; random: weights are drawn on the device
     """
 
     lowered: LoweredGraph
@@ -55,10 +55,11 @@ class GpuModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuEngine(Engine):
-    """Its folder has the tokenizer's files, and is there until `close`; its manifest is of this start alone.
+    """An engine on a GPU. Its folder has the tokenizer's files, until `close`; its manifest is valid for this start
+    only.
 
-    files: of a checkpoint's start, which made them
-    smaller: what could be asked for instead where this does not fit, and what that takes
+    files: the temporary folder of a start from a checkpoint
+    smaller: alternatives to suggest if this does not fit, and their memory needs
     tuner: times kernels on the device, before they are captured
     """
 
@@ -82,7 +83,7 @@ class GpuEngine(Engine):
 
     @property
     def n_slots(self) -> int:
-        """For states; 0: the model has none."""
+        """State slots; 0: the model has no states."""
         return SLOTS_PER_SEQUENCE * self.model.limits.max_sequences if self.needs.states_bytes else 0
 
     @property
@@ -90,16 +91,16 @@ class GpuEngine(Engine):
         return self.needs.states_bytes
 
     def plan(self, kv_memory: int | None) -> DevicePlan:
-        """raises MachineError where it does not fit, naming what would"""
+        """Plan the device's memory. raises MachineError if it does not fit, naming what would"""
         most = self.pages_per_sequence * self.manifest.max_sequences
         return plan_device(self.needs, self.gpu.free_bytes, most, kv_memory=kv_memory, smaller=self.smaller())
 
     def on_gpu(self, n_pages: int, window_pages: Sequence[int] | None = None) -> Executor:
-        """Reads the weights, each once, and warms a GPU. raises CheckpointError, ConfigError, MachineError
+        """Load the weights, each once, and warm up. raises CheckpointError, ConfigError, MachineError
 
-        window_pages: of the caches of each window; None: as many as of the others
+        window_pages: pages of the caches of each window; None: as many as of full attention
         """
-        from millrace.engine.cuda.executor import CudaExecutor  # and with it PyTorch
+        from millrace.engine.cuda.executor import CudaExecutor  # imports PyTorch
 
         self.check_language_model()
         model, own = self.model, [n_pages] * len(self.windows) if window_pages is None else window_pages
@@ -117,8 +118,8 @@ class GpuEngine(Engine):
         return executor
 
     def network_on_gpu(self) -> "CudaNetwork":
-        """Of an encoder. Raises as `on_gpu`, MachineError also where it does not fit, naming what would"""
-        from millrace.engine.cuda.encoder_executor import CudaNetwork  # and with it PyTorch
+        """Load an encoder. raises as `on_gpu`, and MachineError if it does not fit, naming what would"""
+        from millrace.engine.cuda.encoder_executor import CudaNetwork  # imports PyTorch
 
         check_fits(self.needs, self.gpu.free_bytes, self.smaller())
         model = self.model
@@ -133,7 +134,7 @@ class GpuEngine(Engine):
     def _failing(self, needed_bytes: int, mend: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # PyTorch's of a device, among them that its memory has run out
+        except RuntimeError as error:  # PyTorch's error for a device, out of memory included
             raise MachineError(
                 f"{self.gpu.name} failed while the model was loaded: {first_line(error)}",
                 f"a GPU that works, and {mib(needed_bytes)} of its memory, which were free",

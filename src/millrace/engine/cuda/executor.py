@@ -1,7 +1,7 @@
-"""The executor of a GPU: a graph's operators as PyTorch and Triton compute them, keys and values in pages.
+"""The executor of a GPU: a graph's operators computed by PyTorch and Triton, with keys and values in pages.
 
-It agrees with the others within a tolerance: libraries choose how sums are cut by shapes. On tensors of a CPU the
-same steps go through plain PyTorch, so that everything but the kernels is tested without a device.
+It agrees with the other executors within a tolerance, because libraries choose the order of sums by shapes. With CPU
+tensors the same steps run in plain PyTorch, so that everything except the kernels is tested without a GPU.
 """
 
 from collections import deque
@@ -46,12 +46,12 @@ Slots = Callable[[], SequenceSlots]
 
 
 class CudaExecutor(GraphExecutor, Executor):
-    """lowered, device, load: as of Walk
+    """lowered, device, load: as in GraphExecutor
 
-    kv: how keys and values are kept, INT8 or FP8; None: in dtype
-    buckets: sizes, ascending, to which steps of one token a sequence are padded, to be captured once and then replayed
-    raises, before a weight is read: EngineError for an operator, or keys and values, that have no kernel here,
-    MachineError without a GPU, ConfigError for one that lacks a precision
+    kv: the KV format, INT8 or FP8; None: in dtype
+    buckets: sizes, ascending, to which decode steps are padded, to be captured once and then replayed
+    raises, before a weight is read: EngineError for an operator or KV format without a kernel here, MachineError
+    without a GPU, ConfigError if it lacks a precision
     """
 
     depth = 2
@@ -81,30 +81,30 @@ class CudaExecutor(GraphExecutor, Executor):
         self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
         self._replays = dict[tuple[int, SamplingMode | None], Callable[[], Tensor]]()
         self._flights: deque[AsyncCopy] = deque()
-        self._last_tokens: Tensor | None = None  # by the last step that was launched
+        self._last_tokens: Tensor | None = None  # of the step launched last
 
     def warm(self) -> None:
-        """Kernels are compiled, buckets captured and the largest step's memory is taken, before anybody waits for it.
+        """Compile kernels, capture buckets and allocate the largest step's memory before the first request.
 
-        Writes into pages that nobody has yet. raises RuntimeError where the device fails, or has too little memory
+        Writes into pages that are not owned yet. raises RuntimeError if the device fails, or has too little memory
         """
         limits = self.limits
         longest = min(limits.max_step_tokens, limits.context_tokens)
         each, n_pages = -(-longest // limits.page_tokens), min([limits.n_pages, *self._window_pages.values()])
         n = max(1, min(limits.max_step_tokens // longest, limits.max_sequences, n_pages // each))
         steps = []
-        for m in self._buckets[::-1]:  # the largest has room for what others compute
+        for m in self._buckets[::-1]:  # the largest first, whose memory the others reuse
             if m <= n_pages:
                 steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in SamplingMode]
                 steps[-1].sampling["temperature"] = 1
-        # Prompts of 9 to 63 tokens have tiles of their own, which the buckets of few sequences do not reach.
+        # Prompts of 9 to 63 tokens have their own tiles, which buckets of few sequences do not use.
         prompts = [[m] for m in (2 * EIGHT, MANY_ROWS - 1) if m < longest]
-        # Last: a capture gives all memory back to the device that PyTorch holds and nobody uses.
+        # Last, because a capture returns all unused memory that PyTorch holds to the device.
         for lengths in (*prompts, [longest] * n):
             steps.append(dummy_step(lengths, 0, len(lengths) * each, vocab=limits.vocab_size))
         for step in steps:
             self.run(step)
-        self.run(replace(steps[-1], pending_tokens=np.zeros((1, 2), np.int32)))  # a token that the step before drew
+        self.run(replace(steps[-1], pending_tokens=np.zeros((1, 2), np.int32)))  # a token of the previous step
 
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
@@ -112,7 +112,7 @@ class CudaExecutor(GraphExecutor, Executor):
         with torch.inference_mode(), on_device_context(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
             if way is None:
-                history = self._history(step)  # at once: a replay may write over what the one before drew
+                history = self._history(step)  # before a replay may overwrite the previous step's tokens
                 result = sample(self.logits(step), step, self._kernels.draw, history)
             else:
                 self._copy_pages(step)
@@ -127,7 +127,7 @@ class CudaExecutor(GraphExecutor, Executor):
             return StepOutputs(*self._flights.popleft().arrived())
 
     def logits(self, step: StepInputs) -> Tensor:
-        """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
+        """Return the logits (R, V) float32 of the sampled rows; store keys and values. The next step may reuse them."""
         with torch.inference_mode(), on_device_context(self.device):
             self._copy_pages(step)
             size = bucket_of(step, self._buckets)
@@ -143,7 +143,7 @@ class CudaExecutor(GraphExecutor, Executor):
                         pages.copy(source, target)
 
     def _step_windows(self, step: StepInputs) -> dict[int, WindowPages]:
-        """Pages in the caches of each window, by its tokens."""
+        """Return the pages of each window, by its tokens."""
         return dict(zip(self._window_pages, step.windows_of(self.limits), strict=True))
 
     def _eager(self, step: StepInputs) -> tuple[Mapping[str, Tensor], Tables, Slots, Tensor | None]:
@@ -174,21 +174,20 @@ class CudaExecutor(GraphExecutor, Executor):
         return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.argmax)
 
     def _put_last_tokens(self, tokens: Tensor, places: IntArray | None) -> None:
-        """Those that the step before draws, as `drawn` has places and rows; what it could not draw is any token: nobody
-        waits for what follows."""
+        """Insert tokens that the previous step draws. If a draw failed, the token is arbitrary: its row is dropped."""
         if places is not None:
             assert self._last_tokens is not None, "no step was launched before"
             at, rows = on_device(places.T.astype(np.int32), self.device)
             self._kernels.scatter_tokens(tokens, at, self._last_tokens, rows)
 
     def _history(self, step: StepInputs) -> Tensor:
-        """(tokens,) int32 that penalties count, with those that the step before draws."""
+        """Return the tokens (tokens,) int32 that penalties count, with those that the previous step draws."""
         result = on_device(step.history if step.pending_history is None else step.history.copy(), self.device)
         self._put_last_tokens(result, step.pending_history)
         return result
 
     def _replayed(self, step: StepInputs, size: int, way: SamplingMode | None) -> Tensor:
-        """The tokens of its rows, drawn that way; None: their logits. The next step may write over them."""
+        """Replay a bucket: return the tokens of its rows, drawn as `way`; None: logits. Later steps may reuse both."""
         if size not in self._inputs:
             limits = self.limits
             most_pages = -(-limits.max_context // limits.page_tokens)
@@ -199,7 +198,7 @@ class CudaExecutor(GraphExecutor, Executor):
         bucket = self._inputs[size]
         bucket.fill(step, list(self._step_windows(step).values()), step.states_of(self.limits))
         self._put_last_tokens(bucket.inputs()["tokens"], step.pending_tokens)
-        if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
+        if (size, way) not in self._replays:  # a capture runs the step once before: its keys go where this step's do
             compute = partial(self._of_bucket, bucket, way)
             self._replays[size, way] = captured(compute, self._graphs)
         return self._replays[size, way]()[: len(step.sampling)]
@@ -209,7 +208,7 @@ class CudaExecutor(GraphExecutor, Executor):
         return logits if way is None else self._plainly(logits, bucket.rows, way)
 
     def _logits(self, inputs: Mapping[str, Tensor], tables: Tables, slots: Slots, rows: Tensor | None = None) -> Tensor:
-        """(R, V), as their product gives them. rows: that stand in for those of tokens"""
+        """Return the logits (R, V) in the matmul's type. rows: used instead of token embeddings"""
         self._tables, self._slots, self.embeddings = tables, slots, rows
         return self._computed(inputs)["logits"]
 
@@ -219,7 +218,7 @@ class CudaExecutor(GraphExecutor, Executor):
         self.embeddings = None
         self._pages, self._states, self._inputs, self._replays = {}, {}, {}, {}
 
-    # --- what operators ask for (kernels/torch_operators.py)
+    # --- called by operators (kernels/torch_operators.py)
 
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
         step, pages = self._tables(kind_of(node)), self._pages[_layer_of(node)]
@@ -234,11 +233,11 @@ class CudaExecutor(GraphExecutor, Executor):
         return y
 
     def _state_memory(self, node: Node) -> Tensor:
-        """The last slot is for rows that fill a bucket."""
+        """Return the states of a layer. The last slot is for padding rows."""
         return torch.zeros((self.limits.n_slots + 1, *state_shape(node)), dtype=self.dtype, device=self.device)
 
     def _page_memory(self, node: Node) -> LayerPages:
-        """The last page is for rows that fill a bucket."""
+        """Return the pages of a layer. The last page is for padding rows."""
         heads, sizes = static_dim(node.inputs[1], 1), (static_dim(node.inputs[1], 2), static_dim(node.inputs[2], 2))
         window = window_of(node)
         n_pages = self._window_pages[window] if window else self.limits.n_pages
@@ -253,5 +252,5 @@ def _processors(device: torch.device, graph: Graph, element: int) -> SmGeometry:
 
 
 def _layer_of(node: Node) -> int:
-    """Of attention, or of what keeps a state."""
+    """Return the layer of an attention or state node."""
     return int_attr(node, "layer")

@@ -1,4 +1,4 @@
-"""Through a graph on a device, node after node: what language models and encoders have in common there."""
+"""Executes a graph on a device, node by node: the common part of language models and encoders."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +28,13 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 Load = Callable[[LoweredGraph, torch.dtype, torch.device], Loaded]
-_PRODUCTS = threading.Lock()  # PyTorch multiplies float32 one way at a time, whichever thread asks
+_PRODUCTS = threading.Lock()  # PyTorch's setting for float32 matmuls is global to all threads
 
 
 class GraphExecutor:
-    """lowered: of a type of DTYPES; kv: as of CudaExecutor; load: brings its constants onto the device
+    """lowered: of a type in DTYPES; kv: as in CudaExecutor; load: loads its constants onto the device
 
-    raises, before a weight is read: MachineError without a GPU, ConfigError for one that lacks a precision
+    raises, before a weight is read: MachineError without a GPU, ConfigError if it lacks a precision
     """
 
     def __init__(self, lowered: LoweredGraph, *, device: str, kv: KvFormat | None = None, load: Load = load) -> None:
@@ -45,20 +45,20 @@ class GraphExecutor:
         if not on_cpu:
             check_gpu(self.device, precisions_used(lowered, kv))
         self._kernels: ModuleType = torch_reference if on_cpu else _kernels()
-        with on_device_context(self.device):  # pinned memory takes some of the current device, which may be another
+        with on_device_context(self.device):  # pinned memory uses some of the current device, which may be another
             self._loaded = load(lowered, self.dtype, self.device)
         self._last_reads = lowered.graph.last_reads()
         self._values: dict[Value, Matrix] = {}
         self.embeddings: Tensor | None = None
 
     def _computed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The graph's outputs by their names, for inputs by theirs."""
+        """Return the graph's outputs by name, for inputs by name."""
         with self._multiplying():
             return self._walked(inputs)
 
     @contextmanager
     def _multiplying(self) -> Iterator[None]:
-        """Products of float32 as this engine means them: exact, or in TF32."""
+        """Set the precision of float32 matmuls to this engine's: exact, or TF32."""
         if self.dtype != torch.float32:
             yield
             return
@@ -70,7 +70,7 @@ class GraphExecutor:
         self._values = {p.value: inputs[p.name] for p in self._graph.inputs}
         operators = torch_operators()
         for node, gone in zip(self._graph.nodes, self._last_reads, strict=True):
-            if node.outputs[0] not in self._values:  # a norm may have come with the sum before it
+            if node.outputs[0] not in self._values:  # a norm may have been computed with the preceding sum
                 result = operators[node.op](node, self)
                 self._values.update(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=True))
             for value in gone:
@@ -78,7 +78,7 @@ class GraphExecutor:
         return {p.name: self.tensor(p.value) for p in self._graph.outputs}
 
     def coded(self) -> Iterator[tuple[QuantizedRows, Callable[[Tensor], Matrix]]]:
-        """Weights of products, and what makes of rows of 16-bit floats (M, K) what they meet."""
+        """Yield quantized matmul weights, each with the function that quantizes rows (M, K) of 16-bit floats for it."""
         producers = self._graph.producers()
         for node, matrices in self._loaded.coded.items():
             coding = AS_E4M3 if self._takes_e4m3(node) else None
@@ -91,7 +91,7 @@ class GraphExecutor:
     def close(self) -> None:
         self._loaded, self._values = Loaded({}, {}), {}
 
-    # --- what operators ask for (kernels/torch_operators.py)
+    # --- called by operators (kernels/torch_operators.py)
 
     def tensor(self, value: Value) -> Tensor:
         tensor = self._loaded.tensors[value] if value.constant else self._values[value]
@@ -107,7 +107,7 @@ class GraphExecutor:
         return [part for y in result for part in ([y] if y.shape[1] == width else y.split(width, 1))]
 
     def _takes_e4m3(self, node: Node) -> bool:
-        """Of products; rows that are INT8 by now stay so."""
+        """Return whether a matmul rounds its rows to E4M3; rows that are INT8 already stay so."""
         return node in self._lowered.e4m3
 
     def matrix(self, value: Value) -> Matrix:
@@ -149,7 +149,7 @@ class GraphExecutor:
 
 
 def _kernels() -> ModuleType:
-    """Imported for a device alone: Triton decides at its import how it runs."""
+    """Import them for a device only: Triton chooses its backend on import."""
     from millrace.engine.cuda import triton_kernels
 
     return triton_kernels

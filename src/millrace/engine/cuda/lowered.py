@@ -1,4 +1,4 @@
-"""A graph lowered for a GPU: what `compile/lower_gpu` decided about it, before a weight is read."""
+"""A graph lowered for a GPU: the decisions of `compile/lower_gpu`, made before a weight is read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from millrace.graph.types import Graph, Node, Value
 
-if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
+if TYPE_CHECKING:  # PyTorch is imported only when a GPU is used
     from millrace.kernels.matmul.coded import RowQuantization
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which constants the device holds in which form.
+    """The form of each constant on the device.
 
-    coded: products whose weights are codes, with the node that made the rows that they meet
+    coded: matmuls with quantized weights, with the node that makes their input rows
     narrow: constants in the engine's type; wide: in float32, or int32
     """
 
@@ -25,10 +25,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Fusions:
-    """What lies between two products and is one kernel.
+    """Operations between matmuls that are fused into one kernel.
 
-    norms: of products that are added to the residual stream, the norm that reads the sum
-    codings: of rows that only products of 8-bit rows read, the coding in which they are written at once
+    norms: for a matmul that is added to the residual stream, the norm that reads the sum
+    codings: for rows that only matmuls of 8-bit rows read, the format in which they are written
     """
 
     norms: Mapping[Node, Node]
@@ -37,10 +37,10 @@ class Fusions:
 
 @dataclass(frozen=True, slots=True)
 class LoweredGraph:
-    """graph: after the passes of `pipeline.gpu`, which say how each product's weights are coded
+    """graph: after the passes of `pipeline.gpu`, which choose the format of each matmul's weights
 
-    dtype: of activations, and of weights that are not coded: fp32, tf32, bf16, fp16
-    e4m3: coded products whose rows, where they are 16-bit floats, become E4M3, each by its own scale
+    dtype: of activations, and of weights that are not quantized: fp32, tf32, bf16, fp16
+    e4m3: quantized matmuls whose 16-bit input rows are rounded to E4M3, each by its own scale
     """
 
     graph: Graph

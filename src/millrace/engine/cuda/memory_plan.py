@@ -1,4 +1,4 @@
-"""What lies in a device's memory, and how many pages fit: a start that succeeds does not fail later."""
+"""The memory plan of a device: how many pages fit, so that a start that succeeds does not run out of memory later."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from millrace.engine.cache_specs import PAGE_TOKENS, split_budget
 from millrace.errors import MachineError, mib
 
-SHARE = 0.9  # of a device's free memory; the rest is what an allocator loses, and others that come
-RESERVE = 512 << 20  # workspaces of libraries, kernels' code
+SHARE = 0.9  # of a device's free memory; the rest is for allocator overhead and other processes
+RESERVE = 512 << 20  # workspaces of libraries, code of kernels
 
 
 @dataclass(frozen=True, slots=True)
 class WindowNeeds:
-    """Of the caches of one window of so many tokens. least_pages: of one sequence of the whole context"""
+    """Needs of the caches of one window. least_pages: of one full-context sequence"""
 
     tokens: int
     page_bytes: int
@@ -21,11 +21,11 @@ class WindowNeeds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """What an executor takes: `fixed_bytes`, and one page more than it gives away, for rows that fill a bucket.
+    """Memory that an executor needs, with one page and one state slot more than it offers, for padding rows.
 
-    step_bytes: what the largest step computes; graphs_bytes: of decode steps in buckets, inputs and all
-    page_bytes, least_pages: of layers that attend to all, and of one sequence of the whole context in these
-    states_bytes: of all slots that there are, and one more for rows that fill a bucket
+    step_bytes: activations of the largest step; graphs_bytes: CUDA graphs with their inputs
+    page_bytes, least_pages: of full-attention layers, and of one full-context sequence in these
+    states_bytes: of all slots, and one more for padding rows
     """
 
     weights_bytes: int
@@ -43,7 +43,7 @@ class MemoryNeeds:
 
     @property
     def sequence_bytes(self) -> int:
-        """Of the pages of one sequence of the whole context."""
+        """Bytes of the pages of one full-context sequence."""
         return self.least_pages * self.page_bytes + self._least_windows
 
     @property
@@ -51,7 +51,7 @@ class MemoryNeeds:
         return sum(w.least_pages * w.page_bytes for w in self.windows)
 
     def kv_bytes(self, n_pages: int, window_pages: Sequence[int] = ()) -> int:
-        """Of so many pages, and of each window's."""
+        """Return the bytes of so many pages, and of each window's."""
         pairs = zip(window_pages, self.windows, strict=True)
         return n_pages * self.page_bytes + sum(n * w.page_bytes for n, w in pairs)
 
@@ -59,20 +59,20 @@ class MemoryNeeds:
         return self.fixed_bytes + self.page_bytes + self.kv_bytes(n_pages, window_pages)
 
     def pages_in(self, free_bytes: float) -> int:
-        """How many fit into a share of so much free memory, with one sequence's of windows.
+        """Return how many pages fit into SHARE of the free memory, with windows for one sequence.
 
-        Less than 0 where not even the rest does.
+        Negative if not even everything else fits.
         """
         return int(SHARE * free_bytes - self.fixed_bytes - self._least_windows) // max(self.page_bytes, 1) - 1
 
     def fits_in(self, free_bytes: float) -> bool:
-        """With one sequence of the whole context."""
+        """Return whether one full-context sequence fits."""
         return self.pages_in(free_bytes) >= self.least_pages
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """window_pages: of the caches of each window, as of `needs`"""
+    """window_pages: pages of the caches of each window, in the order of `needs`"""
 
     needs: MemoryNeeds
     n_pages: int
@@ -84,7 +84,7 @@ class DevicePlan:
 
 
 def check_fits(needs: MemoryNeeds, free_bytes: float, smaller: Iterable[tuple[str, MemoryNeeds]] = ()) -> None:
-    """Of a network that keeps nothing between its runs. raises MachineError, naming what would fit, of `smaller`"""
+    """Check that a network without caches fits. raises MachineError, naming the alternatives in `smaller` that would"""
     if not needs.fits_in(free_bytes):
         fits = [words for words, other in smaller if other.fits_in(free_bytes)]
         raise MachineError(
@@ -99,10 +99,10 @@ def plan_device(
     needs: MemoryNeeds, free_bytes: float, most_pages: int, *, kv_memory: int | None = None,
     smaller: Iterable[tuple[str, MemoryNeeds]] = (),
 ) -> DevicePlan:  # fmt: skip
-    """Pages for `kv_memory` bytes; unasked, `most_pages`, or as many as fit.
+    """Plan pages for `kv_memory` bytes; by default `most_pages`, or as many as fit.
 
-    smaller: what else could be asked for, in words, and what it takes: read only where this does not fit
-    raises MachineError where one sequence of the whole context would not fit, naming what would
+    smaller: alternatives in words, with their needs; iterated only if this does not fit
+    raises MachineError if one full-context sequence does not fit, naming what would
     """
     fits = needs.pages_in(free_bytes)
     if needs.windows:
@@ -119,7 +119,7 @@ def plan_device(
 
 
 def _with_windows(needs: MemoryNeeds, budget: int, most_pages: int, is_asked: bool) -> tuple[int, ...]:
-    """Pages, then of each window, for so many bytes; 0 where they do not do for one sequence."""
+    """Return the pages, then those of each window, for so many bytes; 0 if not enough for one sequence."""
     page = {0: needs.page_bytes, **{w.tokens: w.page_bytes for w in needs.windows}}
     one = {0: needs.least_pages, **{w.tokens: w.least_pages for w in needs.windows}}
     return split_budget(budget, page, one, most_pages // needs.least_pages - 1, use_all=is_asked)

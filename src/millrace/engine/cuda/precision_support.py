@@ -1,4 +1,4 @@
-"""What a GPU must multiply for a precision, and which precisions one has. No PyTorch: asked before there is a GPU."""
+"""Which precisions a GPU must multiply for an engine, and which it has. Needs no PyTorch, and no GPU at hand."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +10,14 @@ from millrace.kernels.declare import WeightFormat
 from millrace.kernels.precision import Precision
 from millrace.machine.devices import check_architecture
 
-WIDE = ("fp32", "tf32")  # engine's floats of 32 bits: all GPUs that have kernels here multiply them
+WIDE = ("fp32", "tf32")  # an engine's 32-bit floats: all GPUs with kernels here multiply them
 
 
 def multiplied_by(precision: Precision, dtype: str, *, meets_fp8: bool = False) -> tuple[str, ...]:
-    """As machine/devices.py calls it; float32 all multiply. dtype: of an engine's floats; meets_fp8: rows of E4M3"""
+    """Return the precisions to multiply, except float32, by the names of machine/devices.py.
+
+    dtype: of an engine's floats; meets_fp8: the input rows are E4M3
+    """
     if not precision.coded:
         return () if dtype in WIDE else (dtype,)
     rows = "int8" if precision.takes_bytes else "bf16" if dtype in WIDE else dtype
@@ -22,7 +25,7 @@ def multiplied_by(precision: Precision, dtype: str, *, meets_fp8: bool = False) 
 
 
 def check_keeps(kv: KvFormat | None) -> None:
-    """raises EngineError for keys and values that no kernel here keeps so. None: as activations are"""
+    """Check that a KV format has kernels here. raises EngineError. None: like activations"""
     if kv not in (None, KvFormat.INT8, KvFormat.FP8):
         raise EngineError(f"keys and values in {KV_FORMATS[kv].name} on a GPU", "int8, fp8, or as the activations are",
                           "choose one of them")  # fmt: skip
@@ -30,7 +33,7 @@ def check_keeps(kv: KvFormat | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSupport:
-    """requested: the flag and its value; needed: what it multiplies; why_not: "" where this GPU has all of that"""
+    """requested: the flag and its value; needed: what it multiplies; why_not: "" if this GPU has all of it"""
 
     requested: str
     needed: tuple[str, ...]
@@ -38,13 +41,13 @@ class PrecisionSupport:
 
     @property
     def of_layers(self) -> bool:
-        """Else of keys and values."""
+        """Whether it applies to layers; otherwise to keys and values."""
         return self.requested.startswith("--precision")
 
 
 def abilities(gpu: DatasheetDevice) -> Iterator[PrecisionSupport]:
-    """Of all precisions of layers, and of keys and values that are no floats."""
-    for name in ("tf32", "fp16"):  # which a CPU has not, nor fp8
+    """Yield the support of all layer precisions, and of all KV formats that are not floats."""
+    for name in ("tf32", "fp16"):  # a CPU has neither of these, nor fp8
         yield _ability(gpu, f"--precision {name}", multiplied_by(Precision.FP32, name))
     yield _ability(gpu, "--precision fp8", multiplied_by(Precision.FP8A16, "bf16", meets_fp8=True))
     for precision in Precision:

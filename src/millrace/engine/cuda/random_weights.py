@@ -1,7 +1,7 @@
-"""Weights of no model, made on the device: for measurements, which depend on shapes and formats.
+"""Random weights, drawn on the device: for measurements, which depend on shapes and formats only.
 
-Normal, with the spread that keeps rows of their size as they are, and coded as real ones would be: a GPU draws less
-power for zeros, and then runs faster. Norms, biases and tables are the graph's own.
+They are normally distributed with a spread that preserves the size of rows, and quantized like real ones: with zeros a
+GPU draws less power, and so runs faster. Norms, biases and tables are the graph's own.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from millrace.graph.types import Node, Value
 from millrace.kernels.matmul.coded import E4M3, LARGEST, QuantizedRows
 from millrace.kernels.matmul.op import PRODUCTS, group_of, matrices_of, matrix_size, precision_of
 
-AT_ONCE = 1 << 26  # elements, as float32
+AT_ONCE = 1 << 26  # elements drawn at once, as float32
 
 
 def random_loaded(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Loaded:
-    """As `load` gives it, without reading any matrix."""
+    """Return constants as `load` does, without reading any matrix."""
     graph = lowered.graph
     generator = torch.Generator(device).manual_seed(seed)
     coded: dict[Node, tuple[QuantizedRows, ...]] = {
@@ -38,13 +38,13 @@ def random_loaded(lowered: LoweredGraph, dtype: torch.dtype, device: torch.devic
 
 
 def _sizes(node: Node) -> tuple[int, int]:
-    """Of all its matrices together."""
+    """Return the size of all its matrices together."""
     sizes = [matrix_size(w) for w in matrices_of(node)]
     return sum(n for n, _ in sizes), sizes[0][1]
 
 
 def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> QuantizedRows:
-    """E4M3 with a scale for each row, INT8 or halves with float16 scales for each group."""
+    """Draw codes: E4M3 with a scale per row, INT8 or INT4 with float16 scales per group."""
     (rows, width), device = sizes, generator.device
     group, bits = group_of(node), precision_of(node).bits
     if not group:
@@ -68,17 +68,17 @@ def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> Qu
 
 
 def _in_halves(codes: Tensor) -> Tensor:
-    """(R, K) from -7 to 7 -> (R, ceil(K / 2)), as CodedRows has them."""
+    """Pack codes (R, K) from -7 to 7 as (R, ceil(K / 2)), in QuantizedRows' order."""
     even = torch.nn.functional.pad(codes + 8, (0, codes.shape[1] % 2)).to(torch.uint8)
     return even[:, ::2] | even[:, 1::2] << 4
 
 
 def _normal(like: Tensor, generator: torch.Generator, width: int = 0) -> Tensor:
-    """width: of its rows, where these are not what is stored"""
+    """Draw a normal tensor like `like`. width: of its rows, if the stored width differs"""
     width = width or like.shape[1]
     return torch.randn((len(like), width), generator=generator, device=generator.device) / width**0.5
 
 
 def _parts(x: Tensor, width: int = 0) -> Iterator[Tensor]:
-    """Views of some rows each, so that what is drawn fits beside what is kept."""
+    """Yield views of some rows each, so that the random numbers fit beside the result."""
     return iter(x.split(max(1, AT_ONCE // (width or x.shape[1]))))

@@ -1,4 +1,4 @@
-"""Sampling on a device: all rows at once, in the order of kernels/sample/ref.py, with its counter-based draws."""
+"""Sampling on a device: all rows at once, in the order of kernels/sample/ref.py, with its counter-based generator."""
 
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
@@ -16,7 +16,7 @@ _ROUNDS, _MASK = 10, 0xFFFFFFFF
 
 
 class SampledTokens(NamedTuple):
-    """The fields of StepOutputs, on the device, or the host's where nothing is told."""
+    """The fields of StepOutputs, on the device, or on the host if they are empty."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -26,26 +26,26 @@ class SampledTokens(NamedTuple):
 
 
 class Draw(Protocol):
-    """Of the kernels: kernels/sample/cuda.py."""
+    """A kernel that draws tokens: kernels/sample/cuda.py."""
 
     def __call__(self, p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, /) -> Tensor: ...
 
 
 class ArgmaxFn(Protocol):
-    """Of the kernels: kernels/sample/cuda.py."""
+    """A kernel that finds the most likely token: kernels/sample/cuda.py."""
 
     def __call__(self, logits: Tensor, wrong: int, /) -> Tensor: ...
 
 
 class SamplingMode(Enum):
-    """In which all rows of a step are drawn that asks for nothing else."""
+    """How all rows of a step are drawn that need nothing else."""
 
     LIKELIEST = auto()
-    RANDOM = auto()  # where a row's temperature says so
+    RANDOM = auto()  # for rows with a temperature
 
 
 def way_of(step: StepInputs) -> SamplingMode | None:
-    """None: a row asks for more: log probabilities, masks, biases, penalties."""
+    """Return the mode of a step; None if a row needs log probabilities, a mask, a bias or penalties."""
     of = step.sampling
     plain = (of["n_top"] < 0) & (of["target"] < 0) & (of["mask"] == 0) & (of["bias_count"] == 0) & _neutral(of)
     if not plain.all():
@@ -54,7 +54,7 @@ def way_of(step: StepInputs) -> SamplingMode | None:
 
 
 def _neutral(of: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Rows without penalties."""
+    """Return which rows have no penalties."""
     result: NDArray[np.bool_] = (
         (of["repetition_penalty"] == 1) & (of["presence_penalty"] == 0) & (of["frequency_penalty"] == 0)
     )
@@ -65,45 +65,45 @@ FIELDS = SAMPLING.names or ()
 
 
 def as_lines(of: NDArray[np.void], into: NDArray[np.float64]) -> None:
-    """into (FIELDS, R): a line for each field; float64 has all int32 and float32, and a seed's bits."""
+    """Write each field into a line of `into` (FIELDS, R); float64 represents int32, float32 and a seed's bits."""
     for line, name in zip(into, FIELDS, strict=True):
         line[:] = of[name].copy().view(np.float64) if name == "seed" else of[name]
 
 
 class Rows:
-    """What R rows ask for, on the device: (FIELDS, R) float64."""
+    """The sampling parameters of R rows on the device: (FIELDS, R) float64."""
 
     def __init__(self, table: Tensor) -> None:
         self.device, self._lines = table.device, dict(zip(FIELDS, table, strict=True))
 
     @classmethod
     def of(cls, rows: NDArray[np.void], device: torch.device) -> "Rows":
-        """One copy."""
+        """Copy rows to the device at once."""
         table = np.empty((len(FIELDS), len(rows)), np.float64)
         as_lines(rows, table)
         return cls(on_device(table, device))
 
     def column(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(R, 1)"""
+        """Return a field (R, 1)."""
         return self._lines[name].to(dtype)[:, None]
 
     @property
     def seeds(self) -> Tensor:
-        """(R,) their bits, as int64"""
+        """Return the bits of the seeds (R,) as int64."""
         return self._lines["seed"].view(torch.int64)
 
 
 def tokens_alone(tokens: Tensor) -> SampledTokens:
-    """(R,) int32, of which nothing else is told: what stands for that is the host's."""
+    """Return outputs with tokens (R,) int32 only; the other fields are on the host."""
     n = len(tokens)
     none, no_ids = torch.zeros(n, dtype=torch.int32), torch.zeros((n, 0), dtype=torch.int32)
     return SampledTokens(tokens, torch.zeros(n), none, no_ids, torch.zeros((n, 0)))
 
 
 def drawn_plainly(logits: Tensor, rows: Rows, way: SamplingMode, draw: Draw, best: ArgmaxFn) -> Tensor:
-    """(R,) int32 of logits (R, V), floats as they come, for rows of `way_of`.
+    """Return the tokens (R,) int32 of logits (R, V), in any float type, for rows of a `SamplingMode`.
 
-    Nothing waits, nor has a shape that data decide.
+    Does not synchronize, and its shapes do not depend on data.
     """
     tokens = best(logits, NOT_FINITE)
     if way is SamplingMode.RANDOM:
@@ -114,11 +114,11 @@ def drawn_plainly(logits: Tensor, rows: Rows, way: SamplingMode, draw: Draw, bes
 
 
 def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> SampledTokens:
-    """logits (R, V) float32, one row for each of the step's sampling rows, whatever these ask for
+    """Return the tokens of logits (R, V) float32, one row per sampling row of the step, with any parameters.
 
     history: (tokens,) int32 that penalties count
 
-    Where no row asks for log probabilities there are none; where all want the likeliest token, none is drawn.
+    Log probabilities are computed only if a row needs them, and random draws only if a row has a temperature.
     """
     rows, of = Rows.of(step.sampling, logits.device), step.sampling
     V = logits.shape[1]
@@ -134,7 +134,7 @@ def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> Sam
 
 
 def _tokens(masked: Tensor, step: StepInputs, rows: Rows, draw: Draw, history: Tensor) -> Tensor:
-    """(R,) drawn, or those that are scored; of rows that are not good any."""
+    """Return the drawn or scored tokens (R,); arbitrary for rows that fail."""
     of, adjusted = step.sampling, _adjusted(masked, step, rows, history)
     tokens = adjusted.argmax(1)
     if (of["temperature"] >= GREEDY_BELOW).any():
@@ -147,7 +147,7 @@ def _tokens(masked: Tensor, step: StepInputs, rows: Rows, draw: Draw, history: T
 def _with_logprobs(
     sampled: Tensor, tokens: Tensor, masked: Tensor, good: Tensor, rows: Rows, top: int
 ) -> SampledTokens:
-    """top: alternatives that a row asks for at most"""
+    """Add log probabilities. top: most alternatives of any row"""
     logp = masked.double().log_softmax(1)
     chosen = masked.gather(1, tokens[:, None])
     best_logits, best = likeliest(masked, top)
@@ -164,13 +164,13 @@ def _with_logprobs(
 
 
 def likeliest(masked: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The largest `top` of each row, and where they are; of equal ones the lower id first, where `topk` takes any."""
+    """Return the `top` largest values of each row and their ids; among equals the lower id first, unlike `topk`."""
     V = masked.shape[1]
     if not top:
         return masked[:, :0], masked[:, :0].long()
     values, ids = masked.topk(min(top, V), dim=1)
     least = values[:, -1:]
-    above = values > least  # these are all of them; the others are the first by their ids that have just `least`
+    above = values > least  # these all belong; the rest are the first ids whose value equals `least`
     order = torch.where(masked == least, torch.arange(V, 0, -1, device=masked.device)[None], 0)
     ties = order.topk(values.shape[1], dim=1).indices
     n = above.sum(1, keepdim=True)
@@ -182,7 +182,7 @@ def likeliest(masked: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def allowed(step: StepInputs, rows: Rows, vocab: int) -> Tensor:
-    """(R, V): of a row without a mask everything."""
+    """Return the mask (R, V); all true for a row without one."""
     masks = on_device(step.filled_masks().view(np.int32), rows.device)
     tokens, number = torch.arange(vocab, device=rows.device), rows.column("mask", torch.int64)
     words = masks[(number[:, 0] - 1).clamp(min=0)][:, tokens // 32]
@@ -190,7 +190,7 @@ def allowed(step: StepInputs, rows: Rows, vocab: int) -> Tensor:
 
 
 def _adjusted(logits: Tensor, step: StepInputs, rows: Rows, history: Tensor) -> Tensor:
-    """Biases, then penalties; float64, where there are any."""
+    """Apply biases, then penalties; in float64, if there are any."""
     of, result = step.sampling, logits
     if of["bias_count"].any():
         index, at = _ranges(of["bias_start"], of["bias_count"], rows.device)
@@ -215,14 +215,14 @@ def _adjusted(logits: Tensor, step: StepInputs, rows: Rows, history: Tensor) -> 
 def _ranges(
     starts: NDArray[np.int32], counts: NDArray[np.int32], device: torch.device
 ) -> tuple[Tensor, NDArray[np.int64]]:
-    """Of R ranges: for each of their elements whose it is, and where it is."""
+    """Return for each element of R ranges its row, and its position."""
     row = np.repeat(np.arange(len(counts)), counts)
     at = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
     return on_device(row, device), at.astype(np.int64)
 
 
 def _draw(logits: Tensor, rows: Rows, draw: Draw) -> Tensor:
-    """(R,) tokens of logits (R, V) float64."""
+    """Return drawn tokens (R,) of logits (R, V) float64."""
     temperature = rows.column("temperature").double().clamp(min=GREEDY_BELOW)
     p = logits.sub(logits.amax(1, keepdim=True)).div_(temperature).exp_()
     top_p, min_p = (rows.column(name)[:, 0].double() for name in ("top_p", "min_p"))

@@ -1,4 +1,4 @@
-"""A step of the runtime as a device takes it: one copy of all its tables."""
+"""The tables of a step for a device, copied at once."""
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ def step_tables(
     step: StepInputs, page_tokens: int, device: torch.device, kind: AttentionKind, processors: SmGeometry,
     view: WindowPages | None = None,
 ) -> StepTables:  # fmt: skip
-    """Sequences of few rows go in programs of few: a decode row costs as much beside a prompt as it does alone.
+    """Make the attention tables of a step. Sequences with few rows have their own small programs, so that a decode row
+    costs the same with and without prompts in the step.
 
     view: the pages of the kind's window; None: the step's own
     """
@@ -59,7 +60,7 @@ def step_tables(
 
 
 def slots_of(step: StepInputs, states: StateSlots | None) -> tuple[IntArray, IntArray]:
-    """Slots of each sequence before and behind the step; -1 before it if it begins with it. None: it has no states."""
+    """Return each sequence's state slots before and after the step; -1 before it for a new one. None: no states"""
     if states is None:
         none = np.zeros(len(step.starts) - 1, np.int32)
         return none, none
@@ -67,7 +68,7 @@ def slots_of(step: StepInputs, states: StateSlots | None) -> tuple[IntArray, Int
 
 
 def step_slots(step: StepInputs, states: StateSlots | None, device: torch.device) -> SequenceSlots:
-    """One copy."""
+    """Copy the state slots to the device at once."""
     owner = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
     packed, places = pack_arrays([owner, step.starts, *slots_of(step, states)])
     there = on_device(packed, device)
@@ -75,12 +76,12 @@ def step_slots(step: StepInputs, states: StateSlots | None, device: torch.device
 
 
 def rotary_of(step: StepInputs) -> IntArray:
-    """(T,) by which queries and keys are rotated."""
+    """Return the rotary positions (T,)."""
     return step.positions if step.rotary_positions is None else step.rotary_positions
 
 
 def check_given(step: StepInputs, limits: ExecutorLimits) -> None:
-    """Check embedding rows, rotary positions and adapters, if the step has some: a kernel would read beyond its tables.
+    """Check embedding rows, rotary positions and adapters of a step, because a kernel would read out of bounds.
 
     raises ExecutionError
     """

@@ -1,4 +1,4 @@
-"""What kernels/*/cuda.py compute, in plain PyTorch: for tensors of a CPU, and to hold the kernels against."""
+"""The functions of kernels/*/cuda.py in plain PyTorch: for CPU tensors, and as the reference in tests."""
 
 from millrace.kernels.attention.torch_ref import attention, coded, keep_rotated, text_attention
 from millrace.kernels.convert.torch_ref import coded_rows

@@ -1,6 +1,6 @@
-"""Programs in the native core: a run is computed there as a whole, without the interpreter's lock.
+"""Programs in the native executor: it computes a whole run without the interpreter's lock.
 
-A network's is one call; a language model's step is launched, and waited for.
+An encoder's or tensor model's run is one call; a language model's step is launched and waited for.
 """
 
 import ctypes
@@ -52,15 +52,15 @@ ERROR_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeProgram:
-    """What the native core needs to run a program; `weights` are bytes, or a file that holds them."""
+    """What the native executor needs to run a program. weights: bytes, or a file that holds them"""
 
     calls: bytes
     n_calls: int
     weights: NDArray[np.uint8] | Path
     weights_bytes: int
     activation_bytes: int
-    symbols: Mapping[Symbol, int]  # how large each may be
-    sizes: tuple[Size, ...] = ()  # that calls number behind the symbols
+    symbols: Mapping[Symbol, int]  # maximum of each
+    sizes: tuple[Size, ...] = ()  # numbered after the symbols in calls
     inputs: tuple[Slot, ...] = ()
     outputs: tuple[Slot, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
@@ -68,39 +68,39 @@ class NativeProgram:
 
 
 def _refused(call: Callable[..., int], *arguments: object) -> str:
-    """Why the native core refuses a call; empty: it does not."""
+    """Return why the native executor refuses a call; "" if it does not."""
     error = ctypes.create_string_buffer(ERROR_BYTES)
     return error.value.decode(errors="replace") if call(*arguments, error, ERROR_BYTES) else ""
 
 
 class _Core:
-    """The native core's side of a program, released with the last reference to it.
+    """The native object of a program, released with the last reference to it.
 
-    raises ExecutionError where the native core refuses it
+    raises ExecutionError if the native executor refuses the program
     """
 
     def __init__(self, lib: ctypes.CDLL, args: CreateArgs) -> None:
         self.pointer = ctypes.c_void_p()
-        self.works_on: list[object] = []  # arrays of the run that was launched; without it, nothing
+        self.works_on: list[object] = []  # arrays of the launched run, if any
         if why := _refused(lib.mr_create, ctypes.byref(args), ctypes.byref(self.pointer)):
             raise ExecutionError(why)
         released = weakref.finalize(self, _release, lib, self.pointer, os.getpid(), self.works_on)
-        released.atexit = False  # a daemon's run may not be through; the system takes the memory back
+        released.atexit = False  # a daemon thread's run may be unfinished; the system frees the memory
 
 
 def _release(lib: ctypes.CDLL, pointer: ctypes.c_void_p, made_in: int, works_on: list[object]) -> None:
-    """works_on: lives on until the core is done with it"""
-    if os.getpid() == made_in:  # a forked child would wait for ever for threads that are its parent's
+    """Release the native object. works_on: kept alive until then"""
+    if os.getpid() == made_in:  # a forked child would wait forever for its parent's threads
         lib.mr_destroy(pointer)
 
 
 class LoadedProgram:
-    """Owns the weights, activations and caches of one program. Threads that use it take turns.
+    """The weights, activations and caches of one program. Threads that use it take turns.
 
-    threads: how many compute, the caller's among them; None: as many as this process has cores
-    raises ConfigError for a number of threads out of range, MachineError for an instruction set that this CPU lacks,
-    EngineError for whatever else the native core refuses, and for inputs or outputs that lie outside the activations;
-    every method raises EngineError after close(), and in a forked child
+    threads: how many compute, including the caller; None: one per core of this process
+    raises ConfigError for a number of threads out of range, MachineError if this CPU lacks the instruction set,
+    EngineError if the native executor refuses the program, or if inputs or outputs lie outside the activations.
+    Every method raises EngineError after close(), and in a forked child
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class LoadedProgram:
                 "build the engine again, or free memory",
             ) from None
         _check_slots(program)
-        self._program = replace(program, weights=np.zeros(0, np.uint8))  # which the core has by now
+        self._program = replace(program, weights=np.zeros(0, np.uint8))  # the native executor has copied them
         name: bytes = self._lib.mr_isa(self._core.pointer)
         self.isa = name.decode()
 
     @contextmanager
     def _native(self) -> Iterator[ctypes.c_void_p]:
-        """For whatever calls into the native core: other threads wait, and what is used is not released meanwhile."""
-        if os.getpid() != self._made_in:  # before the lock, which a thread of the parent may have held
+        """Lock the native object for a call, so that it is neither used by other threads nor released meanwhile."""
+        if os.getpid() != self._made_in:  # before the lock, which a thread of the parent may have held at the fork
             raise EngineError(
                 "this engine was loaded before the process was forked, and its threads are not in the child",
                 "calls in the process that loaded it",
@@ -164,7 +164,7 @@ class LoadedProgram:
             try:
                 yield core.pointer
             finally:
-                del core  # or the traceback of an error would keep the memory
+                del core  # otherwise the traceback of an error would keep the memory alive
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ConfigError(
@@ -174,7 +174,7 @@ class LoadedProgram:
         )
 
     def activations(self) -> NDArray[np.uint8]:
-        """The planned arena itself. Who holds it keeps the memory, beyond close() too."""
+        """The planned arena. A reference to it keeps the memory alive, even after close()."""
         with self._native() as native:
             return bytes_at(self._lib.mr_activations(native) or 0, self._program.activation_bytes, self._core)
 
@@ -183,7 +183,7 @@ class LoadedProgram:
             return int(self._lib.mr_weights_checksum(native))
 
     def set_tactics(self, entries: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
-        """(call, rows, knobs) in order of call, then rows; replaces all. raises EngineError for what no kernel takes"""
+        """Replace all tactics, given as (call, rows, knobs) in order of call, then rows. raises EngineError"""
         table = np.array(list(entries), TACTIC)
         with self._native() as native:
             why = _refused(self._lib.mr_set_tactics, native, table.ctypes.data, len(entries))
@@ -194,21 +194,21 @@ class LoadedProgram:
             )  # fmt: skip
 
     def chosen_tactics(self) -> NDArray[np.int32]:
-        """(calls, knobs) that the last run worked with."""
+        """Return the knobs (calls, knobs) that the last run used."""
         knobs = np.zeros((self._program.n_calls, MAX_KNOBS), np.int32)
         with self._native() as native:
             self._lib.mr_chosen_tactics(native, knobs.ctypes.data, len(knobs))
         return knobs
 
     def profile(self, enabled: bool) -> NDArray[np.float64]:
-        """Seconds each call of the program took since it was last asked (sampling last); then measures anew, or not."""
+        """Return the seconds of each call since the last query (sampling last), then reset, or stop measuring."""
         seconds = np.zeros(self._program.n_calls + 1)
         with self._native() as native:
             self._lib.mr_profile(native, int(enabled), seconds.ctypes.data, len(seconds))
         return seconds
 
     def close(self) -> None:
-        """Gives the memory back, as soon as the run that is on its way is through. It may be called twice."""
+        """Release the memory when the current run has ended. May be called twice."""
         if os.getpid() == self._made_in:
             with self._turn:
                 self._core = None
@@ -228,7 +228,7 @@ def _offset(slots: Sequence[Slot], name: str) -> int:
 
 
 def _check_slots(program: NativeProgram) -> None:
-    """Inputs and outputs lie where whatever a run copies is inside the activations."""
+    """Check that inputs and outputs lie inside the activations."""
     for s in program.outputs:
         if s.offset is None:
             raise EngineError(f"the output {s.name} has no place", "a place in the activations", "build it again")
@@ -242,15 +242,15 @@ def _check_slots(program: NativeProgram) -> None:
 
 
 class NativeNetwork(LoadedProgram):
-    """A network that keeps nothing between its runs: arrays in by name, arrays out by name."""
+    """A program that keeps nothing between its runs: arrays in by name, arrays out by name."""
 
     def __init__(self, program: NativeProgram, *, threads: int | None = None, isa: str | None = None) -> None:
         super().__init__(program, threads=threads, isa=isa)
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """Its outputs, as arrays of their own.
+        """Run the program and return copies of its outputs.
 
-        raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was built for
+        raises RequestError for an input that is missing, unknown, or not of the declared shape, type and bounds
         """
         program = self._program
         sizes = sizes_of(program.inputs, program.symbols, inputs, program.sizes)
@@ -261,7 +261,7 @@ class NativeNetwork(LoadedProgram):
             return {place.name: read_slot(memory, place, sizes) for place in self._program.outputs}
 
     def compute(self, sizes: Sequence[int]) -> None:
-        """A run of so many rows of each symbol, its inputs written already. raises RequestError, ExecutionError"""
+        """Run with the given symbols; the inputs are written already. raises RequestError, ExecutionError"""
         values = _checked_sizes(self._program.symbols, sizes)
         with self._native() as native:
             why = _refused(self._lib.mr_compute, native, values.ctypes.data)
@@ -275,10 +275,10 @@ class NativeNetwork(LoadedProgram):
 
 
 def _checked_sizes(bounds: Mapping[Symbol, int], sizes: Sequence[int]) -> NDArray[np.int32]:
-    """raises RequestError for what is no size of each symbol, within its bound"""
+    """Check that there is one size per symbol, within its bound. raises RequestError"""
     try:
         integers = [operator.index(n) for n in sizes]
-    except TypeError:  # fractions among them
+    except TypeError:  # for instance fractions
         integers = []
     if len(integers) != len(bounds) or not all(
         1 <= n <= high for n, high in zip(integers, bounds.values(), strict=True)
@@ -291,10 +291,10 @@ def _checked_sizes(bounds: Mapping[Symbol, int], sizes: Sequence[int]) -> NDArra
 
 
 class NativeExecutor(LoadedProgram, Executor):
-    """`program` is a language model's: its symbols are T, S and R, in this order. Its depth is 1.
+    """The native executor of a language model, whose symbols are T, S and R, in this order. Its depth is 1.
 
-    window_pages: of the caches of each window (`windows_of`); None: as many as of the others
-    n_slots: for states; None: as many as all sequences of a step can use
+    window_pages: pages of the caches of each window (`windows_of`); None: as many as of full attention
+    n_slots: slots for states; None: as many as all sequences of a step can use
     """
 
     def __init__(
@@ -315,9 +315,9 @@ class NativeExecutor(LoadedProgram, Executor):
         )
         with self._native() as native:
             width, adapters = int(self._lib.mr_embedding_width(native)), int(self._lib.mr_adapters(native))
-        tokens, sequences, rows = program.symbols.values()  # or the core would have refused them
+        tokens, sequences, rows = program.symbols.values()  # otherwise the program was refused
         self._sizes: tuple[int, ...] = ()  # T, S and R of the last step
-        self._outputs: StepOutputs | None = None  # of the step that was launched
+        self._outputs: StepOutputs | None = None  # of the launched step
         self.limits = ExecutorLimits(
             max_step_tokens=tokens, max_sequences=sequences, max_rows=rows,
             max_context=max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=vocab_size,
@@ -327,7 +327,7 @@ class NativeExecutor(LoadedProgram, Executor):
         )  # fmt: skip
 
     def kv_pages(self) -> list[NDArray[np.uint8]]:
-        """The KV pages, (layers, pages, bytes) for each cache that is kept. Who holds them keeps the memory."""
+        """The KV pages, (layers, pages, bytes) for each kept cache. A reference to them keeps the memory alive."""
         caches = [cache for cache in self._program.caches if cache.place is None]
         pages = {0: self.limits.n_pages, **{w.tokens: w.n_pages for w in self.limits.windows}}
         shapes = [(c.layers, pages[c.window], c.page_bytes() // c.layers) for c in caches]
@@ -337,15 +337,15 @@ class NativeExecutor(LoadedProgram, Executor):
             return [bytes_at(a, math.prod(shape), self._core).reshape(shape) for a, shape in pairs]
 
     def launch(self, step: StepInputs) -> None:
-        """The engine's other threads begin it. Whoever calls does meanwhile what is to be done, and joins in `wait`."""
+        """Start a step on the executor's other threads. The calling thread joins them in `wait`."""
         args, out = step_args(step, self.limits)
         with self._native() as native:
-            if self._outputs is not None:  # another thread's, too: its arrays must stay
+            if self._outputs is not None:  # launched by any thread: its arrays must stay alive
                 raise ExecutionError(
                     "a step was launched, and nobody has waited for it: this executor has a depth of 1"
                 )
             assert self._core is not None, "it is not closed"
-            self._lib.mr_wait(native)  # for one that Ctrl-C has cut off from whoever launched it
+            self._lib.mr_wait(native)  # for a step whose `wait` was interrupted, as by Ctrl-C
             self._core.works_on[:] = step, out
             if why := _refused(self._lib.mr_launch, native, ctypes.byref(args)):
                 raise ExecutionError(why)
@@ -353,9 +353,9 @@ class NativeExecutor(LoadedProgram, Executor):
             self._outputs = out
 
     def wait(self) -> StepOutputs:
-        """raises ExecutionError where nothing was launched
+        """Wait for the launched step. raises ExecutionError if there is none
 
-        A wait that ends in another way, as by Ctrl-C, gives the step up: the next one may be launched.
+        An interrupted wait, as by Ctrl-C, abandons the step: the next one may be launched.
         """
         outputs, self._outputs = self._outputs, None
         if outputs is None:
@@ -367,7 +367,7 @@ class NativeExecutor(LoadedProgram, Executor):
         return outputs
 
     def output(self, name: str) -> NDArray[np.generic]:
-        """What the last step gave under this name: "logits" (R, V), or a module's result that the engine keeps."""
+        """Return an output of the last step: "logits" (R, V), or a module's result that the engine keeps."""
         assert self._sizes, "an output before a step"
         result = slot(self._program.outputs, name)
         if result is None:

@@ -13,7 +13,7 @@ _MOST_NUMBER = 2**31 - 1
 
 
 def size_args(symbols: Sequence[Symbol], sizes: Sequence[Size]) -> "ctypes.Array[SizeArgs]":
-    """raises EngineError for a size that comes before what it is made of"""
+    """Encode derived sizes. raises EngineError for a size that precedes its operands"""
     numbers: dict[Dim, int] = {symbol: i for i, symbol in enumerate(symbols)}
     result = (SizeArgs * len(sizes))()
     for at, size in enumerate(sizes):
@@ -36,12 +36,12 @@ def size_args(symbols: Sequence[Symbol], sizes: Sequence[Size]) -> "ctypes.Array
 
 
 def _numbers_in(d: Dim) -> tuple[int, ...]:
-    """Numbers of the last operation of an expression."""
+    """Return the numbers of the last operation of an expression."""
     return (d.add, d.by) if isinstance(d, Floor) else (d,) if isinstance(d, int) else ()
 
 
 def largest(slot: Slot, symbols: Mapping[Symbol, int], sizes: Sequence[Size]) -> int:
-    """Elements of an input or output at most; one whose number has a divisor is among the sizes."""
+    """Return the most elements of an input or output; a dimension with a divisor is among the sizes."""
     elements = product(slot.shape)
     limit = next((size.most for size in sizes if size.dim == elements), None)
     return range_of(elements, {s: (1, most) for s, most in symbols.items()})[1] if limit is None else limit

@@ -1,4 +1,4 @@
-"""A step's arrays as the native core takes them: their addresses, after what it cannot see of them was checked."""
+"""The arrays of a step as the native executor takes them: checked here where it cannot, then passed by address."""
 
 from typing import Any
 
@@ -12,7 +12,10 @@ _INT32, _UINT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np
 
 
 def step_args(step: StepInputs, limits: ExecutorLimits) -> tuple[StepArgs, StepOutputs]:
-    """The first holds addresses alone: who launches the step keeps its arrays. raises ExecutionError"""
+    """Return the arguments and the outputs of a step. raises ExecutionError
+
+    The arguments hold addresses only: the caller keeps the step's arrays alive.
+    """
     vocab_size = limits.vocab_size
     _check_arrays(step, vocab_size)
     windows = _window_args(step, limits) if step.windows or limits.windows else None
@@ -20,7 +23,7 @@ def step_args(step: StepInputs, limits: ExecutorLimits) -> tuple[StepArgs, StepO
     if states is not None:
         _check_rows(("states before", states.read, _INT32, n), ("states behind", states.write, _INT32, n))
     rows = len(step.sampling)
-    top = min(max(int(step.sampling["n_top"].max()), 0), vocab_size) if rows else 0  # more is refused
+    top = min(max(int(step.sampling["n_top"].max()), 0), vocab_size) if rows else 0  # larger values are refused
     masks, ready, copies = step.masks, step.masks_ready, step.copies
     out = StepOutputs(
         tokens=np.zeros(rows, np.int32), logprobs=np.zeros(rows, np.float32), ranks=np.zeros(rows, np.int32),
@@ -51,7 +54,7 @@ def step_args(step: StepInputs, limits: ExecutorLimits) -> tuple[StepArgs, StepO
 
 
 def _window_args(step: StepInputs, limits: ExecutorLimits) -> Any:
-    """An array of WindowPagesArgs. raises ExecutionError"""
+    """Return an array of WindowPagesArgs. raises ExecutionError"""
     windows = step.windows_of(limits)
     if len(windows) != len(limits.windows):
         raise ExecutionError(f"an illegal step: pages of {len(windows)} windows, not of {len(limits.windows)}")
@@ -74,7 +77,7 @@ def _of_window(w: WindowPages) -> WindowPagesArgs:
 
 
 def _check_arrays(step: StepInputs, vocab_size: int) -> None:
-    """What the native core cannot see of arrays given by their addresses. raises ExecutionError"""
+    """Check arrays whose lengths and types the native executor cannot see. raises ExecutionError"""
     tokens, starts, biases = len(step.tokens), len(step.starts), len(step.bias_ids)
     _check_rows(
         ("tokens", step.tokens, _INT32, tokens), ("positions", step.positions, _INT32, tokens),
@@ -97,7 +100,7 @@ def _check_arrays(step: StepInputs, vocab_size: int) -> None:
 
 
 def _check_rows(*arrays: tuple[str, NDArray[Any], np.dtype[Any], int | None]) -> None:
-    """Each with its name, and the type and length that it has to have. raises ExecutionError"""
+    """Check arrays. Each comes with its name and its expected type and length. raises ExecutionError"""
     for name, array, dtype, length in arrays:
         if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
             raise ExecutionError(f"an illegal step: {name} is {array.dtype}{list(array.shape)}, not a row of {dtype}")

@@ -22,7 +22,7 @@ from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform,
 
 
 class ReferenceExecutor(Executor):
-    """kv: how keys and values are kept. bf16_table, fp8_rows: as the interpreter's"""
+    """kv: the KV format. bf16_table, fp8_rows: as in the interpreter"""
 
     def __init__(
         self, graph: Graph, limits: ExecutorLimits, *, kv: KvFormat, bf16_table: bool, fp8_rows: Collection[str] = ()
@@ -50,7 +50,7 @@ class ReferenceExecutor(Executor):
         return out
 
     def logits(self, step: StepInputs) -> Rows:
-        """(R, V) for the sampled rows, after keys and values were stored."""
+        """Return the logits (R, V) of the sampled rows, and store keys and values."""
         for source, target in () if step.copies is None else step.copies:
             self.interpreter.copy_page(int(source), int(target))
         windows = dict[int, WindowTables]()
@@ -107,5 +107,5 @@ class ReferenceExecutor(Executor):
 
 
 def _split(pages: IntArray, starts: IntArray) -> PageTables:
-    """Those of each sequence."""
+    """Return the pages of each sequence."""
     return [pages[a:b] for a, b in pairwise(starts)]

@@ -1,7 +1,7 @@
-"""The reference of whole graphs: interprets one, before or after any pass, in NumPy.
+"""The reference interpreter of whole graphs, before or after any pass, in NumPy.
 
-Computes in float64 and rounds where a kernel would store. Slow and plain: it says what is right, and the tests hold the
-native core against it.
+It computes in float64 and rounds where a kernel would store. It is slow and simple: it defines correct results, and the
+native executor is tested against it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ PageTables = Sequence[IntArray]  # of each sequence, its pages in order
 
 @dataclass(frozen=True, slots=True)
 class WindowTables:
-    """Of the caches of one window: how many pages there are, each sequence's, and which of its pages is the first."""
+    """Page tables of one window: number of pages, the pages of each sequence, and the number of its first page."""
 
     n_pages: int
     tables: PageTables
@@ -36,16 +36,16 @@ class WindowTables:
 
 @dataclass(slots=True)
 class _Pages:
-    """Keys and values of one attention layer, as they are stored: (pages, tokens of a page, heads, size)."""
+    """Stored keys and values of one attention layer: (pages, page tokens, heads, size)."""
 
     keys: Rows
     values: Rows
 
 
 class Interpreter(EvaluationContext):
-    """kv: how keys and values are kept. bf16_table: embedding tables are rounded, as in engines other than FP32.
+    """kv: the KV format. bf16_table: round embedding tables, as engines other than FP32 do
 
-    fp8_rows: linear layers by name whose rows, of bfloat16, are rounded to E4M3 first, each by its own scale
+    fp8_rows: names of linear layers whose bfloat16 input rows are rounded to E4M3 first, each by its own scale
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Interpreter(EvaluationContext):
         windows: Mapping[int, WindowTables] | None = None, slots: Sequence[tuple[int, int]] = (),
         embeddings: NDArray[np.float32] | None = None, places: IntArray | None = None,
     ) -> dict[str, NDArray[Any]]:  # fmt: skip
-        """Its outputs by name, floats as float64; keys and values go into the pages of `tables`.
+        """Return its outputs by name, floats as float64; keys and values are stored in the pages of `tables`.
 
-        windows: those of caches of windows, by their tokens
-        slots: of each sequence, where its states are before this run and behind it
-        embeddings: as StepInputs'. places: the positions of tokens, if those among the inputs are rotary ones
+        windows: page tables of windows, by their tokens
+        slots: state slots of each sequence before and after this run
+        embeddings: as in StepInputs. places: positions of the tokens, if the input positions are rotary ones
         """
         self._places = places
         self.embeddings = None if embeddings is None else embeddings.astype(np.float64)
@@ -92,17 +92,17 @@ class Interpreter(EvaluationContext):
         return self.rows(value) if value.dtype.is_float or not isinstance(value_rows, np.ndarray) else value_rows
 
     def copy_page(self, source: int, target: int, window: int = 0) -> None:
-        """What is kept in one becomes the other's, too."""
+        """Copy the contents of one page to another."""
         for (of, _), pages in self._pages.items():
             if of == window:
                 pages.keys[target], pages.values[target] = pages.keys[source], pages.values[source]
 
     def forget(self) -> None:
-        """All keys and values, and states."""
+        """Clear all keys, values and states."""
         self._pages.clear()
         self._states.clear()
 
-    # --- what an operator's reference asks for (kernels/operators.py)
+    # --- called by operators' references (kernels/operators.py)
 
     def stored_value(self, value: Value) -> StoredValue:
         return self.constants[value] if value.constant else self._values[value]
@@ -174,7 +174,7 @@ class Interpreter(EvaluationContext):
 
 
 def _rounded(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Floats as float64, all else in its own type."""
+    """Return floats as float64, other types unchanged."""
     return array.astype(np.float64 if dtype.is_float else NUMPY[dtype])
 
 
