@@ -1,4 +1,4 @@
-"""What a build asks of those who measure precisions: they stand above the compiler, so callers hand them in."""
+"""Interface to accuracy measurement, which is above the compiler in the import order, so callers pass it in."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +17,15 @@ from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
 
 AUTO = "auto"
-AUTO_MAX_KL = 0.01  # nats a token, where nobody says otherwise
+AUTO_MAX_KL = 0.01  # nats per token, by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyQuery:
-    """A language model, and in what it may run.
+    """A language model, and the precisions it may run in.
 
     candidates: in the order in which they are tried
-    max_kl: the first that keeps within it is taken; None: the first is taken, whatever it costs
+    max_kl: the first candidate within it is chosen; None: the first one, whatever its loss
     """
 
     source: Source
@@ -37,28 +37,28 @@ class AccuracyQuery:
 
 
 class Pricer(Protocol):
-    """Whoever measures, on one text."""
+    """Measures accuracy on one text."""
 
     @property
     def digest(self) -> str:
-        """Of the text."""
+        """Digest of the text."""
 
     def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
-        """What `auto` chooses from, cheapest first. own: what the model runs in where nobody says otherwise"""
+        """Return the candidates of `auto`, cheapest first. own: the model's default precision"""
 
     def answer(self, question: AccuracyQuery) -> tuple[PrecisionMap, Evaluation]:
-        """raises ConfigError where no candidate keeps within the bound, and for a text that cannot be used"""
+        """Choose a precision. raises ConfigError if no candidate is within the bound, and for an unusable text"""
 
 
-Pricing = Callable[[BuildSettings], Pricer]  # the door's: made only where something is measured
+Pricing = Callable[[BuildSettings], Pricer]  # supplied by the caller; called only if something is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricingTask:
-    """What is measured before an engine is built; without a pricer nothing is, for the reason that `without` gives.
+    """What is measured before an engine is built. Without a pricer nothing is, for the reason in `without`.
 
-    tiles: with sums of bfloat16 by tiles, because they were asked for. An engine that has them because its machine does
-    is measured without, so that equal questions get equal answers everywhere
+    tiles: whether bfloat16 sums by tiles were requested. An engine that has them because of its machine is measured
+    without them, so that equal queries have equal answers everywhere
     """
 
     candidates: tuple[PrecisionMap, ...] = ()
@@ -69,12 +69,12 @@ class PricingTask:
 
     @property
     def key(self) -> str:
-        """Equal where the same is found out in the same way; which candidates there are is said beside it."""
+        """Equal for measurements made in the same way; the candidates are identified separately."""
         return "" if self.pricer is None else f"measured {self.max_kl} {self.tiles} {self.pricer.digest}"
 
 
 def _without_price(source: Source, options: BuildOptions) -> str:
-    """Why such an engine has no price: it computes what the checkpoint stores, or what all are measured against."""
+    """Return why an engine has no price: it computes what the checkpoint stores, or is the reference itself."""
     own, requested = (
         resolve_options(source, replace(options, precision=None, kv_format=None)),
         resolve_options(source, options),
@@ -90,7 +90,7 @@ def _without_price(source: Source, options: BuildOptions) -> str:
 def to_measure(
     build: BuildSettings, checkpoint: Checkpoint, source: Source, options: BuildOptions, pricing: Pricing | None
 ) -> PricingTask:
-    """raises ConfigError where `auto` is asked for and nothing can be measured, or shall be"""
+    """Return what to measure. raises ConfigError if `auto` is requested and nothing can or may be measured"""
     auto = build.precision == AUTO
     if isinstance(checkpoint.config, EncoderConfig):
         without = "an encoder gives vectors, and no distribution of tokens"
@@ -119,7 +119,7 @@ def to_measure(
 
 
 def check_measured(build: BuildSettings, what: PricingTask) -> None:
-    """raises ConfigError for a text to measure on, where nothing is measured"""
+    """Check that a text to measure on comes with something to measure. raises ConfigError"""
     if build.calibration is not None and what.pricer is None:
         raise ConfigError(
             f"--calibration is given, and nothing is measured: {what.without}", "a precision that is measured",

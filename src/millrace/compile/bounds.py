@@ -28,7 +28,7 @@ def check_sequences(tokens: int, sequences: int, rows: int) -> None:
 def unbounded(graph: Graph, name: str, symbols: list[str]) -> ConfigError:
     """Return the error for a dimension without bounds, or bounds without a dimension.
 
-    asked: dimensions that a profile has to name
+    symbols: dimensions that a profile must name
     """
     having = {s.name: [p.name for p in graph.inputs if s in p.value.shape] for s in graph.symbols}
     what = (

@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine folder: trace, passes, lowering, packing; whole or not at all."""
+"""From a checkpoint to an engine folder, written completely or not at all: trace, passes, lowering, packing."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -61,31 +61,31 @@ from millrace.machine.disk import reserve, write_at
 from millrace.model.module import trace_model
 
 DEFAULT_BATCH = 16
-SCORED_ROWS = 32  # of a step, beside one for each sequence: the chunks of a prompt whose log probabilities are wanted
+SCORED_ROWS = 32  # per step, besides one per sequence: for the log probabilities of prompt tokens
 STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What was asked. precision None: the checkpoint's own.
+    """Options of a build. precision None: the checkpoint's own.
 
-    profile: how large the dimensions of a network of one's own may be, by their names; T (tokens of a step), S
-    (sequences) and R (rows of logits) follow from max_step_tokens and max_batch unless it says otherwise
+    profile: bounds of a user's network's dimensions, by name; T (tokens of a step), S (sequences) and R (rows of
+    logits) follow from max_step_tokens and max_batch unless given here
     """
 
     precision: PrecisionMap | None = None
     max_batch: int = DEFAULT_BATCH
     max_step_tokens: int = STEP_TOKENS
-    kv_format: KvFormat | None = None  # None: float32 for such an engine, else the checkpoint's own, or bfloat16
+    kv_format: KvFormat | None = None  # None: float32 for a float32 engine, otherwise the checkpoint's own, or bfloat16
     fuse: bool = True
     profile: Mapping[str, Bounds] = field(default_factory=dict)
-    tiles: bool = False  # products of bfloat16 are summed as the tiles of AMX do it, and not in pairs
-    keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names; values by their numbers
+    tiles: bool = False  # sum bfloat16 products as AMX tiles do, instead of in pairs
+    keep: tuple[str, ...] = ()  # modules, by name, or values, by number, that become outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedOptions:
-    """What an engine will be made as: BuildOptions for one source, with every open question answered.
+    """BuildOptions for one source, with all defaults resolved.
 
     table: "f32" or "bf16", of embedding tables
     """
@@ -103,19 +103,19 @@ class ResolvedOptions:
 
     @property
     def by_tiles(self) -> bool:
-        """Whether there are sums of bfloat16, in products or in attention, and they are made by tiles."""
+        """Whether there are bfloat16 sums, in matmuls or attention, and they are made by tiles."""
         return self.tiles and (self.kv_format == KvFormat.BF16 or self.precision.meaning.uses(Precision.BF16))
 
     @property
     def key(self) -> str:
-        """Equal for equal engines, however they were asked for; the table's format follows from the precision."""
+        """Equal for equal engines, whatever the options; the table's format follows from the precision."""
         chosen = self.precision.meaning
         sizes = (self.max_context, self.max_batch, self.max_step_tokens, sorted(self.profile.items()))
         return f"{chosen} {self.kv_format!r} {self.by_tiles} {sizes} {self.fuse} {self.keep}"
 
 
 def resolve_options(source: Source, options: BuildOptions) -> ResolvedOptions:
-    """What `options` leave open is the checkpoint's own, or follows from the precision. raises ConfigError"""
+    """Resolve defaults from the checkpoint and the precision. raises ConfigError"""
     _check(options)
     precision = with_head_precision(options.precision or source.own_precision, source.stored)
     table = plain_format(precision.default)
@@ -131,19 +131,19 @@ def resolve_options(source: Source, options: BuildOptions) -> ResolvedOptions:
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """All that is known of an engine before a weight is read."""
+    """An engine before its weights are read."""
 
     precision: PrecisionMap
     traced: Graph
     program: Program
-    notes: tuple[str, ...]  # to be said aloud to the user
+    notes: tuple[str, ...]  # shown to the user
     gpu: GpuSection = SAME_ON_A_GPU
 
 
 def plan_engine(source: Source, options: BuildOptions) -> BuildPlan:
-    """Trace, passes and lowering; nothing is packed yet.
+    """Trace, run passes and lower, without packing.
 
-    raises ConfigError for options out of range, CheckpointError where the weights do not fit the model, GraphError
+    raises ConfigError for options out of range, CheckpointError if the weights do not fit the model, GraphError
     """
     chosen = resolve_options(source, options)
     precision = chosen.precision
@@ -154,7 +154,7 @@ def plan_engine(source: Source, options: BuildOptions) -> BuildPlan:
 
 
 def notes_of(source: Source, chosen: ResolvedOptions) -> tuple[str, ...]:
-    """To be said aloud to the user."""
+    """Return the notes to show to the user."""
     rounded = rounding_notes(source.stored, chosen.precision)
     return tuple(map(sanitize, (*source.notes, *rounded, *_table_note(source.stored_table, chosen.table))))
 
@@ -162,9 +162,9 @@ def notes_of(source: Source, chosen: ResolvedOptions) -> tuple[str, ...]:
 def plan_pieces(
     source: Source, options: BuildOptions, extra_outputs: Callable[[Graph], tuple[Port, ...]] | None = None
 ) -> Iterator[Program]:
-    """The same engine as plan_engine's in pieces that compute its bits one after the other, with CARRIED between them.
+    """Yield programs that compute the bits of plan_engine's engine in pieces, passing CARRIED from one to the next.
 
-    wanted: of a piece, what it shall give instead of its outputs; a piece of which nothing is wanted is left out
+    extra_outputs: replaces the outputs of a piece; a piece without any is left out
     raises as plan_engine
     """
     chosen, pieces = resolve_options(source, options), _cut(source)
@@ -174,7 +174,7 @@ def plan_pieces(
 
 
 def reference_pieces(source: Source, options: BuildOptions) -> tuple[Graph, ...]:
-    """The graphs of the same pieces for the interpreter, one node for each layer and none of our fusions."""
+    """Return the graphs of the same pieces for the interpreter, one node per layer, without our fusions."""
     precision = resolve_options(source, options).precision
     return tuple(run_passes(piece, unfused(precision)) for piece in _cut(source))
 
@@ -192,13 +192,13 @@ def _program(traced: Graph, chosen: ResolvedOptions) -> Program:
 
 
 def _head(graph: Graph) -> str | None:
-    """The name of its head, where it has one."""
+    """Return the name of the graph's head, if it has one."""
     head = head_of(graph)
     return head.origin[0] if head else None
 
 
 def _check_context(graph: Graph, max_context: int) -> None:
-    """raises ConfigError for a language model of which nobody said how long its sequences may be"""
+    """Check that a language model has a maximum context. raises ConfigError"""
     if find(graph.outputs, LOGITS) and max_context < 1:
         raise ConfigError(
             f"a model that gives {LOGITS}, for sequences of {max_context} tokens", "at least 1",
@@ -207,7 +207,7 @@ def _check_context(graph: Graph, max_context: int) -> None:
 
 
 def _bounds(graph: Graph, chosen: ResolvedOptions) -> dict[Symbol, Bounds]:
-    """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
+    """Return the bounds of each symbol. raises ConfigError for a symbol without bounds, and bounds without a symbol"""
     tokens, batch = max(chosen.max_step_tokens, chosen.max_batch), chosen.max_batch
     if any(runnable(node).whole_sequences for node in graph.nodes):  # a sequence is in one step, or not at all
         tokens = max(tokens, chosen.max_context)
@@ -235,7 +235,7 @@ def _bounds(graph: Graph, chosen: ResolvedOptions) -> dict[Symbol, Bounds]:
 
 
 def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
-    """Only engines of float32 hold the embedding table in float32."""
+    """Return a note if the embedding table is rounded: only float32 engines hold it in float32."""
     if stored in (None, "bfloat16") or table == "f32":
         return ()
     shown = stored if "float" in stored else stored.upper()
@@ -261,10 +261,10 @@ def write_engine(
     source: Source, plan: BuildPlan, folder: Path, *, name: str, progress: Progress | None = None,
     tuning: Tuning | None = None, evaluation: Evaluation | None = None,
 ) -> Manifest:  # fmt: skip
-    """Packs the weights and writes the engine folder, which must not exist: whole, or not at all.
+    """Pack the weights and write the engine folder, which must not exist, completely or not at all.
 
-    `tuning` None: kernels work by their own rules, which needs no measurements
-    `evaluation`: what its precision was found to cost
+    tuning: None: the kernels use their default rules, without measurements
+    evaluation: the measured accuracy loss of its precision
     """
     check_new(folder)
     check_openable(_manifest(source, plan, {}, name, Evaluation()))
@@ -277,7 +277,7 @@ def write_engine(
             manifest = _write(source, plan, unfinished, name, result, progress or (lambda *_: None))
             if tuning is not None:
                 tune_folder(unfinished, tuning, progress)
-            check_new(folder)  # somebody else may have been faster
+            check_new(folder)  # another process may have been faster
     except OSError as error:
         raise cannot_write(folder, plan.program.weights_bytes, error) from error
     return manifest
@@ -305,10 +305,10 @@ def _write(
 
 
 def _write_weights(program: Program, path: Path, progress: Progress) -> tuple[str, dict[int, str]]:
-    """Packs the constants into the file, one a core at a time. Memory: the largest, not all.
+    """Pack the constants into the file, one per core at a time. Memory: the largest, not all.
 
-    Gives the file's checksum, and that of each constant by its offset.
-    Space is reserved first, and nothing is written through a map: a full disk is OSError, not SIGBUS
+    Return the file's checksum, and each constant's by its offset.
+    Space is reserved first, and nothing is written through a map, so a full disk is an OSError, not SIGBUS
     """
     if program.weights_bytes == 0:
         path.write_bytes(b"")
@@ -322,17 +322,17 @@ def _write_weights(program: Program, path: Path, progress: Progress) -> tuple[st
             of_each[offset] = weights_checksum(np.frombuffer(data, np.uint8))
 
         pack_weights(program, put, progress)
-        os.fsync(file.fileno())  # a network's file system may say only now that it is full
+        os.fsync(file.fileno())  # a network file system may report only now that it is full
     progress("weights", program.weights_bytes, program.weights_bytes)
     return weights_checksum(np.memmap(path, np.uint8, "r")), of_each
 
 
 def pack_weights(program: Program, put: Callable[[memoryview, int], None], progress: Progress) -> None:
-    """Packs the constants, and puts the bytes of each where it will lie.
+    """Pack the constants, and write each at its offset.
 
-    As many are read at a time as there are cores. Slabs of them are packed one a core: nobody waits for a large one.
+    As many are read at a time as there are cores. Slabs of them are packed one per core, so none waits for a large one.
     """
-    cores, done = usable_cores(), 0  # NumPy lets go of the interpreter while it works
+    cores, done = usable_cores(), 0  # NumPy releases the interpreter lock while it works
     constants, slabs = ThreadPoolExecutor(cores), ThreadPoolExecutor(cores)
 
     def pack(packed: PackedPlace, offset: int) -> PackedPlace:

@@ -1,6 +1,6 @@
-"""One builder for all: a checkpoint and what was asked of it become an engine, in a folder of one's own or the cache's.
+"""The builder of engines: from a checkpoint and build settings to an engine, in a user's folder or the cache.
 
-It is imported where there is no engine yet: a built one needs no compiler.
+Imported only if there is no engine yet: running a built engine needs no compiler.
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ from millrace.settings import flag_of
 
 @dataclass(frozen=True, kw_only=True)
 class Builder:
-    """One checkpoint, and all that decides what engine becomes of it.
+    """A checkpoint, with everything that determines its engine.
 
-    cache: the folder that remembers digests and times of kernels; None: everything is read and timed anew
-    measure: what is found out about its precision before it is built
-    alone: the precision that it has on a GPU, where a CPU has another in its place
+    cache: folder of the cached digests and timings; None: all is read and timed again
+    measure: the measurements of its precision before the build
+    alone: its precision on a GPU, if that differs from a CPU's
     """
 
     name: str
@@ -58,10 +58,11 @@ class Builder:
         precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
         *, for_gpu: bool = False,
     ) -> "Builder":  # fmt: skip
-        """precisions: a map by layer patterns, instead of `build.precision`; pricing: who measures what precisions cost
+        """Resolve the settings. precisions: a map by layer patterns, in place of `build.precision`; pricing: measures
+        losses
 
-        for_gpu: `build.precision` may be one that only a GPU has; what it is on a CPU is built, and on a GPU it is that
-        raises ConfigError for what cannot be
+        for_gpu: `build.precision` may be a GPU-only one; the engine then runs in its substitute on a CPU
+        raises ConfigError for invalid settings
         """
         source = Source.from_checkpoint(checkpoint, build.max_context)
         kv_format = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
@@ -97,24 +98,27 @@ class Builder:
 
     @cached_property
     def identity(self) -> str:
-        """Of the checkpoint's whole content, which is read for it. raises CheckpointError"""
+        """Digest of the checkpoint's whole content, which is read for it. raises CheckpointError"""
         return checkpoint_identity(self.checkpoint, self.cache, self.progress)
 
     @property
     def key(self) -> str:
-        """Equal for equal engines, however they were asked for.
+        """Equal for equal engines, whatever the settings.
 
-        How long the kernels are timed is no part of it: that changes no answer, and `millrace tune` does it again.
+        The tuning time is not part of it: it changes no answer, and `millrace tune` can repeat it.
         """
         requested = [replace(self.options, precision=p) for p in self.measure.candidates] or [self.options]
         keys = " ".join(resolve_options(self.source, options).key for options in requested)
         return f"{FORMAT} {kernels_digest()} {self.identity} {keys} {self.measure.key} {self.alone.name}"
 
     def write(self, folder: Path) -> None:
-        """The engine into a new folder, whole or not at all. raises CheckpointError, ConfigError, MachineError"""
-        check_new(folder)  # which is said before anything takes long
+        """Write the engine into a new folder, completely or not at all.
+
+        raises CheckpointError, ConfigError, MachineError
+        """
+        check_new(folder)  # before anything slow
         if self.checkpoint.has_tokenizer:
-            _ = self.checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody
+            _ = self.checkpoint.tokenizer  # fail on a broken tokenizer, without which an engine is useless
         source = replace(self.source, identity=lambda: self.identity)
         options, evaluation = self._measured(folder)
         plan = plan_engine(source, options)
@@ -125,11 +129,11 @@ class Builder:
         )  # fmt: skip
 
     def _measured(self, folder: Path) -> tuple[BuildOptions, Evaluation]:
-        """The precision that it will have, and what that costs."""
+        """Return the options with the chosen precision, and its accuracy loss."""
         if self.measure.pricer is None:
             return self.options, Evaluation(self.measure.without)
         first = replace(self.options, precision=self.measure.candidates[0])
-        check_room(folder, plan_engine(self.source, first).program.weights_bytes)  # mistakes are said early, too
+        check_room(folder, plan_engine(self.source, first).program.weights_bytes)  # report mistakes early
         question = AccuracyQuery(
             source=self.source, tokenizer=self.checkpoint.tokenizer,
             options=replace(self.options, tiles=self.measure.tiles), candidates=self.measure.candidates,
@@ -143,18 +147,18 @@ def build_engine(
     name: str, checkpoint: Path, folder: Path, build: BuildSettings, cache: Path | None = None,
     precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
 ) -> Engine:  # fmt: skip
-    """Compiles a checkpoint (folder or GGUF file) into `folder`, which must not exist; all else is Builder's."""
+    """Compile a checkpoint (folder or GGUF file) into `folder`, which must not exist. Arguments as in Builder."""
     Builder.of(name, Checkpoint.open(checkpoint), build, cache, precisions, progress, pricing).write(folder)
     return Engine.open(folder)
 
 
-ENCODER_BATCH = 64  # each text has pages of its own for keys and values, so that room for many short ones is dear
-# Of encoders these are measured against transformers on a real model (tests/compile/test_minilm.py).
+ENCODER_BATCH = 64  # each text has its own KV pages, so room for many short ones is expensive
+# Precisions measured for encoders against transformers on a real model (tests/compile/test_minilm.py).
 OF_ENCODERS = (Precision.FP32, Precision.BF16, Precision.W8A8)
 
 
 def check_encoder(build: BuildSettings, precision: PrecisionMap | None, alone: GpuPrecision) -> None:
-    """raises ConfigError for what only decoders have, and for a precision that is not measured"""
+    """Check for settings that only decoders have, and precisions that are not measured. raises ConfigError"""
     if alone.name == "fp8":
         expected = f"one of {', '.join((*OF_ENCODERS, 'fp16', 'tf32'))}"
         raise ConfigError("precision fp8 is not measured for encoders", expected, "choose one of them")
@@ -175,7 +179,7 @@ def check_encoder(build: BuildSettings, precision: PrecisionMap | None, alone: G
 
 
 def _rows(build: BuildSettings, options: BuildOptions, context: int) -> TunedRows:
-    """raises ConfigError"""
+    """Parse the rows to tune. raises ConfigError"""
     if build.tune_rows is None:
         return USUAL_ROWS
     return TunedRows.parse(build.tune_rows, options.max_batch, min(options.max_step_tokens, context))
@@ -184,9 +188,9 @@ def _rows(build: BuildSettings, options: BuildOptions, context: int) -> TunedRow
 def asked_precision(
     build: BuildSettings, own: PrecisionMap, precisions: Mapping[str, str] | None = None
 ) -> PrecisionMap | None:
-    """`precisions` or else `build.precision`, in groups of `build.group` or else the model's own; None: all its own.
+    """Return the requested precision, from `precisions` or `build.precision`; None: the model's own.
 
-    Where it is to be found out, what it starts from: the model's own.
+    Groups are `build.group` or the model's own. If the precision is to be measured, this is the start: the model's own.
     """
     requested = precisions if precisions is not None else None if build.precision == AUTO else build.precision
     if requested is None and (build.group is not None or build.head is not None):

@@ -1,4 +1,4 @@
-"""Where an engine is to be: whether that is free, and has room."""
+"""Checks that an engine's folder is new, and that the disk has room for it."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from millrace.errors import EngineError, MachineError
 
 
 def cannot_write(folder: Path, nbytes: int, error: OSError) -> MachineError:
-    """`nbytes`: of its weights, which are all but a few megabytes of an engine."""
+    """Return the error. nbytes: of the weights, which are all but a few megabytes of an engine"""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     what = f"the engine {folder} cannot be written: {error.strerror or error}"
     if full:
@@ -22,19 +22,19 @@ def cannot_write(folder: Path, nbytes: int, error: OSError) -> MachineError:
 
 
 def _free(folder: Path) -> int:
-    """Bytes where a folder is or will be."""
+    """Return the free bytes at a folder that may not exist yet."""
     there = next(parent for parent in folder.absolute().parents if parent.is_dir())
     return shutil.disk_usage(there).free
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """raises MachineError where weights of so many bytes have no room; said before anything takes long"""
+    """Check that there is room for so many bytes of weights, before anything slow. raises MachineError"""
     if _free(folder) < nbytes:
         raise cannot_write(folder, nbytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
 def check_new(folder: Path) -> None:
-    """raises EngineError for a folder that is already there"""
+    """Check that a folder does not exist yet. raises EngineError"""
     if folder.exists():
         raise EngineError(
             f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another"

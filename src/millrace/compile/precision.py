@@ -1,4 +1,4 @@
-"""Which precision each matrix product runs in: weights and activations, by one name or by a map of layer patterns."""
+"""The precision of each matmul, for weights and activations: one name, or a map of layer patterns."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,10 +13,10 @@ from millrace.model.families import HEAD
 DEFAULT_GROUP = 128
 
 
-# The head makes the distribution of all tokens: unless something else is asked for, it has 8-bit integers where layers
-# have 4, or E4M3. In W4A8 it takes two steps: all tokens in 4 bits, then the RESCORED likeliest again in 8. That keeps
-# the ranking of most, but not the distribution: KL of 0.009 alone on a real model, for half the bytes. E4M3 has three
-# bits behind its leading one and costs 0.013 there; integers of as many bytes, with scales for groups, cost 0.0005.
+# The head makes the distribution of all tokens. Unless requested otherwise, it has 8-bit integers if layers have 4, or
+# E4M3. In W4A8 it takes two steps: all tokens in 4 bits, then the RESCORED most likely ones again in 8. That keeps the
+# ranking of most tokens, but not the distribution: a KL of 0.009 alone on a real model, for half the bytes. E4M3 has 3
+# mantissa bits and costs 0.013 there; integers of as many bytes, with group scales, cost 0.0005.
 _HEAD = {
     Precision.W4A8: Precision.W8A8, Precision.W4A16: Precision.W8A16, Precision.FP8A16: Precision.W8A16,
 }  # fmt: skip
@@ -25,15 +25,16 @@ RESCORED = 256
 
 @dataclass(frozen=True, slots=True)
 class PrecisionMap:
-    """The first pattern that matches a module's name (`layers.*.mlp.*`, shell style) decides; `default` the rest.
+    """Precisions by module name. The first matching pattern (`layers.*.mlp.*`, shell style) decides; `default` the
+    rest.
 
-    group: of weights that are rounded here; stored_groups: those that a checkpoint holds in integers keep its own
+    group: of weights that are quantized here; stored_groups: integer weights of a checkpoint keep their own groups
     """
 
     default: Precision
     patterns: tuple[tuple[str, Precision], ...] = ()
     group: int = DEFAULT_GROUP
-    head: Precision | None = None  # what was asked for the head; None: what `default` does with it
+    head: Precision | None = None  # requested for the head; None: derived from `default`
     x_groups: tuple[tuple[str, int], ...] = ()  # where they differ from the weights', by pattern; "": of the rest
     stored_groups: bool = False
 
@@ -46,12 +47,12 @@ class PrecisionMap:
         return self.head or _HEAD.get(self.default, self.default)
 
     def x_group_of(self, name: str, *, is_head: bool = False) -> int:
-        """How many elements share a scale in its 8-bit activations; 0: as many as in its weights, or there are none."""
+        """Return how many elements share a scale in its 8-bit activations; 0: as in its weights, or there are none."""
         decides = next((pattern for pattern, _ in self.patterns if _matches(name, pattern)), "")
         return dict(self.x_groups).get(decides, 0) if self.of(name, is_head=is_head).takes_bytes else 0
 
     def stored_format(self, stored: QuantisedFormat | None, precision: Precision) -> QuantisedFormat | None:
-        """The codes that a product in this precision takes over as a checkpoint holds them; None: it rounds weights."""
+        """Return the checkpoint's codes that a matmul in this precision keeps; None: its weights are quantized here."""
         if stored is None or not precision.coded or stored.bits > precision.bits:
             return None
         if stored.e4m3 or not precision.quantised:
@@ -60,7 +61,7 @@ class PrecisionMap:
 
     @property
     def meaning(self) -> "PrecisionSpec":
-        """Of a model whose head has the usual name: equal where equal engines follow, however they were asked for."""
+        """The specification: equal if equal engines follow from it, for a model whose head has the usual name."""
         rows = dict(self.x_groups)
         other_patterns = [("", self.default), *(p for p in self.patterns if p[0] != HEAD)]
         layers = tuple((pattern, precision, rows.get(pattern, 0)) for pattern, precision in other_patterns)
@@ -70,7 +71,7 @@ class PrecisionMap:
         return meant if quantised else replace(meant, group=0, stored_groups=False)
 
     def described(self, head: str | None) -> dict[str, str]:
-        """As manifests say it: `default`, the head where it differs, patterns. head: its name; None: there is none"""
+        """Return the map as in manifests: `default`, the head if it differs, patterns. head: its name, or None"""
         rows = dict(self.x_groups)
         default = _layer_text(self.default, rows.get("", 0))
         own = default
@@ -81,16 +82,16 @@ class PrecisionMap:
         return {"default": default, **different, **named}
 
     def check_head(self, head: str) -> None:
-        """raises ConfigError where two things are asked for the head of this name"""
+        """Check that only one precision is requested for the head of this name. raises ConfigError"""
         if self.head and self.names(head):
             raise ConfigError("the head's precision is given twice", "--head or a pattern in the map", "leave one out")
 
     def names(self, name: str) -> bool:
-        """Whether one of the patterns is about this module."""
+        """Return whether a pattern matches this module."""
         return any(_matches(name, pattern) for pattern, _ in self.patterns)
 
     def check_patterns(self, origins: Iterable[str]) -> None:
-        """raises ConfigError for a pattern that is about none of the matrix products `origins`"""
+        """Check that each pattern matches one of the matmuls `origins`. raises ConfigError"""
         names = list(origins)
         for pattern, _ in self.patterns:
             if not any(_matches(name, pattern) for name in names):
@@ -103,10 +104,10 @@ class PrecisionMap:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSpec:
-    """What a map of precisions says, in one form.
+    """A precision map in normal form.
 
-    layers: by pattern, "" for all that no pattern names, with the groups of activations where they are others than
-    those of the weights, else 0; head: alike; group 0: nothing is quantised
+    layers: by pattern, "" for modules that none matches, with activation groups if they differ from the weights', or 0;
+    head: likewise; group 0: nothing is quantized
     """
 
     layers: tuple[tuple[str, Precision, int], ...]
@@ -119,7 +120,7 @@ class PrecisionSpec:
 
 
 def plain_format(precision: Precision) -> str:
-    """Of tables and, where nobody asks, of keys and values: only engines of FP32 have them in float32."""
+    """Return the format of tables, and the default of the KV cache: float32 in float32 engines only."""
     return "f32" if precision == Precision.FP32 else "bf16"
 
 
@@ -128,11 +129,11 @@ _FLOATS = {"float32": Precision.FP32, "float16": Precision.FP32, "bfloat16": Pre
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """How a checkpoint holds the matrix of one linear layer.
+    """How a checkpoint stores the matrix of one linear layer.
 
-    held: its codes; None: floats, or codes that only floats stand for exactly
-    byte_rows: what meets it is meant to have eight bits; else 16-bit floats
-    fp8_rows: what meets it is meant to be E4M3 with a scale for each token, which 16-bit floats stand for here
+    held: its codes; None: floats, or codes that only floats represent exactly
+    byte_rows: its input rows are meant to be 8-bit; otherwise 16-bit floats
+    fp8_rows: its input rows are meant to be E4M3 with a scale per token; 16-bit floats replace that here
     """
 
     dtype: str
@@ -143,7 +144,7 @@ class StoredMatrix:
 
     @property
     def nearest(self) -> Precision:
-        """The class that keeps it, at the fewest bits per weight."""
+        """The class that represents it with the fewest bits per weight."""
         if self.codes is None:
             return _FLOATS.get(self.dtype, Precision.BF16)
         if self.codes.e4m3:
@@ -155,7 +156,7 @@ class StoredMatrix:
 
 
 def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
-    """Each linear layer, by name, in the class nearest to its own type; the one of most weights is the default."""
+    """Map each linear layer, by name, to the class nearest to its stored type; the most common one is the default."""
     nearest = {name: matrix.nearest for name, matrix in stored.items()}
     sizes: Counter[Precision] = Counter()
     for name, matrix in stored.items():
@@ -171,12 +172,12 @@ def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
 
 
 def _like(stored: QuantisedFormat | None) -> int:
-    """The groups of what is rounded beside such codes: as blocks of files have them; of whole rows our own."""
+    """Return the groups of weights quantized here, besides such codes: those of a file's blocks, otherwise our own."""
     return max(stored.group, 32) if stored and not stored.e4m3 and stored.group <= DEFAULT_GROUP else DEFAULT_GROUP
 
 
 def with_head_precision(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
-    """A head of which nothing was asked has the layers' precision where that keeps the checkpoint's own codes."""
+    """Give the head the layers' precision if nothing is requested for it, and that keeps the checkpoint's codes."""
     requested = chosen.head or chosen.names(HEAD) or chosen.of(HEAD, is_head=True) == chosen.default
     if requested or HEAD not in stored or not chosen.stored_format(stored[HEAD].codes, chosen.default):
         return chosen
@@ -184,7 +185,7 @@ def with_head_precision(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]
 
 
 def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> tuple[str, ...]:
-    """Which matrices that a checkpoint holds in codes are rounded once more, and into what; which take more room."""
+    """Return notes: which stored codes are quantized again, and to what; which take more memory."""
     rounded: Counter[tuple[str, Precision, str]] = Counter()
     widened: Counter[str] = Counter()
     floats: Counter[str] = Counter()
@@ -225,7 +226,7 @@ _WORDS = {
 
 
 def _why(stored: QuantisedFormat, precision: Precision, stored_groups: bool) -> str:
-    """What a user who wonders about the choice needs to know, at the end of a note."""
+    """Return the reason, for the end of a note."""
     if stored.e4m3:
         return f"; {Precision.FP8A16} would keep them exactly"
     if not precision.coded:
@@ -263,12 +264,12 @@ MOST_PATTERNS, _LONGEST = 4096, 200  # of a map; characters of a pattern
 
 
 def _layer_text(precision: Precision, x_group: int) -> str:
-    """As `_parse_layer` reads it."""
+    """Format a layer's precision as `_parse_layer` reads it."""
     return f"{precision}:{x_group}" if x_group else precision.value
 
 
 def _parse_layer(value: str) -> tuple[Precision, int]:
-    """ "w8a8" or, with activations in groups of their own, "w8a8:32"; 0: as the weights."""
+    """Parse "w8a8" or, with separate activation groups, "w8a8:32"; 0: as the weights."""
     name, colon, rows = value.partition(":")
     if "min" in value.lower():
         raise ConfigError(
@@ -294,7 +295,7 @@ def _parse_layer(value: str) -> tuple[Precision, int]:
 
 
 def check_x_group(name: str, x_group: int, group: int) -> None:
-    """raises ConfigError unless groups of so many activations divide the weights'"""
+    """Check that groups of so many activations divide the weights' groups. raises ConfigError"""
     if x_group != group and (x_group > group or group % x_group or x_group % 8):
         fitting = ", ".join(str(n) for n in range(8, group, 8) if group % n == 0)
         raise ConfigError(
@@ -311,9 +312,9 @@ def precision_map(
     *,
     stored_groups: bool = False,
 ) -> PrecisionMap:
-    """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8:32"}.
+    """Return a map from `"w4a8"`, or from a dict like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8:32"}.
 
-    head: of the head alone, which the map then must not name; stored_groups: as PrecisionMap's. raises ConfigError
+    head: for the head alone, which the map then must not name; stored_groups: as in PrecisionMap. raises ConfigError
     """
     if group < 4 or group % 4 or group > 4096:
         raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
@@ -331,6 +332,6 @@ def precision_map(
     layers = {pattern: _parse_layer(value) for pattern, value in requested.items() if pattern != "default"}
     patterns = tuple((pattern, precision) for pattern, (precision, _) in layers.items())
     asked_rows = {"": rows, **{pattern: own for pattern, (_, own) in layers.items()}}
-    usual = 0 if stored_groups else group  # which need not be said
+    usual = 0 if stored_groups else group  # the default, left out
     x_groups = tuple((pattern, own) for pattern, own in asked_rows.items() if own not in (0, usual))
     return PrecisionMap(default, patterns, group, of_head, x_groups, stored_groups)

@@ -1,4 +1,4 @@
-"""A model of some shape whose weights nobody trained: for measurements, which depend on shapes and formats."""
+"""Models of a given shape with random weights: for measurements, which depend on shapes and formats only."""
 
 import zlib
 from dataclasses import replace
@@ -13,11 +13,11 @@ from millrace.compile.source import Source, with_context
 from millrace.model.families import build_model
 from millrace.model.module import Weights
 
-SPREAD = 0.02  # of what is drawn: a standard deviation
+SPREAD = 0.02  # standard deviation of the weights
 
 
 def source_of(config: ModelConfig | EncoderConfig) -> Source:
-    """Normal weights, norms at 1; each tensor from a seed of its own, when it is asked for."""
+    """Return a source of normal weights, with norms at 1; each tensor has its own seed, and is drawn on demand."""
     model = build_model(config)
     sizes = {n: tuple(d for d in p.shape if isinstance(d, int)) for n, p in model.parameters() if "rotary" not in n}
 
@@ -34,7 +34,7 @@ def source_of(config: ModelConfig | EncoderConfig) -> Source:
 
 
 def random_source(checkpoint: Checkpoint, max_context: int | None) -> Source:
-    """Of a folder without its weights. raises ConfigError for a context that the model was not made for"""
+    """Return a source for a folder without weights. raises ConfigError for a context beyond the model's"""
     return replace(
         source_of(with_context(checkpoint.config, max_context)), identity=checkpoint.identity,
         eos_token_ids=checkpoint.eos_token_ids, bos_token_id=checkpoint.bos_token_id, notes=checkpoint.notes,

@@ -1,4 +1,7 @@
-"""MODEL, as every command and `LLM` take it: a folder (engine or checkpoint), a GGUF file, a hub id, a cached name."""
+"""Resolve MODEL, the argument of every command and of `LLM`.
+
+It is a folder (engine or checkpoint), a GGUF file, a hub id, or a cached name.
+"""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,7 +27,7 @@ BUNDLED = Path(__file__).parent.parent / "bundled"
 
 
 def model_folder(model: str, env: Env, progress: Progress | None = None) -> tuple[str, Path]:
-    """A short name and the local folder or GGUF file of MODEL, downloaded if it is a hub id.
+    """Return a short name and the local folder or GGUF file of MODEL, downloaded if it is a hub id.
 
     raises CheckpointError, HubError
     """
@@ -38,7 +41,7 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
         return path.resolve().name, path
     if is_gguf(path):
         return path.stem, path
-    if "/" not in model and not path.exists():  # neither a path that anybody wrote out, nor a hub id
+    if "/" not in model and not path.exists():  # neither a path nor a hub id
         return _cached(model, env)
     from millrace.checkpoint.hub import resolve
 
@@ -51,7 +54,7 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
 
 
 def _cached(model: str, env: Env) -> tuple[str, Path]:
-    """By a name that `millrace list` shows. raises CheckpointError, and ConfigError where that is several engines'"""
+    """Find an engine by a name that `millrace list` shows. raises CheckpointError; ConfigError if several match"""
     cache = EngineCache(env.cache)
     if entry := cache.only(model):
         return entry.model, entry.folder
@@ -68,10 +71,11 @@ def find_engine(
     say: Say | None = None, precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None,
     place: DeviceId = ON_CPU,
 ) -> tuple[str, Engine]:  # fmt: skip
-    """MODEL's engine: the folder itself if it is one, else from the cache, else built now. For a GPU made anew.
+    """Return MODEL's engine: the folder itself if it is one, otherwise from the cache, or built now. For a GPU, make it
+    anew.
 
-    model: or its name and its folder, where what the folder is called says nothing
-    precisions: a map by layer patterns, instead of `build.precision`; pricing: who measures what precisions cost
+    model: or its name and its folder, if the folder's name is not the model's
+    precisions: a map by layer patterns, in place of `build.precision`; pricing: measures accuracy losses
     """
     gpu = None if place.device == CPU else find_gpu(place.device)
     name, folder = model_folder(model, env, progress) if isinstance(model, str) else model
@@ -90,7 +94,7 @@ def find_engine(
     checkpoint = Checkpoint.open(folder)
     if not checkpoint.has_tokenizer:
         raise no_tokenizer(folder)
-    from millrace.compile.builder import Builder  # with all of the compiler, which a built engine does not need
+    from millrace.compile.builder import Builder  # imports the compiler, which a built engine does not need
 
     builder = Builder.of(name, checkpoint, build, env.cache, precisions, progress, pricing)
     with EngineCache(env.cache).get_or_build(name, builder.key, builder.write) as (result, fresh):
@@ -119,13 +123,13 @@ def _built_on_gpu(
 
 
 def _say_price(engine: Engine, say: Say | None) -> None:
-    """Every time: who runs an engine need not be the one who built it."""
+    """Report the accuracy loss at every start: the user may not be the builder."""
     if say and engine.manifest.evaluation.price is not None:
         say(engine.manifest.evaluation.summary)
 
 
 def _refuse_build_settings(build: BuildSettings, folder: Path, open_: Collection[str] = ()) -> None:
-    """A built engine cannot be changed by flags; saying nothing would be worse. open_: what may still be asked for"""
+    """Refuse flags that cannot change a built engine, instead of ignoring them. open_: flags that may still be set"""
     if unusable := [name for name in build.changed_fields if name not in open_]:
         name = unusable[0]
         flag = flag_of(f"no_{name}" if getattr(build, name) is False else name)
@@ -136,9 +140,9 @@ def _refuse_build_settings(build: BuildSettings, folder: Path, open_: Collection
 
 
 def find_built(name: str, env: Env, progress: Progress | None = None) -> Path:
-    """The folder, or the most recently used engine in the cache that has this name or was built from this model.
+    """Return the folder, or the most recently used cached engine of this name or of this model.
 
-    A checkpoint's engines are those of equal content, whatever they are called. raises EngineError
+    A checkpoint's engines are those of equal content, whatever their names. raises EngineError
     """
     path, entries = Path(name).expanduser(), EngineCache(env.cache).entries()
     if (path / MANIFEST).is_file():
@@ -167,7 +171,7 @@ def find_built(name: str, env: Env, progress: Progress | None = None) -> Path:
 
 
 def _source(entry: CacheEntry) -> str | None:
-    """What it was built from; None where that cannot be read."""
+    """Return what a cached engine was built from; None if it is unreadable."""
     try:
         return read_manifest(entry.folder).source
     except (EngineError, OSError):

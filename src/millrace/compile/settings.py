@@ -1,4 +1,4 @@
-"""What a user may ask of a build, and how they hear of it."""
+"""Settings of a build, and its callbacks to the user."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from millrace.engine.cache_specs import KV_CACHE_DTYPES
 from millrace.errors import ConfigError
 from millrace.settings import Settings, setting
 
-Progress = Callable[[str, int, int], None]  # what is being done, how much is done, of how much
+Progress = Callable[[str, int, int], None]  # what is done, how much is done, of how much
 Say = Callable[[str], None]
 
 

@@ -1,4 +1,4 @@
-"""What is compiled: a model with its weights, from a checkpoint or from a user's own Python."""
+"""What is compiled: a model with its weights, from a checkpoint or from a user's Python code."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -21,34 +21,34 @@ from millrace.model.families import HEAD, build_model, parameter_of
 from millrace.model.module import Module, Weights
 
 C = TypeVar("C", bound=ModelConfig | EncoderConfig)
-LONGEST = 1 << 24  # tokens: what a program's parameters hold
-DEFAULT_CONTEXT = 8192  # where the checkpoint allows more: rotary tables and the least KV memory follow from it
+LONGEST = 1 << 24  # tokens: the limit of a program's parameters
+DEFAULT_CONTEXT = 8192  # if the checkpoint allows more: rotary tables and the least KV memory depend on it
 _AS_ARRAY = "numpy.asarray(weight, numpy.float32), or tensor.detach().float().numpy() of PyTorch's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A traceable model, its weights, and what an engine must know of it besides."""
+    """A traceable model, its weights, and what else an engine needs."""
 
     module: Module
     weights: Weights
     max_context: int
     architecture: str
-    vocab_size: int = 0  # ids that may go in; 0: the model takes none, or its logits say how many
+    vocab_size: int = 0  # number of token ids; 0: the model takes none, or the width of its logits
     dtype: str = "float32"  # "bfloat16" makes bf16 the default precision
-    # of a checkpoint in which each tensor has a type of its own: the linear layers by name, and the embedding
+    # For a checkpoint whose tensors have various types: how the linear layers, by name, and the embedding are stored.
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
     stored_table: str | None = None
-    kv_format: KvFormat | None = None  # as the checkpoint means keys and values to be kept; None: as floats
-    identity: Callable[[], str] = str  # of a checkpoint: of its whole content, which reads all of it
+    kv_format: KvFormat | None = None  # the checkpoint's KV format; None: floats
+    identity: Callable[[], str] = str  # digest of a checkpoint's whole content, which reads all of it
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     notes: tuple[str, ...] = ()
-    files: Callable[[], Files] = dict  # tokenizer, templates, ...: what the engine carries along
+    files: Callable[[], Files] = dict  # copied into the engine: tokenizer, templates, ...
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, max_context: int | None = None) -> "Source":
-        """raises ConfigError for a context that the model was not made for"""
+        """Return the source of a checkpoint. raises ConfigError for a context beyond the model's"""
         config = with_context(checkpoint.config, max_context)
         tensors, own = checkpoint.tensors, checkpoint.own_precisions
         names = _parameters(tensors, config)
@@ -69,9 +69,9 @@ class Source:
 
     @classmethod
     def from_module(cls, module: Module, arrays: Mapping[str, Array], max_context: int = 0) -> "Source":
-        """A model of the user's own with its weights by parameter name: `layers.0.up.weight` -> (N, K).
+        """Return the source of a user's model with its weights by parameter name: `layers.0.up.weight` -> (N, K).
 
-        max_context: tokens of its longest sequence; 0 for a network that knows no sequences. raises ConfigError
+        max_context: tokens of its longest sequence; 0 for a network without sequences. raises ConfigError
         """
         bools = {name for name, p in module.parameters() if p.value.dtype == DType.BOOL}
         for name, array in arrays.items():
@@ -84,7 +84,7 @@ class Source:
 
     @property
     def own_precision(self) -> PrecisionMap:
-        """In what it runs where nobody says otherwise."""
+        """The default precision of the model."""
         if self.stored:
             return nearest_precisions(self.stored)
         return PrecisionMap(Precision.BF16 if self.dtype == "bfloat16" else Precision.FP32)
@@ -101,7 +101,7 @@ class Source:
 
 
 def with_context(config: C, max_context: int | None) -> C:
-    """max_context: as asked; None: the usual. raises ConfigError for one that the model was not made for"""
+    """max_context: as requested; None: the default. raises ConfigError for a context beyond the model's"""
     usual, most = contexts(config)
     context = max_context or usual
     if not 1 <= context <= most:
@@ -111,7 +111,7 @@ def with_context(config: C, max_context: int | None) -> C:
 
 
 def contexts(config: ModelConfig | EncoderConfig) -> tuple[int, int]:
-    """Tokens of the longest sequence: where nobody says otherwise, and at most."""
+    """Return the default and the maximum context in tokens."""
     if isinstance(config, EncoderConfig):
         return config.max_context, min(config.max_positions, LONGEST)
     most = min(config.max_context, LONGEST)
@@ -119,7 +119,7 @@ def contexts(config: ModelConfig | EncoderConfig) -> tuple[int, int]:
 
 
 def _parameters(tensors: Iterable[str], config: ModelConfig | EncoderConfig) -> dict[str, str]:
-    """By name, the tensor that each is."""
+    """Return the stored tensor of each parameter, by name."""
     result: dict[str, str] = {}
     for tensor in tensors:
         name = parameter_of(tensor, config)
@@ -142,7 +142,7 @@ def _unused_note(tensors: Iterable[str], config: ModelConfig | EncoderConfig) ->
 
 
 def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
-    """By the name of the linear layer. A tied head is the embedding; as a table alone, that is no product's."""
+    """Return the stored matrices by linear layer. A tied head is the embedding; an embedding alone is in no matmul."""
     result, tensors = {}, checkpoint.tensors
     for name, info in tensors.items():
         layer = name.removesuffix(".weight")

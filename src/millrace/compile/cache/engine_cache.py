@@ -1,4 +1,4 @@
-"""The cache of built engines: one folder an engine, one builder at a time, the least recently used go first."""
+"""The cache of built engines: one folder per engine, one builder at a time, least recently used evicted first."""
 
 import fcntl
 import hashlib
@@ -14,34 +14,34 @@ from millrace.engine.artifact.folder_lock import FolderLock, hold, in_use, lock,
 from millrace.errors import ConfigError, MachineError, nearest
 
 DEFAULT_LIMIT = 50 << 30
-BUILDING_S = 3600.0  # that somebody else may take for an engine that is wanted here, too
+BUILDING_S = 3600.0  # how long to wait for another process that builds the same engine
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    name: str  # of the folder: the model's, and a digest of what it was built from
+    name: str  # folder name: the model's, and a digest of the build's inputs
     folder: Path
     nbytes: int
     last_used: float  # seconds since the epoch
 
     @property
     def model(self) -> str:
-        """As it was named when it was built; spelt for a folder."""
+        """The model's name at build, adapted for a folder name."""
         return self.name.rpartition("-")[0]
 
 
 class EngineCache:
-    """Engines under `root/engines`. `limit_bytes` bounds them together, as far as nobody uses them."""
+    """Engines under `root/engines`. `limit_bytes` limits their total size; engines in use are never removed."""
 
     def __init__(self, root: Path, limit_bytes: int = DEFAULT_LIMIT) -> None:
         self._engines, self._limit_bytes = root / "engines", limit_bytes
 
     @contextmanager
     def get_or_build(self, name: str, key: str, build: Callable[[Path], object]) -> Iterator[tuple[Path, bool]]:
-        """The engine's folder, and whether it was built now; nobody removes it within the block.
+        """Yield the engine's folder, and whether it was built now; it is not removed within the block.
 
-        `build` writes into the path that it is given. An engine that is there needs no right to write.
-        raises MachineError where it is not, and the cache cannot be written, or another process builds it for too long
+        `build` writes into the path that it gets. Using an existing engine needs no write permission.
+        raises MachineError if the cache cannot be written, or another process builds for too long
         """
         folder = self._engines / f"{_safe(name)}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}"
         lock, fresh = hold(folder), False
@@ -56,7 +56,7 @@ class EngineCache:
             lock.release()
 
     def entries(self) -> list[CacheEntry]:
-        """Most recently used first."""
+        """Return all entries, most recently used first."""
         if not self._engines.is_dir():
             return []
         result = []
@@ -69,9 +69,9 @@ class EngineCache:
         return sorted(result, key=lambda e: -e.last_used)
 
     def only(self, name: str) -> CacheEntry | None:
-        """The engine of that name, or the one engine of the model; None where there is none.
+        """Return the engine of this name, or the model's only engine; None if there is none.
 
-        raises ConfigError where the model has several
+        raises ConfigError if the model has several
         """
         result = self._called(name)
         if len(result) > 1:
@@ -86,7 +86,7 @@ class EngineCache:
         return None
 
     def named(self, name: str) -> list[CacheEntry]:
-        """The engine of that name, or all engines of the model. raises ConfigError where there is none"""
+        """Return the engine of this name, or all engines of the model. raises ConfigError if there is none"""
         result = self._called(name)
         if not result:
             names = self.names()
@@ -98,7 +98,7 @@ class EngineCache:
         return result
 
     def names(self) -> set[str]:
-        """Of all engines and of their models."""
+        """Return the names of all engines and of their models."""
         return {name for e in self.entries() for name in (e.name, e.model)}
 
     def _called(self, name: str) -> list[CacheEntry]:
@@ -106,13 +106,13 @@ class EngineCache:
         return [e for e in entries if e.name == name] or [e for e in entries if e.model == name]
 
     def remove(self, names: Iterable[str]) -> list[CacheEntry]:
-        """Those that these names mean: all of them, or none where one is not there or in use. raises ConfigError"""
+        """Remove the engines of these names: all, or none if one is missing or in use. raises ConfigError"""
         entries = list({e.name: e for name in names for e in self.named(name)}.values())
         for entry in entries:
             if in_use(entry.folder):
                 raise _in_use(entry.name)
         for entry in entries:
-            if not remove(entry.folder):  # somebody opened it just now
+            if not remove(entry.folder):  # opened by another process just now
                 raise _in_use(entry.name)
         return entries
 
@@ -126,10 +126,10 @@ class EngineCache:
                 "set XDG_CACHE_HOME to one",
             ) from error  # fmt: skip
         fresh = False
-        with file:  # two processes that want the same engine: the second waits, then finds it built
+        with file:  # of two processes that need the same engine, the second waits, then finds it built
             lock(file.fileno(), fcntl.LOCK_EX, f"another process, which is building {folder}", BUILDING_S)
             while (folder_lock := hold(folder)) is None:
-                shutil.rmtree(folder, ignore_errors=True)  # without a manifest it is no engine
+                shutil.rmtree(folder, ignore_errors=True)  # without a manifest it is not an engine
                 build(folder)
                 fresh = True
         return folder_lock, fresh
@@ -146,7 +146,7 @@ class EngineCache:
 
 
 def _used_now(folder: Path) -> None:
-    with suppress(OSError):  # a cache that may only be read removes nothing, so it needs no times
+    with suppress(OSError):  # a read-only cache removes nothing, so it needs no times
         os.utime(folder)
 
 
@@ -161,7 +161,7 @@ def _safe(name: str) -> str:
 
 
 def age(seconds_since_epoch: float) -> str:
-    """How long ago, for people."""
+    """Return how long ago a time was, as text."""
     minutes = (time.time() - seconds_since_epoch) / 60
     if minutes < 90:
         return f"{minutes:.0f} min"

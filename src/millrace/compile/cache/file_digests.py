@@ -1,10 +1,9 @@
-"""Digests of large files, remembered beside the cached engines, so that a later start does not read them again.
+"""Digests of large files, cached next to the engines, so that a later start does not read the files again.
 
-What is promised: a file is read again if its inode, its size, or its time of last change or of last modification is
-another than when it was read. The time of change cannot be set by programs, so that a weight which is changed in place
-is noticed even if its writer restores the time of modification. It goes unnoticed only where the clock was set back, or
-where the file system's times are coarser than `SETTLED_S`: what was changed later than that before it was read is not
-remembered.
+A file is read again if its inode, size, change time or modification time differs from the recorded one. Programs cannot
+set the change time, so a weight that is changed in place is noticed even if the modification time is restored. It goes
+unnoticed only if the clock was set back, or if the file system's times are coarser than `SETTLED_S`: a file changed
+less than that before it was read is not recorded.
 """
 
 import time
@@ -20,7 +19,7 @@ from millrace.compile.settings import Progress
 from millrace.engine.artifact.manifest import UNREADABLE
 from millrace.engine.artifact.tactics import write_whole
 
-SETTLED_S = 2.0  # the coarsest times that a file system in use has
+SETTLED_S = 2.0  # the coarsest timestamps of file systems in use
 _MOST, _LIMIT = 4096, 1 << 20  # files, and bytes of the table
 
 
@@ -32,13 +31,13 @@ class CachedDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileDigests:
-    """The table at `path`. One that is damaged or cannot be written costs time, and nothing else."""
+    """The table at `path`. If it is damaged or not writable, files are read again."""
 
     def __init__(self, path: Path, settled_s: float = SETTLED_S) -> None:
         self._path, self._settled_s = path, settled_s
 
     def digest(self, file: Path, state: FileState, report: Report | None = None) -> str:
-        """As `file_digest`, which it calls for what it does not know. raises CheckpointError"""
+        """Return the file's digest, by `file_digest` if it is not cached. raises CheckpointError"""
         try:
             key, before = _status(file)
             cached = self._table().get(key)
@@ -63,7 +62,7 @@ class FileDigests:
             return {}
 
     def _add(self, key: str, entry: CachedDigest) -> None:
-        """The oldest go first. Where two write at once, one of them reads its file again next time."""
+        """Add an entry and drop the oldest. If two processes write at once, one reads its file again next time."""
         table = [(k, v) for k, v in self._table().items() if k != key][1 - _MOST :]
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +76,7 @@ def _status(file: Path) -> tuple[str, dict[str, int]]:
 
 
 def checkpoint_identity(checkpoint: Checkpoint, cache: Path | None, progress: Progress | None = None) -> str:
-    """Of its whole content. What was read before, and is as it was then, is not read again: `cache` remembers it."""
+    """Return the digest of the checkpoint's whole content. `cache`: of the digests of unchanged files"""
     done, total = 0, sum(file.stat().st_size for file in checkpoint.tensors.files)
 
     def read(nbytes: int) -> None:

@@ -1,6 +1,6 @@
-"""The roofline that `millrace doctor` measured, kept beside the timing cache: what is measured is set against it.
+"""Rooflines measured by `millrace doctor`, cached next to the timings, as the reference for measurements.
 
-Each entry is for one processor, instruction set, number of threads and build of the kernels, as times are.
+Each entry is for one processor, instruction set, number of threads and build of the kernels, like timings.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ _MOST, _LIMIT = 16, 1 << 18  # machines, and bytes of the file
 
 
 def keep_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
-    """Where it is kept; the oldest go first. raises OSError where the cache cannot be written"""
+    """Store a roofline and drop the oldest; return the file. raises OSError if the cache cannot be written"""
     key, path = machine_key(isa, roofline.threads), _path(cache)
     older = [(k, v) for k, v in _all(path).items() if k != key][1 - _MOST :]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def keep_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
 
 
 def kept_roofline(cache: Path, isa: str, threads: int) -> Roofline | None:
-    """None where none was measured. A damaged file is as good as none: `millrace doctor` writes it anew."""
+    """Return the measured roofline; None if there is none, or the file is damaged: `millrace doctor` rewrites it."""
     return _all(_path(cache)).get(machine_key(isa, threads))
 
 

@@ -1,6 +1,6 @@
-"""The timing cache: what was timed on this machine, kept for engines to come. Readable JSON, merged under a lock.
+"""The timing cache: tactics timed on this machine, for later builds. Readable JSON, merged under a lock.
 
-With every answer in it a build times nothing, so the same inputs and the same cache give the same tactics.
+If every timing is cached, a build times nothing, so the same inputs and the same cache give the same tactics.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ def _library_digest() -> str:
 
 
 def machine_key(isa: str, threads: int) -> str:
-    """What a time holds for: processor, instruction set, threads and the very code that was timed."""
+    """Return the key of a timing: processor, instruction set, threads and a digest of the timed code."""
     machine = fingerprint(isa)
     return f"{machine['cpu']}, {isa}, {threads} of {machine['cores']} cores, kernels {_library_digest()}"
 
@@ -39,11 +39,14 @@ def _check_choice(region: str, choice: Choice) -> None:
 
 class TimingCache:
     def __init__(self, path: Path, check: Callable[[str, Choice], None] = _check_choice) -> None:
-        """check: raises ValueError for a region's choice that the machines of which one reads do not have"""
+        """check: raises ValueError for a region's choice that the machine does not support"""
         self._path, self._check = path, check
 
     def read(self, machine: str) -> Regions:
-        """What is known of one machine: others may be another version's. raises MachineError where it cannot be read"""
+        """Return the timings of one machine. raises MachineError if unreadable
+
+        The entries of other machines are not checked: they may be from another version.
+        """
         try:
             regions = msgspec.json.decode(self._machines().get(machine, b"{}"), type=Regions)
             for region, choices in regions.items():
@@ -54,7 +57,7 @@ class TimingCache:
         return regions
 
     def merge(self, machine: str, regions_timed: Regions) -> None:
-        """New answers replace old ones for the same rows; all others stay."""
+        """Add timings. New ones replace old ones for the same rows."""
         with self._locked():
             regions = self.read(machine)
             for region, choices in regions_timed.items():

@@ -1,4 +1,4 @@
-"""From the graph to the program: each node becomes the calls that its operator says, values become places."""
+"""Lower a graph to a program: each node becomes the calls that its operator emits, values become places."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from millrace.kernels.operators import runnable
 def lower(
     graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, *, tiles: bool = False
 ) -> Program:
-    """Placement says what the arguments are. raises GraphError for a graph that no program can be of"""
+    """Lower the graph. Arguments as in ProgramBuilder. raises GraphError for a graph that cannot be a program"""
     placement, read = ProgramBuilder(graph, bounds, kv_format, table, tiles), {*graph.consumers(), *graph.results}
     for port in graph.inputs:
         if port.value in read:

@@ -1,4 +1,4 @@
-"""The memory plan of one step: where each activation lies, so that what is dead makes room for what comes."""
+"""The memory plan of one step: the offset of each activation, reusing memory that is no longer needed."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Bytes that are needed from the step `first` to the step `last`, both included."""
+    """Bytes that are live from the step `first` to the step `last`, both included."""
 
     name: str
     nbytes: int
@@ -20,7 +20,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """offsets[i] belongs to buffers[i]; `lower_bound` is what any plan needs: the most that is alive at one step."""
+    """offsets[i] belongs to buffers[i]; lower_bound: the most bytes live at one step, which any plan needs."""
 
     buffers: tuple[Buffer, ...]
     offsets: tuple[int, ...]
@@ -29,7 +29,7 @@ class MemoryPlan:
 
 
 def plan_memory(buffers: list[Buffer]) -> MemoryPlan:
-    """Greedy by size: each buffer, largest first, goes to the lowest gap that is free for as long as it lives.
+    """Plan greedily by size: each buffer, largest first, gets the lowest gap that is free for its lifetime.
 
     source: arXiv:2001.03288, "Greedy by Size for Offset Calculation"
     """
@@ -51,7 +51,7 @@ def plan_memory(buffers: list[Buffer]) -> MemoryPlan:
 
 
 def _lower_bound(buffers: list[Buffer], sizes: list[int]) -> int:
-    """Most bytes alive at one step; a buffer's first step is enough to look at."""
+    """Return the most bytes live at one step; checking each buffer's first step is enough."""
     return max(
         (
             sum(s for b, s in zip(buffers, sizes, strict=True) if b.first <= at <= b.last)

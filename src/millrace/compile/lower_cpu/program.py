@@ -14,18 +14,18 @@ from millrace.kernels.operand_places import OperandPlace, PackedPlace
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kernel at work."""
+    """One kernel call."""
 
     kernel: str
     operands: Mapping[str, OperandPlace | None]
     params: Mapping[str, Param]
     origin: tuple[str, ...]
-    note: str = ""  # the numerics class or row format, for people
+    note: str = ""  # the numerics class or row format, for display
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """An optimisation profile of one symbol: how small and how large it may be, and for what an engine is tuned."""
+    """The optimization profile of one symbol: its bounds, and the size to tune for."""
 
     low: int
     usual: int
@@ -34,13 +34,13 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Calls with their operands placed. `weights_offsets` and `memory.offsets` count bytes in their spaces."""
+    """Calls with their operands placed. `weights_offsets` and `memory.offsets` are bytes within their spaces."""
 
     calls: tuple[Call, ...]
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     symbols: Mapping[Symbol, Bounds]
-    sizes: tuple[Size, ...]  # numbered behind the symbols
+    sizes: tuple[Size, ...]  # numbered after the symbols
     weights: tuple[PackedPlace, ...]
     weights_offsets: tuple[int, ...]
     weights_bytes: int
@@ -51,7 +51,7 @@ class Program:
 
     @property
     def matrix_bytes(self) -> int:
-        """Of the weights of matrix products, which each step reads whole."""
+        """Bytes of matmul weights, which each step reads completely."""
         places = (call.operands["w"] for call in self.calls if call.kernel == "matmul")
         return sum(self.weights[place.number].nbytes for place in places if place)
 

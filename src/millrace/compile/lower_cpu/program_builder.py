@@ -1,4 +1,4 @@
-"""Where a program's values lie while it is written: buffers with their lives, packed constants, caches, calls."""
+"""The program builder: allocates buffers with their lifetimes, packed constants and caches, and records calls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class _Life:
 
 
 def _row_bytes(value: Value) -> int:
-    """Of one of its dense runs."""
+    """Return the bytes of one dense row."""
     return value.run * NUMPY[value.dtype].itemsize
 
 
@@ -49,16 +49,16 @@ def _is_dense(value: Value, view: View) -> bool:
 
 @dataclass(slots=True)
 class _Cache:
-    """Attention layers of one kind, as far as they were met; `buffer` where its pages are the run's own."""
+    """Attention layers of one kind found so far; `buffer`: of its pages, if they last for one run."""
 
     spec: CacheSpec
     buffer: int | None
 
 
 class ProgramBuilder(ProgramWriter):
-    """Calls are added in their order; a buffer lives from the call that fills it to the last that reads it.
+    """Records calls in order. A buffer lives from the call that fills it to the last call that reads it.
 
-    table: "f32" or "bf16", of embedding tables. tiles: products of bfloat16 are summed as the tiles of AMX do it
+    table: "f32" or "bf16", of embedding tables. tiles: bfloat16 products are summed as by AMX tiles
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class ProgramBuilder(ProgramWriter):
         self._weights: list[PackedPlace] = []
         self._readers, self._producers, self._results = graph.consumers(), graph.producers(), graph.results
         self._caches: dict[tuple[object, ...], _Cache] = {}
-        self._cache_layers: dict[int, tuple[Node, CacheLayer]] = {}  # by the attribute `layer` of attention
-        self._states: dict[int, int] = {}  # floats of a sequence in a layer -> layers
+        self._cache_layers: dict[int, tuple[Node, CacheLayer]] = {}  # by attention's attribute `layer`
+        self._states: dict[int, int] = {}  # floats per sequence in a layer -> layers
         if len(self._symbols) > MAX_SYMBOLS:
             raise GraphError(
                 f"{len(self._symbols)} dimensions that only a run knows", f"at most {MAX_SYMBOLS}", "fix some of them"
             )
 
     def program(self) -> Program:
-        """All that was added, with the graph's outputs in dense rows that live to the end. raises GraphError"""
+        """Return the program, with the graph's outputs in dense rows that live to the end. raises GraphError"""
         results = [(port, self._result(port)) for port in self.graph.outputs]
         for port in (*self.graph.inputs, *self.graph.outputs):
             if isinstance(elements := port.value.elements, Product) and has_divisor(elements):
-                self.extent(elements)  # by which a loaded program checks where it lies
+                self.extent(elements)  # a loaded program checks the output's bounds by it
         plan = plan_memory([Buffer(b.name, b.nbytes, b.first, b.last) for b in self._lives])
         offsets, at = [], 0
         for packed in self._weights:
@@ -110,7 +110,7 @@ class ProgramBuilder(ProgramWriter):
         )  # fmt: skip
 
     def _result(self, port: Port) -> int:
-        """The buffer of an output."""
+        """Return the buffer of an output."""
         value = port.value
         if value not in self._views or self._views[value].storage != DENSE:
             raise GraphError(
@@ -124,11 +124,11 @@ class ProgramBuilder(ProgramWriter):
         return view.buffer
 
     def _buffer(self, name: str, nbytes: int) -> int:
-        """A fresh one, alive from the call that is about to be added."""
+        """Allocate a buffer, live from the next call on."""
         self._lives.append(_Life(name, nbytes, len(self._calls), len(self._calls)))
         return len(self._lives) - 1
 
-    # --- what an operator's lowering asks for (kernels/operators.py)
+    # --- called by operators' lowering (kernels/operators.py)
 
     def view(self, value: Value) -> View:
         if value.constant:
@@ -162,7 +162,7 @@ class ProgramBuilder(ProgramWriter):
         while len(self._readers[at]) == 1 and at not in self._results:
             producer = self._producers.get(at)
             if producer is None:
-                break  # an input, or a constant
+                break  # an input or a constant
             if not runnable(producer).is_view:
                 return self.view(value)
             at = producer.inputs[0]
@@ -197,7 +197,7 @@ class ProgramBuilder(ProgramWriter):
             )
             self._caches[key] = _Cache(spec, None if persistent else self._passing_pages(spec))
         cache = self._caches[key]
-        layer = cache.spec.layers if persistent else 0  # those of one run serve one layer after the other
+        layer = cache.spec.layers if persistent else 0  # the caches of one run are reused by each layer
         cache.spec = replace(cache.spec, layers=layer + 1)
         return CacheLayer(list(self._caches).index(key), layer, cache.spec.format.name.lower(), cache.buffer)
 

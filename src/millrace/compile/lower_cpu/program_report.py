@@ -1,4 +1,4 @@
-"""The program as a plain table: what the engine folder keeps for people, and what `millrace inspect` shows."""
+"""The program as a table, in readable form: stored in the engine folder, shown by `millrace inspect`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,10 @@ from millrace.kernels.operand_places import OperandPlace
 
 
 def program_table(program: Program, checksums: Mapping[int, str]) -> dict[str, Any]:
-    """JSON-able: calls with their origins, weights with their formats, the memory plan with its lower bound.
+    """Return a JSON-able table: calls with their origins, weights with their formats, the memory plan and its lower
+    bound.
 
-    checksums: of weights' bytes, by their offsets
+    checksums: of each weight's bytes, by offset
     """
     return {
         "passes": list(program.passes),
@@ -50,7 +51,7 @@ def program_table(program: Program, checksums: Mapping[int, str]) -> dict[str, A
 
 
 def _expression(call: Call) -> str:
-    """What is computed of each element, in an epilogue or alone, as people write it; "" where nothing is."""
+    """Return the element-wise expression of a call or its epilogue as text; "" if there is none."""
     code, numbers = call.params.get("code"), call.params.get("imm")
     if not isinstance(code, list) or not isinstance(numbers, list) or not code:
         return ""

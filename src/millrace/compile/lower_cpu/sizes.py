@@ -1,4 +1,4 @@
-"""The sizes of a program: its symbols, and behind them every dimension that its calls ask for, each with its bound."""
+"""The sizes of a program: its symbols, then every derived dimension that its calls use, each with its bound."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from millrace.graph.dims import Dim, NotWholeError, Symbol, operands, range_of, 
 from millrace.graph.types import Graph, Value
 from millrace.kernels.declare import MAX_SIZES
 
-MOST = 2**31 - 1  # of anything that a run counts
+MOST = 2**31 - 1  # of any size of a run
 
 
 class SizeTable:
-    """Numbers are given in the order in which dimensions are asked for; a dimension comes behind what it is made of."""
+    """Numbers the dimensions in order of use; a dimension follows its operands."""
 
     def __init__(self, bounds: Mapping[Symbol, Bounds]) -> None:
         self._ranges = {symbol: (b.low, b.high) for symbol, b in bounds.items()}
@@ -21,7 +21,7 @@ class SizeTable:
         self._derived: list[Size] = []
 
     def number(self, dim: Dim) -> int:
-        """raises ConfigError for a dimension that no run could count"""
+        """Return a dimension's number. raises ConfigError if it may become too large"""
         if dim not in self._numbers:
             for part in operands(dim):
                 self.number(part)
@@ -35,7 +35,7 @@ class SizeTable:
         return self._numbers[dim]
 
     def most(self, dim: Dim) -> int:
-        """That it can be. raises ConfigError"""
+        """Return the largest value of a dimension. raises ConfigError"""
         _, most = range_of(dim, self._ranges)
         if most > MOST:
             raise ConfigError(
@@ -45,12 +45,12 @@ class SizeTable:
 
     @property
     def derived(self) -> tuple[Size, ...]:
-        """Those that are no symbols, in the order of their numbers."""
+        """The derived dimensions in the order of their numbers."""
         return tuple(self._derived)
 
 
 def check_dims(graph: Graph, bounds: Mapping[Symbol, Bounds]) -> None:
-    """Check that each dimension is a whole number from 1 on, where symbols are at their bounds. raises ConfigError"""
+    """Check that each dimension is a positive integer at the bounds of the symbols. raises ConfigError"""
     dims = {d for v in _values(graph) for d in v.shape if not isinstance(d, int | Symbol)}
     for dim in sorted(dims, key=repr):
         for name in ("low", "usual", "high"):

@@ -1,7 +1,7 @@
-"""From a checkpoint to a GPU: traced, brought into its form and planned, before a weight is read. Nothing is packed.
+"""From a checkpoint to a GPU: traced, lowered and planned before a weight is read. Nothing is packed.
 
-The weights go to the device as the checkpoint has them, so that no folder need be built first; of one that was,
-from_engine.py makes the same.
+The device gets the weights as the checkpoint stores them, so no engine folder is needed; from_engine.py does the same
+for an engine folder.
 """
 
 import os
@@ -48,20 +48,20 @@ from millrace.machine.devices import check_multiplies
 from millrace.model.module import trace_model
 from millrace.settings import flag_of
 
-if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
+if TYPE_CHECKING:  # PyTorch is imported only when a GPU is used
     from millrace.engine.cuda.executor import CudaExecutor
     from millrace.kernels.matmul.gpu_tiles import Tiles
 
-GPU_BATCH, GPU_STEP_TOKENS = 64, 2048  # sequences, and tokens of a step, where nobody says otherwise
-ENCODER_BATCH, ENCODER_STEP_TOKENS = 512, 16384  # of an encoder, whose texts cost no room beyond a step
+GPU_BATCH, GPU_STEP_TOKENS = 64, 2048  # default numbers of sequences, and of tokens per step
+ENCODER_BATCH, ENCODER_STEP_TOKENS = 512, 16384  # of an encoder, whose texts need no memory beyond a step
 RANDOM_WEIGHTS = "the weights are random: what they answer means nothing"
-# What is about kernels of a CPU, or measured with them.
+# Settings of CPU kernels, or measured with them.
 _OF_CPUS = ("bf16_sums", "tune_rows", "calibration", "max_kl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBuildInfo:
-    """A model, as a manifest tells of it. identity: of all its content, which is read for it"""
+    """A model as described by its manifest. identity: digest of its whole content, which is read for it"""
 
     architecture: str
     n_parameters: int
@@ -73,10 +73,10 @@ class GpuBuildInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """One model, before precisions are chosen.
+    """A traced model, before precisions are chosen.
 
-    fp8_rows: linear layers whose rows become E4M3, of what was chosen
-    bound: gives constants their contents, where the graph is traced without
+    fp8_rows: given the precisions, the linear layers whose input rows are rounded to E4M3
+    bound: fills in the contents of constants, if the graph is traced without
     """
 
     about: GpuBuildInfo
@@ -112,9 +112,9 @@ def device_engine(
     name: str, checkpoint: Checkpoint, build: BuildSettings, gpu: Gpu, cache: Path | None,
     precisions: Mapping[str, str] | None = None, progress: Progress | None = None, say: Say | None = None,
 ) -> GpuEngine:  # fmt: skip
-    """checkpoint: of one without weights they are drawn on the device
+    """Make an engine for a GPU. checkpoint: if it has no weights, they are drawn on the device
 
-    raises CheckpointError, ConfigError for what is not asked of a GPU or what this one lacks, EngineError
+    raises CheckpointError, ConfigError for settings that a GPU does not have or this one lacks, EngineError
     """
     check_asked(build)
     if not checkpoint.has_tokenizer:
@@ -150,7 +150,7 @@ def device_engine(
 
 
 def planned(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> tuple[GpuModel, MemoryNeeds]:
-    """What will run, and the memory that it takes. raises ConfigError, EngineError for what this GPU lacks"""
+    """Lower and plan. raises ConfigError, EngineError for what this GPU lacks"""
     model = traced.model(chosen)
     check_runs(model.lowered.graph, model.kv)
     check_multiplies(gpu.name, gpu.capability, precisions_used(model.lowered, model.kv))
@@ -173,7 +173,7 @@ def _options(build: BuildSettings, source: Source, precisions: Mapping[str, str]
 
 
 def check_asked(build: BuildSettings) -> None:
-    """raises ConfigError"""
+    """Check for settings of CPUs. raises ConfigError"""
     if requested := [name for name in build.changed_fields if name in _OF_CPUS]:
         raise ConfigError(
             f"{flag_of(requested[0])} is given for a GPU", "nothing: it is about kernels of a CPU", "leave it out"
@@ -188,10 +188,10 @@ def check_asked(build: BuildSettings) -> None:
 def tuner(
     traced: Traced, gpu: Gpu, build: BuildSettings, cache: Path | None
 ) -> "Callable[[CudaExecutor], Tiles] | None":
-    """None: nothing is timed"""
+    """Return the tuner of tiles; None: nothing is timed."""
 
     def tuned(executor: "CudaExecutor") -> "Tiles":
-        from millrace.compile.tune.gpu_tiles import DeviceTuner, check_choice  # and with it Triton
+        from millrace.compile.tune.gpu_tiles import DeviceTuner, check_choice  # imports Triton
 
         timings = TimingCache(cache / "timings.json", check_choice) if cache else None
         return DeviceTuner(gpu, build.tune, timings)(executor)
@@ -215,7 +215,7 @@ def _needs(model: GpuModel, gpu: Gpu) -> MemoryNeeds:
 
 
 def smaller_steps(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, MemoryNeeds]]:
-    """What takes less, with the same weights: fewer at a time, keys and values of 8 bits."""
+    """Yield plans that need less memory with the same weights: smaller batches, an 8-bit KV cache."""
     if chosen.max_batch > 1:
         few = max(1, chosen.max_batch // 8)
         yield f"--max-batch {few}", _needs(traced.model(replace(chosen, max_batch=few)), gpu)
@@ -224,7 +224,7 @@ def smaller_steps(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator
 
 
 def smaller(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, MemoryNeeds]]:
-    """What takes less, of what this GPU can: such steps, and weights of 8 bits or 4."""
+    """Yield plans that need less memory on this GPU: smaller steps, and weights of 8 or 4 bits."""
     yield from smaller_steps(traced, chosen, gpu)
     requested = []
     default, groups = chosen.precision.default, chosen.precision.group
@@ -238,14 +238,14 @@ def smaller(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple
 
 
 def _bits(precision: Precision) -> int:
-    """Of a weight."""
+    """Return the bits of a weight."""
     return {Precision.FP32: 32, Precision.BF16: 16}.get(precision, precision.bits)
 
 
 def manifest_of(
     name: str, traced: Traced, chosen: ResolvedOptions, model: GpuModel, needs: MemoryNeeds, notes: tuple[str, ...]
 ) -> Manifest:
-    """Of this start: what a client may ask of a model, and what lies on the device in place of a program's."""
+    """Return the manifest of this start: the limits for clients, and device memory in place of a program's."""
     limits = model.limits
     most = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
     symbols, head = [s.name for s in model.lowered.graph.symbols], head_of(model.lowered.graph)

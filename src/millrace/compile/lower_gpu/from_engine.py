@@ -1,7 +1,7 @@
-"""From an engine folder to a GPU: its graph as it was traced, lowered once more, over the weights that are built.
+"""From an engine folder to a GPU: its traced graph is lowered again, with its built weights.
 
-It computes what the engine computes in its precision and its groups. What a GPU plans at its start (how many sequences,
-of how many tokens, how keys and values are kept) may be asked for again.
+It computes what the engine computes, in its precision and groups. What a GPU plans at its start (number of sequences
+and tokens, KV format) may be set again.
 """
 
 from collections.abc import Iterator
@@ -44,15 +44,15 @@ from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
 from millrace.model.module import DECODER, ENCODER, ENCODER_OF_FIRST
 
-AT_A_START = ("max_batch", "max_context", "kv_cache_dtype", "tune")  # what may still be asked for
+AT_A_START = ("max_batch", "max_context", "kv_cache_dtype", "tune")  # settings that may still be changed at a start
 
 
 def built_engine(
     engine: Engine, build: BuildSettings, gpu: Gpu, cache: Path | None, say: Say | None = None
 ) -> GpuEngine:  # fmt: skip
-    """build: of it what AT_A_START names
+    """Make an engine for a GPU. build: only the settings in AT_A_START are used
 
-    raises ConfigError for what is not asked of a GPU or what this one lacks, EngineError, also for a damaged engine
+    raises ConfigError for settings that a GPU does not have or this one lacks, EngineError, also for a damaged engine
     """
     manifest, folder = engine.manifest, engine.folder
     if not (manifest.is_language_model or manifest.is_encoder):
@@ -104,16 +104,16 @@ def _settled(engine: Engine, build: BuildSettings, precision: PrecisionMap, alon
 
 
 def _kv_cache_dtype(manifest: Manifest) -> str | None:
-    """How keys and values are kept, as --kv-cache-dtype has it; None: as the floats of a CPU, or there are none."""
+    """Return its KV format as a --kv-cache-dtype; None: as a CPU's floats, or there is no KV cache."""
     as_floats = plain_format(Precision(manifest.precision["default"].partition(":")[0]))
     result = {KvFormat[cache.format.upper()] for cache in manifest.cpu.caches if cache.place is None}
     return next((KV_FORMATS[format].name for format in result - {KvFormat[as_floats.upper()]}), None)
 
 
 def _precision(manifest: Manifest, alone: GpuPrecision, head: str | None) -> PrecisionMap:
-    """As its layers have it; of its head nothing follows from the default that is not said.
+    """Return the precision of its layers; the default says nothing of the head.
 
-    head: its name. Manifests call it HEAD in a model of one's own, too
+    head: its name. Manifests call it HEAD in a user's model, too
     """
     layers = {pattern: alone.lowered(precision) for pattern, precision in manifest.precision.items()}
     result = precision_map(layers, manifest.group, stored_groups=True)
@@ -137,28 +137,30 @@ def _about(manifest: Manifest) -> GpuBuildInfo:
 
 
 def _priced(manifest: Manifest) -> tuple[str, ...]:
-    """What it was found to cost on a CPU, where it was."""
+    """Return a note on its accuracy loss, if it was measured on a CPU."""
     if manifest.evaluation.price is None:
         return ()
     besides = "; rows of E4M3 are not in it" if manifest.gpu.fp8_rows else ""
     return (f"on a CPU {manifest.evaluation.summary}{besides}",)
 
 
-# Of attributes, where no operator's shapes go by them; a tree that is a number alone has no shape.
+# Types of attributes that no shape rule checks; a tree that is just a number has no shape.
 _KINDS = {"eps": float, "scale": float, "layer": int, "bias": bool, "tree": int | tuple}
 _UNSAID = {"bias": False, "tree": 0}
 
 
 def _check_graph(folder: Path, graph: Graph, chosen: ResolvedOptions, manifest: Manifest) -> None:
-    """raises EngineError for what is no language model's graph, nor an encoder's, and for tables that are too short:
-    a token or a position behind a table's end would be read from somebody else's memory"""
+    """Check a language model's or encoder's graph and its tables. raises EngineError
+
+    A token or position beyond the end of a table would be read from other memory
+    """
     signatures = (DECODER,) if manifest.is_language_model else (ENCODER, ENCODER_OF_FIRST)
     inputs = _described(graph.inputs)
     outputs = {p.name for p in graph.outputs if not p.value.constant and len(p.value.shape) == 2}
     if not any(inputs == _described(s.ports()) and outputs >= set(s.outputs) for s in signatures):
         raise damaged(folder, f"{GRAPH} does not take and give what its model does")
     logits = find(graph.outputs, LOGITS)
-    vocab = max(manifest.vocab_size, logits.width if logits else 0)  # ids of prompts, and of what is drawn
+    vocab = max(manifest.vocab_size, logits.width if logits else 0)  # ids of prompts, and of drawn tokens
     most, names = {"tokens": vocab, "positions": chosen.max_context}, {port.value: port.name for port in graph.inputs}
     for node in graph.nodes:
         for name in node.operator.attrs & _KINDS.keys():
@@ -179,7 +181,7 @@ def _described(ports: tuple[Port, ...]) -> list[tuple[str, Shape, str]]:
 
 @contextmanager
 def _as_written(folder: Path) -> Iterator[None]:
-    """Of tables of the right types, and a content that nobody wrote: numbers of no value, attributes of other kinds."""
+    """Turn errors of well-typed but invalid tables into EngineError: unknown value numbers, wrong attribute types."""
     try:
         yield
     except (AssertionError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:

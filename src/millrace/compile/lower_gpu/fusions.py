@@ -1,4 +1,4 @@
-"""What lies between two products and is one kernel on a GPU, by who reads what."""
+"""Fusions on a GPU: which operations between matmuls become one kernel, by the readers of each value."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,7 @@ from millrace.kernels.row_storage import storage_of
 
 
 def fusions_of(graph: Graph, e4m3: Collection[Node]) -> Fusions:
-    """e4m3: products whose rows become E4M3"""
+    """e4m3: matmuls whose input rows are rounded to E4M3"""
     readers = graph.consumers()
     outputs = {port.value for port in graph.outputs}
 
@@ -22,7 +22,7 @@ def fusions_of(graph: Graph, e4m3: Collection[Node]) -> Fusions:
         return coding_of(storage_of(node)) or row_quantization(node.output)
 
     def row_quantization(value: Value) -> RowQuantization | None:
-        """By all that read it, at least one."""
+        """Return the row format in which all readers of a value take it; None if they differ."""
         result = {wants(node, value) for node in readers.get(value, [])}
         return result.pop() if len(result) == 1 and value not in outputs else None
 

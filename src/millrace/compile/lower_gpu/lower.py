@@ -1,4 +1,4 @@
-"""A graph is lowered for a GPU: where its constants lie, which nodes are one kernel, what becomes E4M3."""
+"""Lower a graph for a GPU: the form of its constants, its fused nodes, and the rows that become E4M3."""
 
 from collections.abc import Collection
 
@@ -9,9 +9,9 @@ from millrace.graph.types import Graph
 
 
 def lower_for_gpu(graph: Graph, dtype: str, fp8_rows: Collection[str] = ()) -> LoweredGraph:
-    """graph, dtype: as of LoweredGraph
+    """graph, dtype: as in LoweredGraph
 
-    fp8_rows: names of linear layers whose rows, if they are 16-bit floats that meet codes, become E4M3
+    fp8_rows: linear layers, by name, whose 16-bit input rows are rounded to E4M3 if their weights are quantized
     """
     placement, names = placement_of(graph), frozenset(fp8_rows)
     e4m3 = frozenset(node for node in placement.coded if not names.isdisjoint(node.origin))

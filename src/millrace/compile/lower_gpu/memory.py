@@ -1,7 +1,7 @@
-"""What a lowered graph takes of a device's memory.
+"""The device memory of a lowered graph.
 
-Weights, pages and the inputs of decode steps are counted to the byte. What a step computes is bounded from above: of
-each value the bytes that it has, as long as somebody will read it, and room for what its node needs meanwhile.
+Weights, pages and inputs of decode steps are counted exactly. The activations of a step are bounded from above: the
+bytes of each value while it will still be read, and the temporary memory of each node.
 """
 
 import math
@@ -24,19 +24,19 @@ from millrace.kernels.operand_places import constant_of
 from millrace.kernels.operators import int_attr, static_dim
 from millrace.kernels.row_storage import storage_of
 
-# Operators whose results are in the engine's type. Others are counted as float32, which no result is wider than.
+# Operators with results in the engine's type. Others count as float32, the widest type of any result.
 NARROW = ("attention", "full_attention", "gated_linear", "linear", "rms_norm", "rope_attention", "short_conv")
 ELEMENTS: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes, by the engine's type
-SAMPLED, CAPTURED = 72, 24  # bytes for each row and token of the vocabulary while tokens are drawn; in a graph
-_WORKED = 8  # bytes a node takes beside its result for each element that it reads or writes: two of float32
-_CODED = 16  # of a slab of codes that become floats, for each
+SAMPLED, CAPTURED = 72, 24  # bytes per row and token of the vocabulary during sampling; within a CUDA graph
+_WORKED = 8  # temporary bytes of a node per element that it reads or writes: two float32 values
+_CODED = 16  # per element of a slab of codes that is converted to floats
 
 
 def needs_of(
     lowered: LoweredGraph, limits: ExecutorLimits, *, kv: KvFormat | None = None, buckets: Sequence[int] = (),
     multiprocessors: int = 1,
 ) -> MemoryNeeds:  # fmt: skip
-    """As of CudaExecutor. limits: but for how many pages there are"""
+    """Return the memory needs. Arguments as in CudaExecutor. limits: the number of pages is ignored"""
     graph, element, vocab = lowered.graph, ELEMENTS[lowered.dtype], limits.vocab_size
     most_pages = -(-limits.max_context // limits.page_tokens)
     largest = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
@@ -61,29 +61,29 @@ def needs_of(
 
 
 def weights_bytes(placement: Placement, element: int) -> int:
-    """Of all constants. element: bytes of the engine's type"""
+    """Return the bytes of all constants. element: bytes of the engine's type"""
     floats = element * sum(map(elements, placement.narrow)) + 4 * sum(map(elements, placement.wide))
     return floats + sum(coded_bytes(n, w, rows) for n, rows in placement.coded.items() for w in matrices_of(n))
 
 
 def elements(value: Value) -> int:
-    """Of a constant."""
+    """Return the number of elements of a constant."""
     return math.prod(d for d in value.shape if isinstance(d, int))
 
 
 def coded_bytes(node: Node, w: Value, rows: Node | None) -> int:
-    """Of one matrix, codes and scales, as kernels/matmul/coded.py has them. rows: what made those that it meets"""
+    """Return the bytes of a matrix's codes and scales, as in kernels/matmul/coded.py. rows: makes its input rows"""
     n, k = matrix_size(w)
     bits, group = precision_of(node).bits, group_of(node)
     if not group:
-        return n * (k + 4)  # E4M3, a float32 scale for each row
+        return n * (k + 4)  # E4M3 with a float32 scale per row
     stored_format = None if transform_of(rows) else kept_format(constant_of(w), bits, group)
     scale, kinds = (4 if stored_format.two_levels else 2, 1 + stored_format.minimums) if stored_format else (2, 1)
     return n * ((-(-k // 2) if bits == 4 else k) + kinds * scale * n_groups(k, group))
 
 
 def page_bytes(graph: Graph, page_tokens: int, element: int, kv: KvFormat | None, window: int = 0) -> int:
-    """Of one page of all layers of a window: keys and values, and where they are codes a float32 scale for each."""
+    """Return the bytes of one page in all layers of a window: keys and values, with float32 scales if quantized."""
     layers = {int_attr(n, "layer"): n for n in graph.nodes if n.op in ATTENTION and window_of(n) == window}
     heads = [
         (static_dim(n.inputs[1], 1), static_dim(n.inputs[1], 2) + static_dim(n.inputs[2], 2)) for n in layers.values()
@@ -92,24 +92,24 @@ def page_bytes(graph: Graph, page_tokens: int, element: int, kv: KvFormat | None
 
 
 def slot_bytes(graph: Graph, element: int) -> int:
-    """Of the states of one sequence, in the engine's type."""
+    """Return the bytes of the states of one sequence, in the engine's type."""
     shapes = [state_shape(n) for n in graph.nodes if n.op == STATE]
     return sum(rows * width * element for rows, width in shapes)
 
 
 def bucket_bytes(graph: Graph, sequences: int, most_pages: int, multiprocessors: int, page_tokens: int) -> int:
-    """Of a bucket's inputs: tokens, positions, slots, rows and what they ask for, pages, attention's work."""
+    """Return the bytes of a bucket's inputs: tokens, positions, slots, sampling rows, pages, attention's programs."""
     kinds = attention_kinds(graph)
     _, n = aligned(bucket_parts(sequences, most_pages, kinds, multiprocessors, page_tokens))
-    starts = (2 + len(windows_in(kinds))) * (sequences + 1)  # with zeros, and where a window's tables begin
+    starts = (2 + len(windows_in(kinds))) * (sequences + 1)  # including zeros, and the table offsets of windows
     return 8 * len(SAMPLING.names or ()) * sequences + 4 * (n + starts)
 
 
 def _computed(graph: Graph, sizes: Mapping[str, int], element: int, multiprocessors: int) -> int:
-    """The most bytes at a time of what nodes compute. sizes: of the dimensions that only a run knows"""
+    """Return the most bytes of activations at a time. sizes: of the dimensions that are known at run time"""
     behind = graph.last_reads()
-    owner: dict[Value, Value] = {}  # of a view, whose memory it is
-    readers: dict[Value, int] = {}  # names under which that is still to be read
+    owner: dict[Value, Value] = {}  # of a view: the value that has its memory
+    readers: dict[Value, int] = {}  # how many readers are left, by value
     stored_format: dict[Value, int] = {}
     kinds = {p.value: 4 for p in graph.inputs}
     now = most = 0
@@ -136,18 +136,18 @@ def _rows(value: Value, sizes: Mapping[str, int]) -> int:
 
 
 def _element(node: Node, kinds: Mapping[Value, int], element: int) -> int:
-    """Bytes of an element of what it gives, at most."""
+    """Return the most bytes of an element of a node's result."""
     if node.op == "linear" and node.attrs.get("residual"):
         return 4
     if node.op in ("gather_rows", "reshape", "split"):
         return kinds[node.inputs[0]]
     if node.op == "convert":
-        return 2 if storage_of(node).format == RowFormat.BF16 else 3  # a float32 scale for 4 codes, or more
+        return 2 if storage_of(node).format == RowFormat.BF16 else 3  # a float32 scale per 4 codes, or more
     return element if node.op in NARROW else 4
 
 
 def _meanwhile(node: Node, sizes: Mapping[str, int], element: int, multiprocessors: int) -> int:
-    """What a node takes beside what it gives."""
+    """Return the temporary memory of a node."""
     if node.op in ("reshape", "split"):
         return 0
     result = sum(_WORKED * _rows(v, sizes) * v.width for v in (*node.inputs, *node.outputs) if not v.constant)
@@ -155,7 +155,7 @@ def _meanwhile(node: Node, sizes: Mapping[str, int], element: int, multiprocesso
         result += (2 * element + _WORKED) * _rows(node.output, sizes) * node.output.width
     if node.op in PRODUCTS and precision_of(node).coded:
         result += max(_CODED * min(elements(w), max(SLAB, static_dim(w, 1))) for w in matrices_of(node))
-    if node.op in ATTENTION:  # what the parts of blocks sum
+    if node.op in ATTENTION:  # partial sums of split blocks
         kv_heads = static_dim(node.inputs[1], 1)
         parts = {
             rows: bounds(_rows(node.inputs[0], sizes), room(rows, kv_heads, multiprocessors))[2] for rows in PROGRAMS

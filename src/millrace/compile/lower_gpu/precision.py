@@ -1,7 +1,7 @@
-"""Precisions that a GPU has and our CPU kernels do not: float16, TF32, and E4M3 on both sides of a product.
+"""Precisions that a GPU has and our CPU kernels lack: float16, TF32, and E4M3 on both sides of a matmul.
 
-TF32 is float32 whose factors are rounded to 10 bits behind the leading one; sums stay float32 (NVIDIA A100 whitepaper).
-In `fp8` weights have a scale for each output and activations one for each token.
+TF32 is float32 whose factors are rounded to 10 mantissa bits; sums stay float32 (NVIDIA A100 whitepaper). In `fp8`
+weights have a scale per output and activations one per token.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from millrace.graph.rewrite import head_of
 from millrace.graph.types import Graph
 from millrace.kernels.precision import Precision
 
-# By the name in --precision: the precision of layers that a CPU has in its place.
+# By the name in --precision: the precision that layers have on a CPU instead.
 IN_PLACE_OF: Mapping[str, Precision] = {
     "fp16": Precision.BF16, "tf32": Precision.FP32, "fp8": Precision.FP8A16,
 }  # fmt: skip
@@ -27,30 +27,30 @@ _MEANT_HERE = dict.fromkeys(("float16", "f16", "half"), "use fp16") | {"fp8_e4m3
 
 @dataclass(frozen=True, slots=True)
 class GpuPrecision:
-    """name: of IN_PLACE_OF, for all that would be of the precision there; "": all as it is. is_own: the checkpoint's"""
+    """name: a key of IN_PLACE_OF, which replaces that precision everywhere; "": none. is_own: it is the checkpoint's"""
 
     name: str = ""
     is_own: bool = False
 
     def named(self, precision: str) -> str:
-        """What stands in its place."""
+        """Return the name on a GPU for a CPU's precision."""
         return self.name if IN_PLACE_OF.get(self.name) == precision else precision
 
     @property
     def built(self) -> Precision | None:
-        """As which an engine is built, that a CPU runs too; float32 holds all of float16."""
+        """The precision in which an engine is built, for a CPU; float32 represents all of float16."""
         return Precision.FP32 if self.name == "fp16" else IN_PLACE_OF.get(self.name)
 
     def lowered(self, precision: str) -> str:
-        """Of a layer that is built so: as which a GPU's passes know it. Both may have groups behind a colon"""
+        """Return a layer's precision in a GPU's passes. Both names may have groups after a colon"""
         return IN_PLACE_OF[self.name].value if self.name and precision == self.built else precision
 
     def floats(self, table: str) -> str:
-        """An engine's activations, and weights that are not coded. table: "f32" or "bf16", as Settled has it"""
+        """Return the type of activations and unquantized weights. table: "f32" or "bf16", as in ResolvedOptions"""
         return self.named("fp32" if table == "f32" else "bf16")
 
     def check_kept(self, dtype: str | None) -> None:
-        """asked: of keys and values. raises EngineError for bfloat16 of a model in float16, whose 16 bits are others"""
+        """Check a requested KV format. raises EngineError for bfloat16 in a float16 model, whose 16-bit type differs"""
         if self.name == "fp16" and dtype == "bf16":
             raise EngineError(
                 "keys and values in bf16 of a model in fp16 on a GPU", "int8, fp8, or fp16, as the activations are",
@@ -58,10 +58,10 @@ class GpuPrecision:
             )  # fmt: skip
 
     def check_built(self, precisions: Mapping[str, str]) -> None:
-        """precisions: of an engine, as its manifest has them
+        """Check an engine's precisions, given as in its manifest.
 
-        raises ConfigError for layers in bfloat16 among floats of another type: a GPU has one type for all, and these
-        weights are rounded
+        raises ConfigError for bfloat16 layers among floats of another type: a GPU has one float type, and these weights
+        are rounded
         """
         dtype = self.floats(plain_format(Precision(self.lowered(precisions["default"].partition(":")[0]))))
         if dtype != "bf16" and (narrow := [name for name, precision in precisions.items() if precision == "bf16"]):
@@ -71,7 +71,7 @@ class GpuPrecision:
             )  # fmt: skip
 
     def fp8_rows(self, stored: Mapping[str, StoredMatrix], traced: Graph, chosen: PrecisionMap) -> Iterator[str]:
-        """Linear layers that are meant to be multiplied with E4M3: by the checkpoint, or all by who asks for fp8."""
+        """Yield the linear layers with E4M3 input rows: those of the checkpoint, or all if fp8 is requested."""
         if self.name == "fp8":
             head = head_of(traced)
             layers = [n for n in traced.nodes if n.op == "linear"]
@@ -82,20 +82,20 @@ class GpuPrecision:
                 yield name
 
     def section(self, source: Source, traced: Graph, chosen: PrecisionMap) -> GpuSection:
-        """For an engine's manifest."""
+        """Return the GPU section of an engine's manifest."""
         return GpuSection(self.name, sorted(set(self.fp8_rows(source.stored, traced, chosen))))  # type: ignore[arg-type]
 
     def described(self, precisions: Mapping[str, str]) -> dict[str, str]:
-        """As manifests say it."""
+        """Return precisions as in manifests."""
         return {pattern: self.named(precision) for pattern, precision in precisions.items()}
 
 
 def gpu_precision(
     build: BuildSettings, source: Source, precisions: Mapping[str, str] | None
 ) -> tuple[GpuPrecision, BuildSettings]:
-    """And the settings as a CPU knows them. A checkpoint in float16 keeps that unless a precision is asked for.
+    """Return the GPU precision, and the settings for a CPU. A float16 checkpoint keeps float16 by default.
 
-    precisions: a map of layers. raises ConfigError for what is no precision, or none of a layer alone
+    precisions: a map of layers. raises ConfigError for an unknown precision, or one that is not for single layers
     """
     _check_names(build.precision, precisions or {})
     own = "fp16" if _in_float16(source) else ""
@@ -106,7 +106,7 @@ def gpu_precision(
 
 
 def _check_names(precision: str | None, precisions: Mapping[str, str]) -> None:
-    """raises ConfigError"""
+    """Check the names. raises ConfigError"""
     valid_names = f"one of {', '.join((*Precision, *IN_PLACE_OF))}"
     for pattern, of_layers in precisions.items():
         if of_layers in IN_PLACE_OF:

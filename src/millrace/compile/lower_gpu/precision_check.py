@@ -1,4 +1,4 @@
-"""`millrace build --device`: whether that GPU has the precisions that a start will ask of it, before a build."""
+"""Check for `millrace build --device`: whether that GPU has the precisions that a start will need."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +19,13 @@ from millrace.model.families import HEAD
 def check_gpu_has(
     device: str, folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None
 ) -> None:  # fmt: skip
-    """raises ConfigError, EngineError for what such a GPU has not or no GPU here; MachineError where none is to ask"""
+    """Check the GPU. raises ConfigError, EngineError if it lacks something, MachineError if there is no GPU here"""
     gpu = known_gpu(device)
     check_architecture(gpu.about, gpu.architecture, _needed(folder, build, precisions))
 
 
 def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None) -> list[str]:
-    """What a GPU would multiply, of these precisions and of what the checkpoint says where nothing is asked."""
+    """Return what a GPU must multiply for these precisions, or by default for the checkpoint's."""
     source = Source.from_checkpoint(Checkpoint.open(folder), build.max_context)
     kv = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
     alone, build = gpu_precision(build, source, precisions)

@@ -1,4 +1,4 @@
-"""Passes over element-wise expressions: constants are folded, expressions grow, rows are gathered before norms."""
+"""Passes on element-wise expressions: fold constants, grow expressions, gather rows before norms."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from millrace.kernels.operators import runnable
 
 
 def fold_constants(graph: Graph) -> Graph:
-    """Element-wise arithmetic on constants alone is done now (Gemma's weight + 1), when the constant is loaded."""
+    """Compute element-wise arithmetic on constants at load (Gemma's weight + 1)."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "elementwise" or not all(v.constant and v.dtype == DType.F32 for v in node.inputs):
@@ -37,7 +37,7 @@ def _folded(inputs: tuple[Value, ...], tree: Tree) -> Constant:
 
 
 def gather_early(graph: Graph) -> Graph:
-    """The last norm is needed only for the rows that are wanted: they are gathered before it."""
+    """Gather the sampled rows before the last norm, which needs no others."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         norm = live.producer(node.inputs[0]) if node.op == "gather_rows" else None
@@ -51,7 +51,7 @@ def gather_early(graph: Graph) -> Graph:
 
 
 def fuse_elementwise(graph: Graph) -> Graph:
-    """An expression read only by another expression becomes part of it, as far as one kernel can hold it."""
+    """Merge an expression into the only expression that reads it, within the limits of one kernel."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "elementwise":
@@ -75,9 +75,9 @@ def _grown(node: Node, live: GraphView) -> Node | None:
 
 
 def _computed_alike(outer: Node, inner: Node) -> bool:
-    """Whether the outer one's kernel computes the inner one to the same bits, and no more often."""
+    """Return whether the outer kernel computes the inner expression to the same bits, and no more often."""
     integer = [is_integer(tree_of(node), [v.dtype for v in node.inputs]) for node in (outer, inner)]
-    exact = (DType.I64 if integer[1] else DType.F32, DType.BOOL)  # that it is stored as changes nothing
+    exact = (DType.I64 if integer[1] else DType.F32, DType.BOOL)  # storing it in this type changes nothing
     return inner.output.dtype in exact and integer[0] == integer[1] and inner.output.shape == outer.output.shape
 
 
@@ -87,7 +87,7 @@ def _inlined(outer: Node, inner: Node) -> Node | None:
         inputs += [w for w in (inner.inputs if v is inner.output else (v,)) if w not in inputs]
     if len(inputs) > MAX_INPUTS:
         return None
-    inputs.sort(key=lambda v: v.constant is not None)  # a matrix first: it says how many rows there are
+    inputs.sort(key=lambda v: v.constant is not None)  # a matrix first: it determines the number of rows
     body = substitute(tree_of(inner), [inputs.index(v) for v in inner.inputs])
     tree = substitute(tree_of(outer), [body if v is inner.output else inputs.index(v) for v in outer.inputs])
     try:

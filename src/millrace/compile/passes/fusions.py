@@ -1,4 +1,4 @@
-"""Passes that bring products and their neighbours together as kernels compute them, and convert their rows."""
+"""Passes that merge matmuls with their neighbors, as kernels compute them, and convert their rows."""
 
 from millrace.compile.passes.products import fits_epilogue, is_plain_linear, kept_format_of
 from millrace.compile.precision import RESCORED, PrecisionMap, check_x_group
@@ -14,7 +14,7 @@ from millrace.kernels.row_storage import DENSE, Storage, storage_of
 
 
 def fuse_epilogue(graph: Graph) -> Graph:
-    """An expression of one product alone (an activation) is computed where the product is."""
+    """Compute an expression of one matmul alone (an activation) in the matmul's epilogue."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         linear = live.producer(node.inputs[0]) if node.op == "elementwise" and len(node.inputs) == 1 else None
@@ -31,11 +31,11 @@ def fuse_epilogue(graph: Graph) -> Graph:
 
 
 def fuse_residual(graph: Graph) -> Graph:
-    """x + linear(y) becomes an addition in the product's epilogue."""
+    """Compute x + linear(y) as an addition in the matmul's epilogue."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "elementwise" or len(node.inputs) != 2 or tree_of(node) not in (("add", 0, 1), ("add", 1, 0)):
-            return None  # of one input, 1 is the number 1.0, which is equal
+            return None  # with one input, 1 is the number 1.0, which is equal
         for product, other in (node.inputs, node.inputs[::-1]):
             linear = live.producer(product)
             if not (linear and linear.op == "linear" and not linear.attrs.get("residual")):
@@ -53,7 +53,7 @@ def _alike(a: Value, b: Value) -> bool:
 
 
 def fuse_rope_attention(graph: Graph) -> Graph:
-    """attention(rope(q), rope(k), v): the rotation and the write into the KV pages become one kernel."""
+    """attention(rope(q), rope(k), v): merge the rotation and the write to the KV pages into one kernel."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "attention":
@@ -70,12 +70,12 @@ def fuse_rope_attention(graph: Graph) -> Graph:
 
 
 def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
-    """Puts the conversion that a product's precision asks for before it; products over one input share it.
+    """Insert the conversions that matmuls' precisions need; matmuls over one input share them.
 
-    Weights come in groups as `precisions` has them, or where a product keeps a checkpoint's codes in the groups of
-    these; where it does not, weights and activations are both transformed before they are rounded
-    (kernels/matmul/pack.py). Activations come in the same groups, unless smaller ones were asked for.
-    raises ConfigError for such as do not divide these
+    Weights are grouped as in `precisions`, or as in the checkpoint's codes if a matmul keeps these; otherwise weights
+    and activations are both transformed before they are quantized (kernels/matmul/pack.py). Activations have the same
+    groups, unless smaller ones are requested.
+    raises ConfigError for groups that do not divide these
     """
     converted: dict[tuple[Value, Storage], Node] = {}
 
@@ -103,7 +103,7 @@ def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
 
 
 def fuse_convert(graph: Graph) -> Graph:
-    """convert(x) becomes an x whose own kernel writes such rows, where it can and nobody else reads it."""
+    """Merge convert(x) into x if x's kernel can write such rows and nothing else reads x."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         result, storage = live.producer(node.inputs[0]) if node.op == "convert" else None, storage_of(node)
@@ -126,9 +126,9 @@ def fuse_convert(graph: Graph) -> Graph:
 
 
 def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
-    """A W4A8 head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking.
+    """Compute the most likely tokens of a W4A8 head again in 8 bits: half the bytes, nearly always the same ranking.
 
-    Not where four bits hold what the checkpoint stores: nothing can come closer to it.
+    Not if four bits hold what the checkpoint stores: nothing can be closer to it.
     """
     head, results = head_of(graph), graph.results
 

@@ -1,4 +1,4 @@
-"""Which passes a graph goes through on its way to a program, and in what order: each is verified after it ran."""
+"""The passes from a traced graph to a lowered one, in order. The graph is verified after each."""
 
 from collections.abc import Callable
 
@@ -21,12 +21,12 @@ Pass = Callable[[Graph], Graph]
 
 
 def pipeline(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """For this CPU. The order is the design: what any target wants comes first."""
+    """Return the passes for a CPU. The order is the design: passes for all targets come first."""
     return [*portable(precisions), *cpu(precisions)]
 
 
 def portable(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """Of the same meaning and shape on any device: expressions grow, then products are brought together."""
+    """Return the passes for any device: grow expressions, then merge matmuls."""
     return [
         ("fold_constants", fold_constants),
         ("gather_early", gather_early),
@@ -38,7 +38,7 @@ def portable(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
 
 
 def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """What our kernels for CPUs do in one: products take in their neighbours, then rows are packed."""
+    """Return the passes for our CPU kernels: fuse neighbors into matmuls, then pack rows."""
     return [
         ("fuse_epilogue", fuse_epilogue),
         ("fuse_residual", fuse_residual),
@@ -51,7 +51,7 @@ def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
 
 
 def gpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """For a GPU: products and their neighbours are one node, and rows are converted once for all that read them."""
+    """Return the passes for a GPU: fuse neighbors into matmuls, and convert rows once for all readers."""
     return [
         *portable(precisions),
         ("fuse_epilogue", fuse_epilogue),
@@ -63,7 +63,7 @@ def gpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
 
 
 def unfused(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """The plain one-to-one lowering: nothing but the precisions. The fused engine is compared with it."""
+    """Return the one-to-one lowering, with nothing but precisions. The fused engine is compared with it."""
     return [
         ("fold_constants", fold_constants),
         ("choose_precision", lambda g: choose_precision(g, precisions)),

@@ -1,4 +1,4 @@
-"""Passes over matrix products: each gets its precision, and those of one kind over the same rows become one."""
+"""Passes on matmuls: choose their precisions, and merge those of one kind over the same rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +17,9 @@ from millrace.kernels.views.op import SPLIT
 
 
 def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
-    """Each linear layer gets its precision by its name, or as the head. Not searched: the map is what was asked for.
+    """Give each linear layer its precision by name, or as the head.
 
-    raises ConfigError where two things are asked for the head
+    raises ConfigError if two precisions are requested for the head
     """
     head = head_of(graph)
     if head:
@@ -37,7 +37,7 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
 
 
 def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
-    """expression(gate(x), up(x)) becomes one product with the two interleaved, and the expression in its epilogue."""
+    """Merge expression(gate(x), up(x)) into one matmul with the two interleaved, and the expression in its epilogue."""
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "elementwise" or len(node.inputs) != 2 or node.inputs[0].shape != node.inputs[1].shape:
@@ -59,17 +59,17 @@ def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
 
 
 def _kind(node: Node, precisions: PrecisionMap) -> object:
-    """Products of one kind can be one: of one precision, of weights that are packed alike."""
+    """Return the kind of a matmul. Matmuls of one kind, with equal precision and packing, can be merged."""
     return tuple(_requested(node).items()), kept_format_of(node.inputs[1:2], precision_of(node), precisions)
 
 
 def _requested(node: Node) -> Mapping[str, object]:
-    """What was asked of a product."""
+    """Return the attributes of a matmul that were requested."""
     return {name: node.attrs[name] for name in ("precision", "x_group") if name in node.attrs}
 
 
 def kept_format_of(weights: Sequence[Value], precision: Precision, precisions: PrecisionMap) -> QuantisedFormat | None:
-    """The kind of codes that a product takes over as the checkpoint holds them; None: it rounds weights itself."""
+    """Return the checkpoint's format that a matmul keeps; None: its weights are quantized here."""
     stored_formats = [precisions.stored_format(w.constant.format if w.constant else None, precision) for w in weights]
     kinds = {f and replace(f, bits=precision.bits) for f in stored_formats}
     return kinds.pop() if len(kinds) == 1 else None
@@ -80,14 +80,14 @@ def is_plain_linear(node: Node) -> bool:
 
 
 def merge_linears(graph: Graph, precisions: PrecisionMap) -> Graph:
-    """Linear layers of one kind over the same input (q, k, v) become one product, which is then split."""
+    """Merge linear layers of one kind over the same input (q, k, v) into one matmul, which is then split."""
     families: dict[tuple[Value, object], list[Node]] = {}
     results = graph.results
     for node in graph.nodes:
         if node.op == "linear" and not node.attrs.get("residual") and node.output not in results:
             families.setdefault((node.inputs[0], _kind(node, precisions)), []).append(node)
     family_of = {n.output: family for family in families.values() if len(family) > 1 for n in family}
-    parts: dict[Value, Value] = {}  # of the merged product, by the output that each stands for
+    parts: dict[Value, Value] = {}  # of the merged matmul, by the output that each replaces
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         family = family_of.get(node.outputs[0])
@@ -126,7 +126,7 @@ def _concatenated(values: list[Value]) -> Value:
 
     def load() -> Array:
         arrays = [c.load() for c in constants if c]
-        if len({array.dtype for array in arrays}) > 1:  # NumPy knows no common type of float16 and bfloat16
+        if len({array.dtype for array in arrays}) > 1:  # NumPy has no common type of float16 and bfloat16
             arrays = [array.astype(np.float32) for array in arrays]
         return np.concatenate(arrays)
 
@@ -140,12 +140,12 @@ def _concatenated(values: list[Value]) -> Value:
 
 
 def _joined_format(formats: list[QuantisedFormat | None]) -> QuantisedFormat | None:
-    """Of matrices below each other, with room for the widest codes; None for a mixture."""
+    """Return the format of stacked matrices, with the widest codes; None for a mixture."""
     widest = max((f.bits for f in formats if f), default=0)
     alike = {f and replace(f, bits=widest) for f in formats}
     return alike.pop() if len(alike) == 1 else None
 
 
 def fits_epilogue(node: Node) -> bool:
-    """Whether products know its operations, and give what it does."""
+    """Return whether the epilogue of a matmul supports a node's operations and result."""
     return node.output.dtype == DType.F32 and not needs_broadcast(compile_tree(tree_of(node), len(node.inputs))[0])

@@ -1,8 +1,8 @@
-"""Tiles of products with coded weights, timed on the GPU that will run them, and kept for starts to come.
+"""Tile tuning on a GPU: times the tiles of quantized matmuls on the GPU that will run them, and caches the result.
 
-A region's products have their weights in every layer, so one pass over all layers meets cold weights, as a step does.
-The tiles take turns, pass by pass: all of them see the device in the same moments. One is chosen where it clearly beats
-the rule, as on a CPU (compile/tune/tuner.py); the timing cache is the same, under the GPU's name.
+A region's matmuls have weights in every layer, so one pass over all layers reads cold weights, as a step does. The
+tiles alternate, pass by pass, so that all see the device in the same state. A tile is chosen if it clearly beats the
+default rule, as on a CPU (compile/tune/tuner.py); the timing cache is the same, under the GPU's name.
 """
 
 import hashlib
@@ -29,22 +29,25 @@ from millrace.kernels.matmul import cuda, cuda_few, gpu_tiles
 from millrace.kernels.matmul.coded import Matrix, QuantizedRows
 from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, Tile, Tiles, region_of, takes, tiles
 
-KNOB = "tile"  # its value is a place among the tiles of so many rows; none is the rule
-ROWS = 1, EIGHT, 16, 32, MANY_ROWS - 1  # of decode steps; up to so many are alike
-MORE_ROWS = 2048  # of rows that the kernel takes however many they are
-AT_MOST = 32  # layers of a pass
-LAUNCH_CLOCKS = 80_000  # of a device at 2 GHz: 40 us, what a launch takes a host at most
+KNOB = "tile"  # its value is an index among the tiles for so many rows; without it the default rule applies
+ROWS = 1, EIGHT, 16, 32, MANY_ROWS - 1  # of decode steps; fewer rows use the next larger entry
+MORE_ROWS = 2048  # for kernels that take any number of rows
+AT_MOST = 32  # layers per pass
+LAUNCH_CLOCKS = 80_000  # of a device at 2 GHz: 40 us, the longest launch from a host
 Products = Sequence[Callable[[Tile], object]]
 
 
 class TileClock(Protocol):
     def __call__(self, products: Products, tile: Tile) -> float:
-        """Microseconds of a product, when all are computed by that tile once. raises OutOfResources"""
+        """Return the microseconds of a matmul, when all are computed once with that tile. raises OutOfResources"""
 
 
 def on_device(products: Products, tile: Tile) -> float:
-    """By the device's own events. It sleeps first, so that all is queued when it begins: a launch takes the host longer
-    than a small product takes the device, and in a step's graph there is no host."""
+    """Time with the device's events.
+
+    The device sleeps first, so that everything is queued when it starts: a launch takes the host longer than a small
+    matmul takes the device, and CUDA graphs need no host.
+    """
     begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(LAUNCH_CLOCKS * len(products))
     begun.record()
@@ -56,7 +59,7 @@ def on_device(products: Products, tile: Tile) -> float:
 
 
 def machine_key(gpu: Gpu) -> str:
-    """What a time holds for: the device, the compiler, the very kernels that were timed, and the tiles' places."""
+    """Return the key of a timing: the device, the compiler, a digest of the timed kernels and of the list of tiles."""
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (cuda, cuda_few, gpu_tiles))
     digest = hashlib.blake2b(sources, digest_size=6).hexdigest()
     major, minor = gpu.capability
@@ -65,7 +68,7 @@ def machine_key(gpu: Gpu) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTuner:
-    """seconds: about how long to time; what is not reached goes by the rule, and is timed at the next start"""
+    """seconds: about how long to time; regions that are not reached use the default rule until the next start"""
 
     gpu: Gpu
     seconds: float
@@ -73,7 +76,7 @@ class DeviceTuner:
     clock: TileClock = field(default=on_device, repr=False)
 
     def __call__(self, executor: CudaExecutor) -> Tiles:
-        """raises MachineError where the timing cache cannot be read"""
+        """Choose the tiles. raises MachineError if the timing cache cannot be read"""
         key, works = machine_key(self.gpu), works_of(executor)
         cached = self.cache.read(key) if self.cache else {}
         there_are = {region: {choice.rows for choice in choices} for region, choices in cached.items()}
@@ -87,16 +90,16 @@ class DeviceTuner:
                     break
                 result.setdefault(work.region, []).append(choice)
         if self.cache and result:
-            with suppress(OSError):  # a cache that cannot be written: they are timed again at the next start
+            with suppress(OSError):  # if the cache cannot be written, they are timed again at the next start
                 self.cache.merge(key, result)
         return chosen({region: [*cached.get(region, []), *result.get(region, [])] for region in {*cached, *result}})
 
     def _timed(self, work: "TileWork", executor: CudaExecutor, enough_s: float, ends_s: float) -> Choice | None:
-        """None: time was up before all tiles had samples enough."""
+        """Return the choice; None if time was up before all tiles had enough samples."""
         products, us = work.products(executor), dict[int, list[float]]()
         for value, tile in work.tiles.items():
             try:
-                self.clock(products, tile)  # compiled
+                self.clock(products, tile)  # to compile it
             except OutOfResources:
                 continue  # of shared memory or registers: this device cannot run it
             us[value] = []
@@ -118,9 +121,9 @@ class DeviceTuner:
 
 @dataclass(frozen=True, slots=True)
 class TileWork:
-    """The products of a region with one number of rows. meets: what makes of rows of 16-bit floats what they meet
+    """The matmuls of a region with one number of rows. meets: quantizes rows of 16-bit floats for them
 
-    tiles: that take them, by their places among those of so many rows; the first is the rule
+    tiles: the candidates, by their index among the tiles for so many rows; the default rule first
     """
 
     region: str
@@ -140,7 +143,7 @@ class TileWork:
 
 
 def works_of(executor: CudaExecutor) -> list[TileWork]:
-    """What the kernel computes of an executor's steps, those of few rows first."""
+    """Return the work of an executor's steps, fewest rows first."""
 
     def met(w: QuantizedRows, meets: Callable[[Tensor], Matrix], rows: int) -> Matrix:
         return meets(torch.zeros((rows, w.width), dtype=executor.dtype, device=executor.device))
@@ -154,13 +157,13 @@ def works_of(executor: CudaExecutor) -> list[TileWork]:
             w, x = weights[0], met(weights[0], meets, rows)
             if cuda.goes_by_kernel(x, w, executor.dtype):
                 which = {value: tile for value, tile in enumerate(tiles(rows)) if takes(tile, x, w)}
-                if rows != EIGHT or EIGHT in (tile.rows for tile in which.values()):  # else as of 16
+                if rows != EIGHT or EIGHT in (tile.rows for tile in which.values()):  # otherwise as for 16
                     result.append(TileWork(region, rows, which, weights[:AT_MOST], meets))
     return result
 
 
 def check_choice(region: str, choice: Choice) -> None:
-    """raises ValueError for what no kernel of a GPU has"""
+    """Check a cached choice. raises ValueError if no GPU kernel has it"""
     for name, value in choice.knobs.items():
         if name != KNOB or value >= len(tiles(choice.rows)):
             raise ValueError(f"{name} of {region} is {value}, not a tile up to {len(tiles(choice.rows)) - 1}")

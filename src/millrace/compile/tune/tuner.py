@@ -1,8 +1,8 @@
 """The tactic tuner: times settings of the kernels' knobs on this machine, inside the program that will run.
 
-A program does the same work in every layer. So the layers of one pass run different settings, and take turns: all
-settings see the same machine in the same moments, with cold weights, real neighbours and workers that wait for each
-other. A setting is chosen where it clearly beats the kernel's rule; none changes a bit of any result.
+A program does the same work in every layer. So the layers of one pass run different settings in turn: all settings see
+the machine in the same state, with cold weights, real neighbors and workers that wait for each other. A setting is
+chosen if it clearly beats the kernel's default rule; none changes a bit of any result.
 """
 
 import statistics
@@ -36,39 +36,40 @@ from millrace.errors import EngineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, memory, usable_cores
 
-# A setting must take at most so much of the rule's time: what differs less may be noise. Few samples have more of it.
+# Largest share of the default rule's time that a setting may take: smaller differences may be noise. Few samples are
+# noisier.
 CLEARLY, FEW_CLEARLY = 0.97, 0.94
-SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least, no longer few, and where more would tell nothing new
+SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least; no longer few; enough
 Knobs = dict[str, int]
 Tuned = NativeExecutor | NativeNetwork
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """About how long to time (at most twice as long), for how many threads (None: all cores), and what remembers it."""
+    """How long to time (at most twice as long), for how many threads (None: all cores), and the cache of timings."""
 
     seconds: float
     threads: int | None = None
     cache: TimingCache | None = None
-    anew: bool = False  # what the cache knows is timed again
+    anew: bool = False  # time even what is cached
     rows: TunedRows = USUAL_ROWS
 
 
 def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
-    """Tunes the engine in `folder` for this machine and so many threads; what time did not suffice for stays as it was.
+    """Tune the engine in `folder` for this machine and number of threads; without enough time, old choices stay.
 
-    raises MachineError where the timing cache cannot be read, EngineError where the engine is damaged
+    raises MachineError if the timing cache cannot be read, EngineError if the engine is damaged
     """
     table, tables = tune(Engine.open(folder), tuning, progress), read_tables(folder, mend=True)
     if before := table_for(tables, table.machine, table.threads):
         table = load_tuning(before, table)
     elif tables and not table.compared():
-        return table  # it says nothing beyond the rules, which hold without it
+        return table  # it holds only default rules, which apply without it
     return write_tactics(folder, table)
 
 
 def load_tuning(before: TacticTable, now: TacticTable) -> TacticTable:
-    """The new table, with choices of the old one where the new one compared nothing."""
+    """Return the new table, with choices of the old one for regions that the new one did not compare."""
     old = {(region.name, c.rows): c for region in before.regions for c in region.choices if c.compared}
     regions = [
         replace(r, choices=[c if c.compared else old.get((r.name, c.rows), c) for c in r.choices]) for r in now.regions
@@ -77,7 +78,7 @@ def load_tuning(before: TacticTable, now: TacticTable) -> TacticTable:
 
 
 def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
-    """Times what the cache does not know, and adds it there."""
+    """Time what is not cached, and add it to the cache."""
     cache, isa, threads = tuning.cache, usable_isas()[0], usable_cores() if tuning.threads is None else tuning.threads
     works, cases = regions_of(engine, tuning.rows), cases_of(engine, tuning.rows)
     key = machine_key(isa, threads)
@@ -100,7 +101,7 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
         if late:
             note = f"time was up before {', '.join(map(str, late))} rows were timed: millrace tune with more --seconds"
     cases.sort(key=lambda c: c.rows)
-    done = [  # what was not timed goes by the rule, not by what is best for other rows
+    done = [  # regions that were not timed use the default rule, not the best of other rows
         TunedRegion(w.name, w.kernel, w.calls, [w.choice(c.rows) for c in cases if w.takes_part(c)])
         for w in works.values()
     ]
@@ -108,7 +109,7 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
 
 
 def choose(tried: Sequence[TacticTiming]) -> int:
-    """The fastest setting where it clearly beats the rule, which is the first."""
+    """Return the fastest setting if it clearly beats the default rule, which is the first."""
     best = min(tried, key=lambda t: t.median_us)
     samples = min(best.samples, tried[0].samples)
     clearly = CLEARLY if samples >= SOME else FEW_CLEARLY
@@ -122,7 +123,7 @@ def _fits(engine: Engine, rows: TunedRows) -> bool:
 
 @dataclass(slots=True)
 class _Clock:
-    """Shares the seconds out over the comparisons; says how far it is."""
+    """Divides the time among the comparisons, and reports progress."""
 
     seconds: float
     n_cases: int
@@ -131,7 +132,7 @@ class _Clock:
     started: float = 0.0
 
     def start(self) -> None:
-        """When the weights are loaded."""
+        """Start when the weights are loaded."""
         self.started = time.perf_counter()
         if self.progress:
             self.progress("timing kernels", 0, self.n_cases)
@@ -156,7 +157,7 @@ class _Clock:
 def _timed(
     engine: Engine, works: Mapping[str, TuningTask], cases: Sequence[Case], clock: _Clock, threads: int, rows: TunedRows
 ) -> dict[str, list[Choice]]:
-    """The choices that were not known before; they are added to `works`."""
+    """Return the choices that were not known before, and add them to `works`."""
     executor: Tuned
     if engine.manifest.is_language_model:
         executor = engine.executor(n_pages=pages_of(engine, rows), threads=threads, tuned=False)
@@ -184,7 +185,7 @@ def _timed(
                     if chosen:
                         knobs[work.name][knob] = chosen
             if clock.overdue:
-                break  # what was not compared in full is not known
+                break  # what was not compared completely is unknown
             for work in pending:
                 work.choices[case.rows] = Choice(case.rows, knobs[work.name], compared[work.name])
                 result.setdefault(work.name, []).append(work.choices[case.rows])
@@ -194,7 +195,7 @@ def _timed(
 
 
 def _warmed_up(executor: Tuned, case: Case, engine: Engine) -> Any:
-    """The case's step, run once: pages are touched, threads awake. raises EngineError where the network refuses it"""
+    """Run the case's step once to touch its pages and wake the threads. raises EngineError if the program refuses it"""
     step = case.step()
     try:
         executor.run(step)
@@ -207,7 +208,7 @@ def _warmed_up(executor: Tuned, case: Case, engine: Engine) -> Any:
 
 
 class Trial:
-    """One knob of all regions of a case: passes in which their layers take turns with its settings."""
+    """One knob of all regions of a case: passes in which their layers try its settings in turn."""
 
     def __init__(
         self, executor: Tuned, rows: int, step: Any, works: Sequence[TuningTask], knob: str, threads: int
@@ -220,7 +221,7 @@ class Trial:
     def compare(
         self, knobs: Mapping[str, Knobs], enough_s: float, end_s: float
     ) -> list[tuple[TuningTask, list[TacticTiming]]]:
-        """Until `enough_s` if all settings have samples enough, until `end_s` in any case; else nothing."""
+        """Time until `enough_s`, or `end_s` if settings lack samples; return nothing if they still do."""
         passes, fewest = 0, 0
         while fewest < PLENTY and time.perf_counter() < (end_s if fewest < SAMPLES else enough_s):
             self._pass(knobs, passes)
@@ -231,7 +232,7 @@ class Trial:
         return [(w, [summary(v, self._us[w.name][v]) for v in self._settings[w.name]]) for w in self._turning]
 
     def _pass(self, knobs: Mapping[str, Knobs], number: int) -> None:
-        """One run, each layer with the next of its settings; other regions work as was chosen."""
+        """Run once, with each layer at its next setting; other regions use their choices."""
         turn = {
             call: self._settings[w.name][(i + number) % len(self._settings[w.name])]
             for w in self._turning
@@ -251,7 +252,7 @@ class Trial:
 
 
 def summary(value: int, microseconds: Sequence[float]) -> TacticTiming:
-    """What was timed of one setting."""
+    """Return the timing of one setting."""
     cut = sorted(microseconds)
     low, high = cut[len(cut) // 10], cut[-1 - len(cut) // 10]
     return TacticTiming(value, round(statistics.median(cut), 2), round(low, 2), round(high, 2), len(cut))

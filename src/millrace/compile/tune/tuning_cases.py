@@ -1,4 +1,4 @@
-"""Which steps the tuner times: of how many rows, with what in them, and which knobs are worth a try then."""
+"""The steps that the tuner times: their rows and contents, and the knobs worth trying."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,22 +20,22 @@ from millrace.graph.dims import Symbol, value_of
 from millrace.graph.types import NUMPY
 
 ENCODER_ROWS, TEXT_TOKENS = (16, 128, 512), 64
-# Keys and values that decode steps read together, at most; in how many steps their pages get something to be read.
+# Most KV that decode steps read together; number of steps that fill their pages first.
 DEEP_PAGES, DEEP_BYTES, FILLING_STEPS = 64, 256 << 20, 32
-SHARED_FROM = 1024  # tokens of a context whose spans attention shares out among workers
+SHARED_FROM = 1024  # tokens of a context whose spans attention divides among workers
 BEFORE_CHUNK = 256  # tokens before a prompt's rows: a whole span of keys
 
 
 @dataclass(frozen=True, slots=True)
 class TunedRows:
-    """Rows of the steps that are timed: of answers, one for each sequence, and of prompts. Each in rising order."""
+    """Rows of the timed steps, ascending: of answers, one per sequence, and of prompts."""
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str, max_sequences: int, max_tokens: int) -> "TunedRows":
-        """ "1,4,16/64,128". Of a step at most; raises ConfigError for what none has"""
+        """Parse "1,4,16/64,128", within the limits of a step. raises ConfigError"""
         try:
             decode, prefill = (tuple(sorted({int(n) for n in part.split(",")})) for part in text.split("/"))
         except ValueError:
@@ -57,21 +57,21 @@ class TunedRows:
 
 
 USUAL_ROWS = TunedRows((1, 4, 16), (64, 128))
-MOST_CASES = 8  # for which time suffices
+MOST_CASES = 8  # for which time is enough
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step with so many rows, and which knobs are worth a try then."""
+    """A step with so many rows, and the knobs worth trying."""
 
     rows: int
-    step: Callable[[], Any]  # makes what the loaded program's run() takes
+    step: Callable[[], Any]  # makes the arguments of the loaded program's run()
     knobs: tuple[str, ...]
-    symbols: frozenset[int] | None = None  # by number: those of as many rows; None: all of them
+    symbols: frozenset[int] | None = None  # by number: those with so many rows; None: all of them
 
 
 def cases_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> list[Case]:
-    """In the order of what matters most, for time may be up."""
+    """Return the cases, the most important first, because time may run out."""
     m = engine.manifest
     if m.is_encoder:
         sizes = sorted({min(n, m.max_step_tokens) for n in ENCODER_ROWS}, reverse=True)
@@ -95,7 +95,7 @@ def cases_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> list[Case]:
 
 
 def _knobs(rows: int, context: int = 0) -> tuple[str, ...]:
-    """What is worth a try where rows are few."""
+    """Return the knobs worth trying with few rows."""
     knobs = ("tile_rows", "ahead", "task_panels") if rows >= 8 else ("ahead", "task_panels")
     return (*knobs, "worker_tasks", "first_level") if context >= SHARED_FROM else knobs
 
@@ -104,7 +104,7 @@ _PREFILL = ("tile_rows", "task_panels", "task_rows")
 
 
 def _anything(m: Manifest) -> dict[str, NDArray[np.generic]]:
-    """A run of the usual sizes: noise for numbers, zeros for whole ones, the rows shared out where sequences are."""
+    """Return inputs of the usual sizes: noise for floats, zeros for integers, rows divided among sequences."""
     result: dict[str, NDArray[np.generic]] = {}
     rng = np.random.default_rng(0)
     for slot in m.cpu.inputs:
@@ -118,7 +118,7 @@ def _anything(m: Manifest) -> dict[str, NDArray[np.generic]]:
 
 
 def input_bytes(m: Manifest) -> int:
-    """Of all that a run of the usual sizes is given."""
+    """Return the bytes of all inputs of the usual sizes."""
     return sum(NUMPY[slot.dtype].itemsize * math.prod(_usual_shape(m, slot)) for slot in m.cpu.inputs)
 
 
@@ -128,7 +128,7 @@ def _usual_shape(m: Manifest, slot: SlotEntry) -> list[int]:
 
 
 def _texts(m: Manifest, n: int) -> dict[str, NDArray[np.int32]]:
-    """A step of so many tokens, in texts of middling length."""
+    """Return a step of `n` tokens, in texts of medium length."""
     length = min(TEXT_TOKENS, m.max_context)
     lengths = [length] * (n // length) + ([n % length] if n % length else [])
     rng = np.random.default_rng(0)
@@ -140,7 +140,7 @@ def _sequences(m: Manifest, rows: TunedRows) -> int:
 
 
 def pages_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> int:
-    """KV pages that suffice for each case; decode steps share all of them out among their sequences."""
+    """Return the KV pages that each case needs; decode steps divide all of them among their sequences."""
     m, sequences = engine.manifest, _sequences(engine.manifest, rows)
     bound = DEEP_BYTES // max(1, engine.page_bytes)
     each = min(min(DEEP_PAGES, bound) // sequences, FILLING_STEPS, m.max_context // PAGE_TOKENS)
@@ -148,13 +148,13 @@ def pages_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> int:
 
 
 def max_context_step(engine: Engine, rows: TunedRows = USUAL_ROWS) -> int:
-    """Tokens of the longest context that is timed; 0 where there are none."""
+    """Return the longest timed context in tokens; 0 if there is none."""
     m = engine.manifest
     return min(pages_of(engine, rows) * PAGE_TOKENS, m.max_context) if m.is_language_model else 0
 
 
 def filling(engine: Engine, rows: TunedRows = USUAL_ROWS) -> Iterator[StepInputs]:
-    """Steps that write to each page of a language model: memory that nobody wrote to is read far too fast."""
+    """Yield steps that write to every page of a language model: unwritten memory reads far too fast."""
     m, n_pages, sequences = engine.manifest, pages_of(engine, rows), _sequences(engine.manifest, rows)
     for first in range(0, min(n_pages // sequences * PAGE_TOKENS, m.max_context), PAGE_TOKENS):
         yield dummy_step([1] * sequences, first, n_pages, vocab=m.vocab_size)

@@ -1,4 +1,4 @@
-"""Regions: calls that do the same work on other weights or pages; and which settings of their knobs are tried."""
+"""Groups program calls that do identical work, so that each group is tuned once; lists the knob settings to try."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from millrace.kernels.declare import Scaling, WeightFormat
 from millrace.kernels.layout import PANEL, panel_bytes, up
 from millrace.kernels.precision import SCALING_WORDS
 
-SAMPLED = ("", "sampled rows", "sampled rows")  # of T, S and R
+SAMPLED = ("", "sampled rows", "sampled rows")  # for T, S and R
 
 
 @dataclass(slots=True)
 class TuningTask:
-    """A region while it is tuned."""
+    """A region that is being tuned."""
 
     name: str
     kernel: str
@@ -35,16 +35,16 @@ class TuningTask:
         return case.symbols is None or self.params.get("rows", 0) in case.symbols
 
     def choice(self, rows: int) -> Choice:
-        """The kernel's rule where nothing is known."""
+        """Return the choice for so many rows; by default the kernel's default rule."""
         return self.choices.get(rows, Choice(rows, {}, []))
 
     def settings(self, knob: str, rows: int, threads: int) -> list[int]:
-        """What is tried; the rule first."""
+        """Return the settings to try; the default rule first."""
         return [0, *_SETTINGS[knob](self, rows, threads)]
 
 
 def _heights(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
-    """Heights that cut the rows into different numbers of tiles."""
+    """Yield heights that cut the rows into different numbers of tiles."""
     visited = {1}
     for height in (12, 10, 8, 6, 4):
         tiles = -(-rows // height)
@@ -54,7 +54,7 @@ def _heights(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
 
 
 def _task_panels(work: TuningTask, rows: int, threads: int) -> Iterator[int]:
-    """Sizes that leave every worker something to do."""
+    """Yield sizes that keep every worker busy."""
     panels = up(int(work.params["n"]), PANEL) // PANEL
     size = panel_bytes(*(int(work.params[name]) for name in ("weights", "k", "group", "scaling")))
     return (p for p in (1, 4, 16) if p * threads <= panels and p * size <= 2 << 20)
@@ -65,12 +65,12 @@ def _distances(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
 
 
 def _worker_tasks(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
-    """One worker shares nothing."""
+    """Yield numbers of workers; a single one divides nothing."""
     yield from (1, 2, 8) if threads > 1 else ()
 
 
 def _task_rows(work: TuningTask, rows: int, threads: int) -> Iterator[int]:
-    """Of tokens and of the query heads that share their keys."""
+    """Yield rows: tokens times the query heads that share their keys."""
     together = rows * int(work.params["heads"]) // int(work.params["kv_heads"])
     return (r for r in (6, 8, 12) if r < together)
 
@@ -86,17 +86,17 @@ _SETTINGS: dict[str, Callable[[TuningTask, int, int], Iterator[int]]] = {
 
 
 def _knobs() -> dict[str, frozenset[str]]:
-    """Of each kernel that has any."""
+    """Return the knobs of each kernel that has some."""
     return {k.name: frozenset(knob.name for knob in k.knobs) for k in kernels() if k.knobs}
 
 
 def regions_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> dict[str, TuningTask]:
-    """raises EngineError where the program's table does not fit its program"""
+    """Return the regions of an engine. raises EngineError if the program table does not fit its program"""
     return regions(_calls(engine), _symbols(engine.manifest), max_context_step(engine, rows))
 
 
 def regions(calls: Sequence[CallEntry], symbols: Sequence[str] = SAMPLED, context: int = 0) -> dict[str, TuningTask]:
-    """By name: kernel, numerics class and shape, whatever the layer; of attention how long contexts are when timed."""
+    """Group calls by name: kernel, numerics class and shape, in any layer; attention also by the timed context."""
     result: dict[str, TuningTask] = {}
     for i, call in enumerate(calls):
         if call.kernel in _knobs():
@@ -124,7 +124,7 @@ def _attention(call: CallEntry, context: int) -> str:
 
 
 def _calls(engine: Engine) -> list[CallEntry]:
-    """The program's calls; what is read of them is there, and may be."""
+    """Return the program's calls, after checking what is read of them."""
     calls = read_program_table(engine.folder).calls
     symbols = range(len(engine.manifest.symbols))
     tunable = [call for call in calls if call.kernel in _knobs()]
@@ -147,5 +147,5 @@ def _is_whole(call: CallEntry, symbols: range) -> bool:
 
 
 def _symbols(m: Manifest) -> Sequence[str]:
-    """What a region is called whose rows are counted by each of the symbols."""
+    """Return the name of the row count of each symbol."""
     return SAMPLED if m.is_language_model or m.is_encoder else [f"{sanitize(s.name)} rows" for s in m.symbols]
