@@ -54,7 +54,7 @@ def answers(executor: Executor, depth: int) -> tuple[list[list[CompletionOutput]
     requests = [loop.submit(p, s, t.extend) for p, s, t in zip(PROMPTS, PARAMS, told, strict=True)]
     most, gone = 0, False
     while loop.step():
-        most = max(most, bool(loop._flights))
+        most = max(most, bool(loop._in_flight))
         if not gone and sum(d.n_tokens for d in told[3]) >= 10:
             loop.cancel(requests[3])
             gone = True

@@ -87,7 +87,7 @@ def structured(folder: Path) -> Case:
     words = tokenizer()
     assert words.eos_token_id is not None
     grammars = GrammarCompiler(words, VOCABULARY, [words.eos_token_id])
-    grammar.MAX_KEPT = 4  # or their memory would look like a leak
+    grammar.MAX_CACHED = 4  # or their memory would look like a leak
 
     def case(rng: Random) -> None:
         form = _form(rng)
@@ -103,8 +103,8 @@ def structured(folder: Path) -> Case:
                 break
             token = int(rng.choice(list(allowed)))
             said += words.token_bytes(token)
-            matcher.take(token)
-        if not matcher.why and words.eos_token_id in allowed and "json" in form:
+            matcher.accept(token)
+        if not matcher.error and words.eos_token_id in allowed and "json" in form:
             _check(form["json"], json.loads(said))
 
     return case

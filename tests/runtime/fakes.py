@@ -32,7 +32,7 @@ from millrace.errors import MillraceError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.kv.kv_offload import HEADER, RECORD, KvOffloadStore, PageMemory
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
+from millrace.runtime.request.queue_options import DEFAULT_QUEUE_OPTIONS, QueueOptions
 from millrace.runtime.request.request import AnswerText, Request, RequestOptions, StopTables, Timings
 from millrace.runtime.request.sampling_params import SEED_MASK, SamplingParams, check_prompt, resolve
 from millrace.runtime.scheduling.admission_policy import Policy, fcfs
@@ -354,11 +354,11 @@ def new_request(
     params: SamplingParams,
     of: ExecutorLimits,
     defaults: GenerationDefaults | None = None,
-    claim: QueueOptions = NO_CLAIM,
+    queue_options: QueueOptions = DEFAULT_QUEUE_OPTIONS,
     queued_s: float = 0.0,
 ) -> Request:
     """As the loop makes one."""
-    new_text = partial(AnswerText.of, FakeTokenizer(), list(prompt), params, StopTables(params.stop))
+    new_text = partial(AnswerText.for_choice, FakeTokenizer(), list(prompt), params, StopTables(params.stop))
     resolved = resolve(params, defaults or GenerationDefaults(), of, len(prompt))
     timings = Timings(queued_s)
     return Request(
@@ -368,5 +368,5 @@ def new_request(
         lambda deltas: None,
         timings,
         new_text,
-        terms=RequestOptions(claim=claim),
+        terms=RequestOptions(queue_options=queue_options),
     )

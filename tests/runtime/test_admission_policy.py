@@ -36,11 +36,11 @@ class Crowd:
             self.limits, PagePool(self.limits.n_pages), clock=lambda: self.now_s, policy=policy_named(policy)
         )
 
-    def joins(self, n_prompt: int = 4, first: int = 1, n: int = 1, **claim: object) -> Sequence:
-        said = QueueOptions(**claim)  # type: ignore[arg-type]
+    def joins(self, n_prompt: int = 4, first: int = 1, n: int = 1, **queue_options: object) -> Sequence:
+        said = QueueOptions(**queue_options)  # type: ignore[arg-type]
         prompt = [first] * n_prompt
         params = SamplingParams(ignore_eos=True, n=n)
-        request = new_request(prompt, params, self.limits, claim=said, queued_s=self.now_s)
+        request = new_request(prompt, params, self.limits, queue_options=said, queued_s=self.now_s)
         self.sched.add(request)
         return request.choices[0]
 
@@ -118,7 +118,7 @@ def test_a_greedy_tenant_gives_every_place_that_falls_free_to_others() -> None:
     for n_others in range(1, 5):
         crowd.sched.remove(crowd.sched.running[0])
         ran(crowd.sched)
-        assert sum(seq.request.claim.tenant == "other" for seq in crowd.sched.running) == n_others
+        assert sum(seq.request.queue_options.tenant == "other" for seq in crowd.sched.running) == n_others
 
 
 @pytest.mark.parametrize("n_places", [1, 4, 7])
@@ -158,7 +158,7 @@ def test_tenants_take_turns_however_many_requests_one_has() -> None:
     many = [crowd.joins(tenant="a") for _ in range(6)]
     assert crowd.serve() is many[0]
     few = [crowd.joins(tenant="b") for _ in range(2)]
-    served = [crowd.serve().request.claim.tenant for _ in range(4)]
+    served = [crowd.serve().request.queue_options.tenant for _ in range(4)]
     assert served == ["a", "b", "a", "b"], "b begins with what a had; of two that had as much, who came first"
     assert all(seq.stage is Stage.GONE for seq in few)
 
@@ -172,7 +172,7 @@ def test_a_pause_saves_nothing_up() -> None:
     for _ in range(4):
         crowd.joins(tenant="new")
     crowd.joins(tenant="a")
-    served = "".join(crowd.serve(n_tokens=8).request.claim.tenant[0] for _ in range(6))
+    served = "".join(crowd.serve(n_tokens=8).request.queue_options.tenant[0] for _ in range(6))
     assert served.index("a") <= 1, "though a had much more before"
 
 
@@ -199,7 +199,7 @@ def test_policies_count_what_is_known(policy: str) -> None:
     crowd.serve()
     unknown, sooner, more = crowd.asks([4] * 8), crowd.asks([2] * 8 + [5]), crowd.asks([2] * 16 + [6] * 17)
     order = [sooner, unknown, more] if policy == "shortest" else [more, sooner, unknown]
-    assert crowd.sched._order.of(crowd.sched.waiting) == order
+    assert crowd.sched._order.ordered(crowd.sched.waiting) == order
     assert [crowd.serve() for _ in range(3)] == order
 
 
@@ -292,10 +292,12 @@ def test_who_would_wait_too_long_is_told_at_once() -> None:
             handles = [engine.submit([[1, 2]], [params]) for _ in range(6)]
             await asyncio.sleep(0.02)
             with pytest.raises(BusyError, match="it would wait some") as refused:
-                engine.submit([[1, 2]], [params], terms=RequestOptions(claim=QueueOptions(queue_timeout_s=0.01)))
+                engine.submit(
+                    [[1, 2]], [params], terms=RequestOptions(queue_options=QueueOptions(queue_timeout_s=0.01))
+                )
             assert refused.value.retry_after_s >= 1
             handles.append(
-                engine.submit([[1, 2]], [params], terms=RequestOptions(claim=QueueOptions(queue_timeout_s=60)))
+                engine.submit([[1, 2]], [params], terms=RequestOptions(queue_options=QueueOptions(queue_timeout_s=60)))
             )
             for handle in handles:
                 async for _ in handle:
@@ -312,7 +314,7 @@ def test_one_tenant_may_fill_half_of_the_queue() -> None:
         options = ServiceOptions(max_queued=8)
         async with AsyncEngine(make_loop(limits(max_sequences=1), slow, clock=time.perf_counter), options) as engine:
             params = SamplingParams(max_tokens=12, ignore_eos=True)
-            flood, other = (RequestOptions(claim=QueueOptions(tenant=name)) for name in ("a", "b"))
+            flood, other = (RequestOptions(queue_options=QueueOptions(tenant=name)) for name in ("a", "b"))
             handles = []
             with pytest.raises(BusyError, match="of this API key are waiting"):
                 for _ in range(20):

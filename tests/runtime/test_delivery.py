@@ -36,7 +36,7 @@ def told(loop: EngineLoop, n_tokens: int) -> list[str]:
 def test_a_token_is_given_away_while_the_next_one_is_computed() -> None:
     loop = make_loop()
     said = told(loop, 3)
-    while loop.step(goes_on=True):
+    while loop.step(defer_delivery=True):
         pass
     assert said == ["launch", "wait", "launch", "token", "wait", "launch", "token", "wait", "end"]
 
@@ -53,7 +53,7 @@ def test_two_steps_under_way() -> None:
     """A step's tokens are given away once the step behind the next one is on its way."""
     loop = make_loop(depth=2)
     said = told(loop, 4)
-    while loop.step(goes_on=True):
+    while loop.step(defer_delivery=True):
         pass
     assert said == [
         "launch", "launch", "wait", "launch", "token", "wait", "launch", "token", "wait", "token", "wait", "end",
@@ -94,9 +94,9 @@ def test_a_callback_that_raises_loses_no_step(depth: int, at: int) -> None:
     loop.submit([1, 2, 3], LONG, deliver)
     behind = Client(loop, [6], LONG)
     with pytest.raises(KeyboardInterrupt):
-        while loop.step(goes_on=True):
+        while loop.step(defer_delivery=True):
             pass
-    while loop.step(goes_on=True):
+    while loop.step(defer_delivery=True):
         pass
     assert before.outputs == solo(before.prompt, LONG) and behind.outputs == solo(behind.prompt, LONG)
     assert loop.stats().pages_used == 0 and loop.stats().healthy and n_told == 9
@@ -108,19 +108,19 @@ def test_stopped_after_a_callback_that_raised() -> None:
 
     def deliver(deltas: list[Delta]) -> None:
         if not raised:
-            raised.append(len(loop._flights))
+            raised.append(len(loop._in_flight))
             raise KeyboardInterrupt
 
     loop.submit([1, 2, 3], LONG, deliver)
     other = Client(loop, [4, 5], LONG)
     with pytest.raises(KeyboardInterrupt):
-        while loop.step(goes_on=True):
+        while loop.step(defer_delivery=True):
             pass
     loop.stop()
-    assert raised == [2] and not loop._flights and other.reasons == [FinishReason.ABORT]
+    assert raised == [2] and not loop._in_flight and other.reasons == [FinishReason.ABORT]
     assert loop.stats().pages_used == 0
     again = Client(loop, [4, 5], LONG)
-    while loop.step(goes_on=True):
+    while loop.step(defer_delivery=True):
         pass
     assert again.outputs == solo([4, 5], LONG)
 
@@ -136,10 +136,10 @@ def test_no_token_waits_for_pages_that_another_has_on_the_disk(tmp_path: Path) -
     tier.fill = lambda key, page: said.append("disk") or fill(key, page)  # type: ignore[method-assign,func-returns-value]
     loop.submit([4, 5], LONG, lambda deltas: said.append("token"))
     for _ in range(3):
-        loop.step(goes_on=True)
+        loop.step(defer_delivery=True)
     assert said == ["token"] * 2 and tier.n_found == 0
     loop.submit(known, GREEDY, lambda deltas: None)
-    loop.step(goes_on=True)
+    loop.step(defer_delivery=True)
     assert said[:4] == ["token", "token", "token", "disk"] and tier.n_found > 1
     tier.close()
 

@@ -67,7 +67,7 @@ def test_p12_a_step_that_fails_once_fails_nobody() -> None:
         answered(loop, [1, 2, 3, 4, 5, 6, 7], replace(LONG, max_tokens=1))
         clients = [Client(loop, [1, 2, 3, 4, 5, 6, 50 + i], LONG) for i in range(3)]
         gone = Client(loop, [9, 9], LONG)
-        while len(loop._again) < 2 and loop.step():
+        while len(loop._retries) < 2 and loop.step():
             pass
         loop.cancel(gone.request)
         run_all(loop)
@@ -131,7 +131,7 @@ def test_who_looks_after_it_hears_of_its_end_though_nobody_waits_for_an_answer()
     for n in range(MAX_CONSECUTIVE_FAILURES):
         client = Client(loop, [1, 2, 3], LONG)
         loop.step()
-        assert loop._flights and not any(dead)
+        assert loop._in_flight and not any(dead)
         if n == MAX_CONSECUTIVE_FAILURES - 1:
             loop.cancel(client.request)
         run_all(loop)
@@ -235,7 +235,7 @@ def stopped() -> EngineLoop:
     """Between the requests of a step that failed, each of which was to be computed alone."""
     loop = make_loop(before_run=failing_at(2))
     clients = [Client(loop, [i, 2, 3], LONG) for i in range(3)]
-    while not loop._again:
+    while not loop._retries:
         loop.step()
     loop.stop()
     assert [client.reasons for client in clients] == [[FinishReason.ABORT]] * 3

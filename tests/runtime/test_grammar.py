@@ -69,15 +69,15 @@ def test_a_mask_allows_what_leads_to_a_choice(seed: int, fake: GrammarCompiler) 
         if token == EOS:
             break
         said += PIECES[token]
-        matcher.take(token)
-    assert said in choices and not matcher.why
+        matcher.accept(token)
+    assert said in choices and not matcher.error
 
 
 def test_when_it_is_complete_only_the_end_is_allowed() -> None:
     grammars = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS, 5])
     (matcher,) = grammars.matchers(StructuredOutputsParams(regex="a"), 1)
-    matcher.take(1)
-    assert EOS in allowed(grammars, matcher) <= {EOS, 5} and not matcher.why
+    matcher.accept(1)
+    assert EOS in allowed(grammars, matcher) <= {EOS, 5} and not matcher.error
 
 
 def test_masks_of_several_rows_are_those_of_each(fake: GrammarCompiler) -> None:
@@ -97,7 +97,7 @@ def test_masks_that_are_filled_beside_are_those_filled_before() -> None:
         fill(masks, of)
 
     with patch.object(grammars, "_fill", late):
-        masks, ready = grammars.masks_beside(matchers)
+        masks, ready = grammars.masks_in_background(matchers)
         assert not ready[0] and not masks.any()
         begin.set()
         grammars._filling.result(10)
@@ -108,19 +108,19 @@ def test_masks_that_cannot_be_filled_allow_nothing_and_say_so() -> None:
     grammars = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
     matchers = grammars.matchers(StructuredOutputsParams(regex="[a-c]+"), 2)
     with patch.object(grammars, "_compute", side_effect=MemoryError("no more")):
-        masks, ready = grammars.masks_beside(matchers)
+        masks, ready = grammars.masks_in_background(matchers)
         with pytest.raises(MemoryError):
             grammars._filling.result(10)
     assert ready[0] and not masks.any()
     with pytest.raises(MemoryError, match="no more"):
-        grammars.masks_beside(matchers)
+        grammars.masks_in_background(matchers)
 
 
 def test_a_token_that_does_not_follow_leaves_nothing_allowed(fake: GrammarCompiler) -> None:
     held, other = fake.matchers(StructuredOutputsParams(regex="ab"), 2)
-    held.take(8)
+    held.accept(8)
     masks = fake.masks([held, other])
-    assert held.why and not masks[0].any() and masks[1].any() and not other.why
+    assert held.error and not masks[0].any() and masks[1].any() and not other.error
 
 
 NEVER: dict[str, Any] = {"type": "string", "minLength": 5, "maxLength": 2}
@@ -171,7 +171,7 @@ def test_a_temperature_that_is_text_is_none_of_a_rule(grammars: GrammarCompiler)
     ]
     lark = "\n".join(lines)
     (matcher,) = grammars.matchers(StructuredOutputsParams(grammar=lark), 1)
-    assert not matcher.why
+    assert not matcher.error
 
 
 @pytest.mark.parametrize("limit", ["LEXER_FUEL", "LEXER_STATES", "GRAMMAR_SIZE"])
@@ -204,7 +204,7 @@ def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatc
         return compile_one(self, source)
 
     monkeypatch.setattr(GrammarCompiler, "_compiled", counted)
-    monkeypatch.setattr(grammar, "MAX_KEPT", 2)
+    monkeypatch.setattr(grammar, "MAX_CACHED", 2)
     known = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
     for regex in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b, and b that of c
         known.matchers(StructuredOutputsParams(regex=regex), 1)
@@ -212,7 +212,7 @@ def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_kept_is_bounded_by_its_length(monkeypatch: pytest.MonkeyPatch, fake: GrammarCompiler) -> None:
-    monkeypatch.setattr(grammar, "MAX_KEPT_CHARACTERS", 1000)
+    monkeypatch.setattr(grammar, "MAX_CACHED_CHARACTERS", 1000)
     for letter in "abcde":
         fake.matchers(StructuredOutputsParams(regex=letter * 300), 1)
     assert len(fake._cache) == 2
@@ -227,7 +227,7 @@ def test_several_threads_compile_at_once() -> None:
         try:
             for i in range(20):
                 (matcher,) = known.matchers(StructuredOutputsParams(regex=f"[a-d]{{{1 + (seed + i) % 7}}}"), 1)
-                matcher.take(1)
+                matcher.accept(1)
                 assert allowed(known, matcher)
         except (AssertionError, RequestError, RuntimeError) as error:
             failed.append(error)
@@ -270,7 +270,7 @@ def test_p12_an_answer_that_cannot_go_on_fails_alone() -> None:
     plain = SamplingParams(max_tokens=5, seed=2, ignore_eos=True)
     assert HELD.structured_outputs is not None
     matchers = loop.grammars.matchers(HELD.structured_outputs, HELD.n)
-    matchers[1].take(8)  # what does not follow
+    matchers[1].accept(8)  # what does not follow
     loop.submit([1, 2], HELD, got.setdefault("held", []).extend, matchers=matchers)
     loop.submit([3, 4], plain, got.setdefault("plain", []).extend)
     while loop.step():
@@ -290,7 +290,7 @@ def followed(grammars: GrammarCompiler, matcher: Matcher, text: str) -> list[set
     masks = []
     for letter in text:
         masks.append(allowed(grammars, matcher))
-        matcher.take(PIECES.index(letter.encode()))
+        matcher.accept(PIECES.index(letter.encode()))
     return [*masks, allowed(grammars, matcher)]
 
 
@@ -318,16 +318,16 @@ def test_an_answer_that_gives_up_spoils_no_other(spends: str, monkeypatch: pytes
     (greedy,), siblings, (idle,) = grammars.matchers(asked, 1), grammars.matchers(asked, 2), grammars.matchers(asked, 1)
     assert [followed(grammars, other, short) for other in siblings] == [expected[:-1]] * 2
     followed(grammars, greedy, long)
-    assert "lexer error" in greedy.why
+    assert "lexer error" in greedy.error
     assert len(compiled) == 3, "for both, and once more for the one that gave up"
     for matcher in siblings:
-        matcher.take(2)
+        matcher.accept(2)
     masks = grammars.masks([*siblings, greedy])
     assert [{int(i) for i in np.flatnonzero(unpacked(mask, VOCAB))} for mask in masks] == [expected[-1]] * 2 + [set()]
     assert followed(grammars, idle, short + "b") == expected and len(compiled) == 5, "once for each request"
     for _ in range(2):
         assert followed(grammars, grammars.matchers(asked, 1)[0], short + "b") == expected
-    assert len(compiled) == 6 and greedy.why and not any(m.why for m in (*siblings, idle))
+    assert len(compiled) == 6 and greedy.error and not any(m.error for m in (*siblings, idle))
 
 
 def test_p12_a_form_that_gives_up_fails_one_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +369,7 @@ def test_white_space_behind_a_thought_comes_before_the_form(fake: GrammarCompile
     for tokens, more in ways:
         (matcher,) = fake.matchers(StructuredOutputsParams(regex="b[ab]*"), 1, thoughts)
         for token in tokens:
-            matcher.take(token)
+            matcher.accept(token)
         begun = tokens[-1:] == [2]
         form = {i for i, p in enumerate(PIECES) if i and re.fullmatch(b"[ab]+" if begun else b"b[ab]*", p)}
         assert allowed(fake, matcher) == form | more | ({EOS} if begun else set()), tokens
@@ -378,5 +378,5 @@ def test_white_space_behind_a_thought_comes_before_the_form(fake: GrammarCompile
 def test_white_space_that_a_form_begins_with_is_the_forms(fake: GrammarCompiler) -> None:
     (matcher,) = fake.matchers(StructuredOutputsParams(regex="\n?a"), 1, ReasoningSpan(6, 7, True, {NEWLINE: 1}, 2))
     for token in (7, NEWLINE):
-        matcher.take(token)
-    assert allowed(fake, matcher) == {1} and not matcher.why
+        matcher.accept(token)
+    assert allowed(fake, matcher) == {1} and not matcher.error

@@ -180,9 +180,9 @@ def test_an_answer_without_memory_for_its_lexer_ends_alone(
     (lost,) = grammars.matchers(StructuredOutputsParams(regex="a+"), 1)
     (other,) = grammars.matchers(StructuredOutputsParams(regex="(?s:.)+"), 1)
     lost.guide.consume_token(VOCABULARY + 10**6)  # an error of the matcher, as its lexer's limit is
-    assert lost.why
+    assert lost.error
     expected = grammars.masks([other])[0]
-    monkeypatch.setattr(grammars, "_left_by_their_lexer", lambda matchers: [0])
+    monkeypatch.setattr(grammars, "_lexer_failures", lambda matchers: [0])
 
     def no_thread(work: object) -> None:
         raise MachineError("no memory is left", "memory", "try again")
@@ -190,7 +190,7 @@ def test_an_answer_without_memory_for_its_lexer_ends_alone(
     monkeypatch.setattr("millrace.runtime.structured_output.grammar.in_deep_stack", no_thread)
     masks = grammars.masks([lost, other])
     assert not masks[0].any() and (masks[1] == expected).all() and expected.any()
-    assert lost.why == "no memory is left" and lost.fault is None and not other.why
+    assert lost.error == "no memory is left" and lost.fault is None and not other.error
 
 
 def test_a_short_form_waits_for_no_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

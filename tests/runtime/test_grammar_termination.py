@@ -132,7 +132,7 @@ def test_schemas_by_chance_end_where_a_value_can_be_written_out() -> None:
     assert min(told.values()) > 50, told
 
 
-LEAST: list[tuple[dict[str, Any], bool]] = [
+MIN_POSITIVE: list[tuple[dict[str, Any], bool]] = [
     ({"type": "object", "minProperties": 2}, False),
     ({"type": "object", "minProperties": 1}, True),  # one is one, however often
     ({"type": "object", "minProperties": 2, "required": ["a"]}, False),  # a, and "\u0061"
@@ -155,7 +155,7 @@ def grammars() -> GrammarCompiler:
     return GrammarCompiler(tokenizer(), VOCABULARY, [eos])
 
 
-@pytest.mark.parametrize("schema, taken", LEAST, ids=[json.dumps(schema) for schema, _ in LEAST])
+@pytest.mark.parametrize("schema, taken", MIN_POSITIVE, ids=[json.dumps(schema) for schema, _ in MIN_POSITIVE])
 def test_properties_that_could_be_one_twice_are_not_counted(
     grammars: GrammarCompiler, schema: dict[str, Any], taken: bool
 ) -> None:

@@ -282,7 +282,7 @@ def test_forgetting_forgets_the_tier(tmp_path: Path) -> None:
     store = Store(tmp_path / "tier")
     for chain in range(3):
         store.computes(chain, 4)
-    assert store.pool.forget() and store.finds(0, 4) == 0 and len(store.tier) == 0
+    assert store.pool.clear_index() and store.finds(0, 4) == 0 and len(store.tier) == 0
     store.tier.close()
 
 
@@ -324,7 +324,7 @@ def test_at_the_end_the_most_worth_goes_first(tmp_path: Path) -> None:
     store = Store(tmp_path / "tier", n_records=8)
     for chain in (1, 2, 3):
         store.computes(chain, 2)
-    assert [k for k, _ in store.pool.index.worth_most()] == [key(i) for i in (300, 301, 200, 201, 100, 101)]
+    assert [k for k, _ in store.pool.index.by_value()] == [key(i) for i in (300, 301, 200, 201, 100, 101)]
     store.tier.close()
     again = Store(tmp_path / "tier", n_records=8)
     assert [again.finds(chain, 2) for chain in (1, 2, 3)] == [0, 2, 2]

@@ -12,7 +12,7 @@ from millrace.api.offline_generate import Collector, CompletionOutput, new_outpu
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
+from millrace.runtime.request.queue_options import DEFAULT_QUEUE_OPTIONS, QueueOptions
 from millrace.runtime.request.request import Request, RequestOptions
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams, TokenLogprobs
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
@@ -35,13 +35,17 @@ class Client:
     """Submits to a loop and collects what comes."""
 
     def __init__(
-        self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams, claim: QueueOptions = NO_CLAIM
+        self,
+        loop: EngineLoop,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        queue_options: QueueOptions = DEFAULT_QUEUE_OPTIONS,
     ) -> None:
         self.deltas: list[list[Delta]] = []
         self.prompt, self.params = list(prompt), params
         asked = params.structured_outputs
         self.request: Request = loop.submit(
-            prompt, params, self.deltas.append, terms=RequestOptions(claim=claim),
+            prompt, params, self.deltas.append, terms=RequestOptions(queue_options=queue_options),
             matchers=loop.grammars.matchers(asked, params.n) if asked else (),
         )  # fmt: skip
 
@@ -135,15 +139,17 @@ def check_any_schedule(seed: int, depth: int) -> None:
     for _ in range(80):
         if rng.random() < 0.3:
             prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, of.max_context - 1))]
-            claim = QueueOptions(priority=rng.randint(-2, 2), tenant=rng.choice("abc")) if claims else NO_CLAIM
+            queue_options = (
+                QueueOptions(priority=rng.randint(-2, 2), tenant=rng.choice("abc")) if claims else DEFAULT_QUEUE_OPTIONS
+            )
             clients.append(
-                Client(loop, prompt, perhaps_held(rng, random_params(rng, of.max_context - len(prompt))), claim)
+                Client(loop, prompt, perhaps_held(rng, random_params(rng, of.max_context - len(prompt))), queue_options)
             )
         if clients and rng.random() < 0.1:
             victim = rng.choice(clients)
             cancelled.add(victim)
             loop.cancel(victim.request)
-        loop.step(goes_on=rng.random() < 0.7)
+        loop.step(defer_delivery=rng.random() < 0.7)
     run_all(loop)
     for client in clients:
         if (top := client.params.prompt_logprobs) is not None and client not in cancelled:

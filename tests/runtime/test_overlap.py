@@ -73,7 +73,7 @@ def test_a_penalty_looks_at_a_token_that_only_the_device_knows(params: SamplingP
     clients = [Client(loop, [i, 2, 3], own) for i, own in enumerate((params, LONG))]
     n_alone = 0
     while loop.step():
-        n_alone += not loop._flights
+        n_alone += not loop._in_flight
     assert n_alone == 1, "the last step has none behind it"
     for client in clients:
         assert client.outputs == answered(make_loop(), client.prompt, client.params).outputs
@@ -89,7 +89,7 @@ def test_who_is_held_to_a_grammar_sits_a_step_out(n_held: int, n_free: int) -> N
     ]
     n_under_way = 0
     while loop.step():
-        n_under_way += bool(loop._flights)
+        n_under_way += bool(loop._in_flight)
     executor = executor_of(loop)
     if n_free > n_held:
         assert n_under_way >= 14 and executor.n_steps <= 17, "eight tokens of every other step"
@@ -114,7 +114,7 @@ def test_a_cancelled_answer_leaves_its_step_behind() -> None:
     gone, other = Client(loop, [1, 2, 3], LONG), Client(loop, [4, 5], LONG)
     for _ in range(4):
         loop.step()
-    assert bool(loop._flights)
+    assert bool(loop._in_flight)
     loop.cancel(gone.request)
     run_all(loop)
     assert gone.reasons == [FinishReason.ABORT] and len(gone.outputs[0].token_ids) == 3
@@ -169,7 +169,7 @@ def test_a_device_that_fails_for_good_ends_everything() -> None:
     run_all(loop)
     assert [c.reasons for c in clients] == [[FinishReason.ERROR]] * 4
     stats = loop.stats()
-    assert not stats.healthy and stats.idle and stats.pages_used == 0 and not loop._flights
+    assert not stats.healthy and stats.idle and stats.pages_used == 0 and not loop._in_flight
 
 
 def test_stopping_waits_for_what_is_under_way() -> None:

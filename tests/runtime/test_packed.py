@@ -26,7 +26,7 @@ class Numbered(GrammarCompiler):
     def __init__(self) -> None:
         pass
 
-    def masks_beside(self, matchers: Ordered[Matcher]) -> tuple[NDArray[np.uint32], IntArray]:
+    def masks_in_background(self, matchers: Ordered[Matcher]) -> tuple[NDArray[np.uint32], IntArray]:
         return np.array(matchers, np.uint32)[:, None], np.ones(1, np.int32)
 
 

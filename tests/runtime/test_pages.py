@@ -162,7 +162,7 @@ def test_the_index_agrees_with_plain_sets(seed: int) -> None:
     assert play.pool.index.n_evicted > 2, "or this proves little: of 1,500 histories, none gave up fewer than 6"
     for owner in play.owners[:]:
         play.end(owner)
-    assert play.pool.n_free == 12 and play.pool.forget() and len(play.pool.index) == 0
+    assert play.pool.n_free == 12 and play.pool.clear_index() and len(play.pool.index) == 0
     assert sorted(play.pool.reserve(12) or ()) == list(range(12))
 
 
@@ -265,7 +265,7 @@ def test_the_page_that_shares_most_is_found(seed: int) -> None:
             known[pages[0]] = after, tokens
         pool.release(pool.index.find(keys))
     assert pool.index.n_evicted > 0
-    assert pool.forget() and not pool.index._alike
+    assert pool.clear_index() and not pool.index._by_beginning
 
 
 def shared(a: list[int], b: list[int]) -> int:

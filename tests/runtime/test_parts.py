@@ -134,16 +134,16 @@ def test_beginnings_of_a_page_are_let_go_when_nobody_owns_them() -> None:
     for n in (4, 9, 16):
         (page,) = pool.reserve(1) or ()
         content = PageKey(root_key(), tokens[:n], 16)
-        assert pool.index.is_worth_knowing(content) == (n < 16)
+        assert pool.index.is_worth_adding(content) == (n < 16)
         assert pool.publish(page, content.key, None, content) == page
         held.append(page)
         if n == 4:
             pool.release([page])
         assert (held[0] in pool.index) == (n != 9), "what comes next has all of it"
     assert held[0] == held[2] != held[1] and held[1] in pool.index, "the first was there to be had again"
-    assert not pool.index.is_worth_knowing(PageKey(root_key(), tokens[:9], 16)), "a full page begins so"
-    assert not pool.index.is_worth_knowing(PageKey(root_key(), tokens[:1], 16)), "too few to be found by"
-    assert pool.index.is_worth_knowing(PageKey(root_key(b"other"), tokens[:9], 16))
+    assert not pool.index.is_worth_adding(PageKey(root_key(), tokens[:9], 16)), "a full page begins so"
+    assert not pool.index.is_worth_adding(PageKey(root_key(), tokens[:1], 16)), "too few to be found by"
+    assert pool.index.is_worth_adding(PageKey(root_key(b"other"), tokens[:9], 16))
     pool.release(held[1:])
     assert pool.n_free == 6 and pool.reserve(6) is not None and len(pool.index) == 0
 

@@ -133,7 +133,7 @@ def test_an_idle_engine_ends_pins_in_time() -> None:
 def test_pins_are_bounded_together() -> None:
     """24 pages, of which any request may need 8: half can be pinned. What prompts have in common counts once."""
     loop = make_loop(OF)
-    assert loop._scheduler.retention.pins.most == 12
+    assert loop._scheduler.retention.pins.max_pages == 12
     for first in (1, 2):
         asked(loop, [first, *PROMPT[1:]], pin=True)
     asked(loop, [*PROMPT, 1, 2, 3], pin=True)  # one page more than PROMPT

@@ -31,7 +31,7 @@ def ran(sched: Scheduler) -> Step:
     sched.commit(step, 0.001)
     for chunk in step.chunks:
         if chunk.draws:
-            sched.verified(chunk.sequence)
+            sched.publish_verified(chunk.sequence)
             chunk.sequence.tokens.append(1)
     return step
 

@@ -241,7 +241,7 @@ def test_options_are_checked() -> None:
 
 def test_a_reader_that_was_slow_gets_its_backlog_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one block it would hold up everybody's streams while it is encoded."""
-    monkeypatch.setattr(service, "MAX_AT_ONCE", 8)
+    monkeypatch.setattr(service, "MAX_TOKENS_PER_READ", 8)
 
     async def main(engine: AsyncEngine) -> None:
         handle = engine.submit([[1, 2]], [long(max_tokens=60)])
@@ -274,7 +274,7 @@ def test_an_engine_on_all_cores_lets_a_step_be_told_before_the_next(on_all_cores
             async for deltas in handle:
                 n_read += sum(len(d.token_ids) for d in deltas)
 
-    with patch.object(service, "TELLING_S", 5.0):
+    with patch.object(service, "DELIVERY_WAIT_S", 5.0):
         in_asyncio(body, before_run=step, of=replace(TIGHT, on_all_cores=on_all_cores))
     assert n_read == len(began) == 40
     assert (began == list(range(40))) or not on_all_cores

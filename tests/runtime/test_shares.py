@@ -20,7 +20,7 @@ from tests.support.drawn import examples
 
 
 def tenant_of(seq: Sequence) -> str:
-    return seq.request.claim.tenant
+    return seq.request.queue_options.tenant
 
 
 def ask(crowd: Crowd, tenants: str, n_prompt: int = 4) -> None:
@@ -118,21 +118,21 @@ def test_so_many_tenants_are_remembered_and_who_came_the_longest_ago_is_forgotte
     order = AdmissionQueue(fcfs, lambda: 0.0, lambda seq: 0)
 
     def of(tenant: str) -> Request:
-        return new_request([1], SamplingParams(), limits(), claim=QueueOptions(tenant=tenant))
+        return new_request([1], SamplingParams(), limits(), queue_options=QueueOptions(tenant=tenant))
 
     def arrives(tenant: str) -> Sequence:
         request = of(tenant)
-        order.arrives(request, [of("slow")])
+        order.add(request, [of("slow")])
         return request.choices[0]
 
     for tenant, n in (("a", 50), ("b", 40), ("c", 30), ("d", 20)):
-        order.computed(arrives(tenant), n, 0)
+        order.record_tokens(arrives(tenant), n, 0)
     again, _ = arrives("a"), arrives("e")
-    assert len(order._had) == 4
+    assert len(order._usage) == 4
     seqs = [again, arrives("d"), arrives("c"), of("b").choices[0]]
     for turn, seq in enumerate(seqs):
         seq.request.order = turn
-    assert "".join(map(tenant_of, order.of(seqs))) == "bdca", "50 are known of a, and nothing of b"
+    assert "".join(map(tenant_of, order.ordered(seqs))) == "bdca", "50 are known of a, and nothing of b"
 
 
 # ------------------------------------------------------------------ how far apart

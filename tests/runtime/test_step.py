@@ -74,8 +74,8 @@ def test_log_probabilities_of_a_row() -> None:
         top_ids=np.array([[4, 6], [7, 5]], dtype=np.int32),
         top_logprobs=np.array([[-0.5, -1.0], [-0.125, -0.25]], dtype=np.float32),
     )
-    assert TokenLogprobs.of(outputs, 1, 2) == TokenLogprobs(5, -0.25, 2, ((7, -0.125), (5, -0.25)))
-    assert TokenLogprobs.of(outputs, 0, 0) == TokenLogprobs(4, -0.5, 1, ())
+    assert TokenLogprobs.from_row(outputs, 1, 2) == TokenLogprobs(5, -0.25, 2, ((7, -0.125), (5, -0.25)))
+    assert TokenLogprobs.from_row(outputs, 0, 0) == TokenLogprobs(4, -0.5, 1, ())
 
 
 def test_a_buffer_grows_and_keeps_its_values() -> None:

@@ -17,7 +17,7 @@ from millrace.runtime.scheduling.step_cost_model import (
     read_profile,
     write_profile,
 )
-from millrace.runtime.scheduling.step_features import StepWork, turns_s
+from millrace.runtime.scheduling.step_features import StepWork, step_intervals_s
 from millrace.runtime.step_history import PART, StepRecord
 from tests.support.drawn import SEEDS
 
@@ -84,8 +84,8 @@ def test_a_turn_lasts_until_the_next_step_of_somebody_in_it() -> None:
         step(4, 9.0, 0.1, [(2, 1, 0, 4)]),  # another choice: nobody that was there
         step(6, 9.2, 0.1, [(2, 1, 4, 1)]),  # one between them is forgotten
     ]
-    assert turns_s(steps) == [0.5, pytest.approx(0.2), None, None, None]
-    assert turns_s([]) == []
+    assert step_intervals_s(steps) == [0.5, pytest.approx(0.2), None, None, None]
+    assert step_intervals_s([]) == []
 
 
 def test_the_last_steps_stand_beside_their_prediction() -> None:

@@ -10,7 +10,7 @@ from tests.runtime.fakes import make_loop
 @pytest.mark.parametrize("most", [512, 3])
 def test_a_trace_has_the_steps_of_its_request_alone(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several with the same id, as one call with several prompts has them, beside others, some still running."""
-    monkeypatch.setattr(step_history, "MOST_STEPS", most)
+    monkeypatch.setattr(step_history, "MAX_STEPS", most)
     loop = make_loop()
     for i, (name, n) in enumerate([("a", 4), ("b", 9), ("a", 12), ("c", 3), ("a", 40)]):
         params = SamplingParams(max_tokens=n, n=1 + i % 2, seed=i, ignore_eos=True)

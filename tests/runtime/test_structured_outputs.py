@@ -6,7 +6,7 @@ import pytest
 
 from millrace import SamplingParams, StructuredOutputsParams
 from millrace.errors import RequestError
-from millrace.runtime.request.structured_outputs import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, structured
+from millrace.runtime.request.structured_outputs import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, parse_structured_outputs
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_sampling_params_take_it_by_name_or_as_a_dict() -> None:
 )
 def test_other_things_are_not_taken(given: object, says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        structured(given)
+        parse_structured_outputs(given)
 
 
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 3}], ids=str)

@@ -158,7 +158,7 @@ def test_properties_may_be_named_elsewhere(i: int) -> None:
         for token in [*tokenizer().encode(text, add_special_tokens=False), end]:
             if not unpacked(grammars.masks([matcher])[0], VOCABULARY)[token]:
                 return False
-            matcher.take(token)
+            matcher.accept(token)
         return True
 
     assert [text for text in ('{"a": 1}', '{"b": 1}', "{}", "null", "[]", '"a"') if may_come(text)] == able

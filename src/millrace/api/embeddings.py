@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from millrace.api.offline_generate import Progress, Prompt, prompt_tokens
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
-from millrace.runtime.encoder_loop import EncoderLoop, checked_ids, truncated, truncation
+from millrace.runtime.encoder_loop import EncoderLoop, check_ids, truncate, truncation
 
 PROGRESS_S = 0.2
 
@@ -45,8 +45,8 @@ def embed(
     for i, prompt in enumerate(prompts):
         text, ids = prompt_tokens(tokenizer, prompt)
         if most is not None:
-            ids = truncated(ids, most, (0, 0) if text is None else tokenizer.special_around)
-        texts.append(checked_ids(ids, loop.limits, f"text {i}"))
+            ids = truncate(ids, most, (0, 0) if text is None else tokenizer.special_around)
+        texts.append(check_ids(ids, loop.limits, f"text {i}"))
     job = loop.submit(texts)
     try:
         while progress is not None and not job.future.done():

@@ -15,7 +15,7 @@ from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request import prompt_embeds
 from millrace.runtime.request.prefix_cache_options import OPTIONS, CacheOptions
-from millrace.runtime.request.request import FREELY, Request, RequestOptions
+from millrace.runtime.request.request import DEFAULT_OPTIONS, Request, RequestOptions
 from millrace.runtime.request.resume import FIELD, parse_resume_token_ids
 from millrace.runtime.request.sampling_params import (
     Delta,
@@ -263,7 +263,9 @@ def prompt_terms(prompt: Prompt) -> RequestOptions:
     fields = prompt if isinstance(prompt, Mapping) else {}
     options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in fields.items() if key in OPTIONS}
     delivered = parse_resume_token_ids(fields.get(FIELD))
-    return RequestOptions(cache=CacheOptions(**options), delivered=delivered) if options or delivered else FREELY
+    if not options and not delivered:
+        return DEFAULT_OPTIONS
+    return RequestOptions(cache=CacheOptions(**options), delivered=delivered)
 
 
 def _not_a_prompt(what: str) -> RequestError:

@@ -40,7 +40,7 @@ class EncoderLimits:
     width: int  # of a vector
 
     @classmethod
-    def of(cls, engine: Engine) -> "EncoderLimits":
+    def from_engine(cls, engine: Engine) -> "EncoderLimits":
         m = engine.manifest
         width = m.cpu.outputs[m.gives.index("embeddings")].shape[1]
         assert isinstance(width, int)
@@ -51,36 +51,36 @@ class EncoderLimits:
         )  # fmt: skip
 
 
-def checked_ids(ids: Sequence[int], limits: EncoderLimits, which: str, param: str | None = None) -> Ids:
+def check_ids(ids: Sequence[int], limits: EncoderLimits, label: str, param: str | None = None) -> Ids:
     """Return the token ids of one text. raises RequestError if there are none or too many, or if one is out of range
 
-    which: name of the text in error messages
+    label: name of the text in error messages
     """
     if len(ids) > limits.max_context:
         raise RequestError(
-            f"{which} has {len(ids)} tokens", f"at most {limits.max_context}, the positions of this engine",
+            f"{label} has {len(ids)} tokens", f"at most {limits.max_context}, the positions of this engine",
             "shorten it, or give truncate_prompt_tokens; or build with a larger --max-context, where the model has it",
             param,
         )  # fmt: skip
     if len(ids) == 0:
-        raise RequestError(f"{which} has no tokens", "at least 1", "send some text", param)
+        raise RequestError(f"{label} has no tokens", "at least 1", "send some text", param)
     wide = np.asarray(ids) if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids) else None
     if wide is None or wide.dtype.kind not in "iu":
-        raise RequestError(f"{which} is not a list of token ids", "integers", "send token ids or text", param)
+        raise RequestError(f"{label} is not a list of token ids", "integers", "send token ids or text", param)
     outside = np.flatnonzero((wide < 0) | (wide >= limits.vocab_size))
     if outside.size:
         at = int(outside[0])
         raise RequestError(
-            f"token {at} of {which} is {int(wide[at])}", f"a token id from 0 to {limits.vocab_size - 1}",
+            f"token {at} of {label} is {int(wide[at])}", f"a token id from 0 to {limits.vocab_size - 1}",
             "tokenise the text with this model's own tokenizer", param,
         )  # fmt: skip
     return wide.astype(np.int32)
 
 
-def truncated(ids: Sequence[int], most: int, around: tuple[int, int]) -> Sequence[int]:
-    """Return the first tokens of a text with the special tokens around it, at most `most` in all."""
-    behind = around[1] if sum(around) <= most else 0
-    return ids if len(ids) <= most else [*ids[: most - behind], *ids[len(ids) - behind :]]
+def truncate(ids: Sequence[int], max_tokens: int, n_special: tuple[int, int]) -> Sequence[int]:
+    """Return the first tokens of a text and the special tokens around it, at most `max_tokens`."""
+    n_end = n_special[1] if sum(n_special) <= max_tokens else 0
+    return ids if len(ids) <= max_tokens else [*ids[: max_tokens - n_end], *ids[len(ids) - n_end :]]
 
 
 def truncation(limit: int | None, max_context: int) -> int | None:
@@ -143,17 +143,17 @@ class EncoderLoop:
         self, network: EncoderExecutor, limits: EncoderLimits, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.limits, self.thread = limits, EngineThread(clock)
-        self._network = network
+        self._executor = network
         self._steps = self._texts = self._tokens = 0  # this and all below are guarded by thread.changed
         self._busy_s = 0.0
         self._jobs: deque[EmbeddingJob] = deque()
         self._waiting = self._waiting_tokens = 0
         self._step: Step = []  # in progress
-        self._again: list[Step] = []  # a failed step, split by request; the last is run first
-        self._ended: Callable[[], None] = _nothing
+        self._retries: list[Step] = []  # a failed step, split by request; the last is run first
+        self._on_end: Callable[[], None] = _nothing
 
     def submit(self, texts: Sequence[Ids]) -> EmbeddingJob:
-        """Queue texts that checked_ids() has checked; the job's future gives their vectors, in the same order.
+        """Queue texts that check_ids() has checked; the job's future gives their vectors, in the same order.
 
         raises BusyError if the loop has stopped; the future raises EngineError if a step failed
         """
@@ -184,7 +184,7 @@ class EncoderLoop:
 
     def start(self, ended: Callable[[], None] = _nothing) -> None:
         """Start the thread. ended: called by the thread when it ends, or by `abandon`"""
-        self._ended = ended
+        self._on_end = ended
         self.thread.start(self._run)
 
     def stop(self) -> None:
@@ -198,23 +198,23 @@ class EncoderLoop:
     # ------------------------------------------------------------------ for the engine thread
 
     def _run(self) -> None:
-        thread, why = self.thread, "a defect in the encoder's loop"  # of the end, unless it is orderly
+        thread, reason = self.thread, "a defect in the encoder's loop"  # of the end, unless it is orderly
         try:
             while not thread.dead_because:
                 with thread.changed:
-                    while not (self._jobs or self._again or thread.stopping):
+                    while not (self._jobs or self._retries or thread.stopping):
                         thread.changed.wait()
                     if thread.stopping:
                         break
-                    self._step = self._again.pop() if self._again else self._gather()
+                    self._step = self._retries.pop() if self._retries else self._gather()
                 if self._step:
                     self._run_step(self._step)
-            why = thread.dead_because
+            reason = thread.dead_because
         finally:  # in any case, no client waits forever
-            self._end(why)
+            self._end(reason)
 
     def _is_idle(self) -> bool:
-        return not (self._jobs or self._step or self._again)
+        return not (self._jobs or self._step or self._retries)
 
     def _gather(self) -> Step:
         """Return the next step: one text of each request in turn, until one does not fit. Skip canceled requests."""
@@ -241,7 +241,7 @@ class EncoderLoop:
     def _run_step(self, step: Step) -> None:
         texts, started_s = [job.texts[number] for job, number in step], self.thread.clock()
         try:
-            vectors = self._network.run(text_inputs(texts, self.limits.inputs))["embeddings"]
+            vectors = self._executor.run(text_inputs(texts, self.limits.inputs))["embeddings"]
         except (RuntimeError, MillraceError) as error:  # raised by the native executor
             self._step_failed(step, error)
         else:
@@ -274,7 +274,7 @@ class EncoderLoop:
         if len(alone) > 1:
             log.warning("a step of %d requests failed; each is computed alone", len(alone), exc_info=error)
             with self.thread.changed:
-                self._again = list(alone.values())[::-1]
+                self._retries = list(alone.values())[::-1]
             return
         for job in alone:
             _settle(job, _failed(f"the step that computed this request failed: {error}"))
@@ -282,29 +282,29 @@ class EncoderLoop:
 
     def _check(self) -> None:
         """Compute a text of one token."""
-        self._network.run(text_inputs([np.zeros(1, np.int32)], self.limits.inputs))
+        self._executor.run(text_inputs([np.zeros(1, np.int32)], self.limits.inputs))
 
-    def _end(self, why: str) -> None:
-        """End every waiting request. why: the error, or "" for an orderly end"""
+    def _end(self, reason: str) -> None:
+        """End every waiting request. reason: the error, or "" for an orderly end"""
         with self.thread.changed:
-            self.thread.dead_because = why
-            jobs = [*(job for step in (self._step, *self._again) for job, _ in step), *self._jobs]
-            self._step, self._again, self._jobs = [], [], deque()
+            self.thread.dead_because = reason
+            jobs = [*(job for step in (self._step, *self._retries) for job, _ in step), *self._jobs]
+            self._step, self._retries, self._jobs = [], [], deque()
             self._waiting = self._waiting_tokens = 0
         for job in jobs:
-            _settle(job, engine_stopped_error(why))
-        self._ended()
+            _settle(job, engine_stopped_error(reason))
+        self._on_end()
 
 
-def _settle(job: EmbeddingJob, trouble: MillraceError | None) -> None:
+def _settle(job: EmbeddingJob, error: MillraceError | None) -> None:
     """Set the job's vectors or its error, unless the future is done or canceled."""
     if job.future.done() or not job.future.set_running_or_notify_cancel():
         return
-    if trouble is None:
+    if error is None:
         job.future.set_result(job.vectors)
     else:
-        job.future.set_exception(trouble)
+        job.future.set_exception(error)
 
 
-def _failed(why: str) -> EngineError:
-    return EngineError(why, "a vector for each text", "try again; the log says more")
+def _failed(message: str) -> EngineError:
+    return EngineError(message, "a vector for each text", "try again; the log says more")

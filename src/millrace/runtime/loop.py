@@ -31,7 +31,7 @@ from millrace.runtime.kv.pages import PagePool
 from millrace.runtime.loop_stats import Counters, LoopStats
 from millrace.runtime.request.prompt_embeds import Prompt, parse_prompt
 from millrace.runtime.request.request import (
-    FREELY,
+    DEFAULT_OPTIONS,
     AnswerText,
     Deliver,
     Request,
@@ -80,15 +80,15 @@ class EngineLoop:
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
         self._executor = executor
         self._batches = deque(BatchBuilder(self.limits, self.grammars) for _ in range(executor.depth))
-        self._flights: deque[InFlightStep] = deque()  # launched, and not waited for yet
-        self._done_s = -math.inf  # when the last step ended
+        self._in_flight: deque[InFlightStep] = deque()  # launched, and not waited for yet
+        self._last_end_s = -math.inf  # when the last step ended
         self.budget = self._scheduler.budget
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # deltas of the current step
-        self._again: list[Step] = []  # a failed step, split by request; the last is run first
+        self._retries: list[Step] = []  # a failed step, split by request; the last is run first
         self._counters, self.history = Counters(), History(live=lambda: tuple(self._live))
         self._after_step: Callable[[], None] = _nothing
-        self._computing: Callable[[bool], None] = _nothing
+        self._on_computing: Callable[[bool], None] = _nothing
         self._stepping = threading.Lock()  # several threads may wait for a loop that has no thread of its own
         self._submitted: list[Request] = []  # this and the next two are guarded by thread.changed
         self._cancelled: list[Request] = []
@@ -99,7 +99,7 @@ class EngineLoop:
     def submit(
         self, prompt: Prompt, params: SamplingParams, deliver: Deliver, request_id: str | None = None,
         stops: StopTables | None = None, first: int = 0,
-        terms: RequestOptions = FREELY, matchers: Ordered[Matcher] = (),
+        terms: RequestOptions = DEFAULT_OPTIONS, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
         """Prepare and queue a request. raises RequestError, BusyError"""
         request = self.prepare(prompt, params, deliver, request_id, stops, first, terms, matchers)
@@ -109,7 +109,7 @@ class EngineLoop:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, deliver: Deliver, request_id: str | None = None,
         stops: StopTables | None = None, first: int = 0,
-        terms: RequestOptions = FREELY, matchers: Ordered[Matcher] = (),
+        terms: RequestOptions = DEFAULT_OPTIONS, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
         """Make a request.
 
@@ -125,7 +125,7 @@ class EngineLoop:
         check_adapter(terms.adapter, self.limits)
         resolved = resolve(params, self.defaults, self.limits, len(tokens))
         prompt_ids, tables = tokens.tolist() if embedded is None else None, stops or StopTables(params.stop)
-        new_text = partial(AnswerText.of, self.tokenizer, prompt_ids, params, tables)
+        new_text = partial(AnswerText.for_choice, self.tokenizer, prompt_ids, params, tables)
         own_id, timings = request_id or uuid.uuid4().hex, Timings(queued_s=self.thread.clock())
         request = Request(own_id, tokens, resolved, deliver, timings, new_text, first, terms, matchers, embedded)
         resume(request, self.limits.vocab_size, self.grammars)
@@ -135,7 +135,7 @@ class EngineLoop:
         """Pass a prepared request to the engine thread. raises BusyError if the loop has stopped"""
         with self.thread.changed:
             self.thread.check_open()
-            if request.to_keep:
+            if request.has_retention:
                 self._scheduler.retention.promise(request)
             if self._is_idle():
                 self.thread.record_progress()
@@ -175,11 +175,11 @@ class EngineLoop:
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache. Return False, and do nothing, while sequences hold pages."""
         with self._stepping:
-            return self._pool.forget() and self._scheduler.groups.clear()
+            return self._pool.clear_index() and self._scheduler.groups.clear()
 
     def start(self, after_step: Callable[[], None] = _nothing, computing: Callable[[bool], None] = _nothing) -> None:
         """Run in a new thread, which calls `after_step` after each step's deliveries, `computing` around each step."""
-        self._after_step, self._computing = after_step, computing
+        self._after_step, self._on_computing = after_step, computing
         self.thread.start(self._run)
 
     def stop(self) -> None:
@@ -190,11 +190,11 @@ class EngineLoop:
         if not self.thread.stop():
             with self._stepping:
                 self._abort_all(FinishReason.ABORT, "the server is stopping")
-        self._after_step, self._computing, self.thread.stopping = _nothing, _nothing, False
+        self._after_step, self._on_computing, self.thread.stopping = _nothing, _nothing, False
 
     # ------------------------------------------------------------------ for the engine thread
 
-    def step(self, goes_on: bool = False) -> bool:
+    def step(self, defer_delivery: bool = False) -> bool:
         """Drain commands, run one step, deliver. Return False if there was nothing to run.
 
         goes_on: the caller runs another step at once; the results of this one are delivered while that one runs
@@ -203,29 +203,31 @@ class EngineLoop:
             self._drain_commands()
             self._scheduler.expire()
             for request in self._scheduler.overdue():
-                self._end(request, FinishReason.ABORT, f"it waited longer than {request.claim.queue_timeout_s:g} s")
-            ran = self._scheduler.has_work or bool(self._flights)
+                self._end(
+                    request, FinishReason.ABORT, f"it waited longer than {request.queue_options.queue_timeout_s:g} s"
+                )
+            ran = self._scheduler.has_work or bool(self._in_flight)
             if ran:
                 self._run_step()
-            if not (goes_on and ran and self._scheduler.has_work):
+            if not (defer_delivery and ran and self._scheduler.has_work):
                 self._deliver()
             self.thread.record_progress()
         return ran
 
     def _run(self) -> None:
-        thread, why = self.thread, "a defect in the engine loop"  # of the end, unless it is orderly
+        thread, reason = self.thread, "a defect in the engine loop"  # of the end, unless it is orderly
         try:
             while not thread.stopping and not thread.dead_because:
-                if not self.step(goes_on=True):
+                if not self.step(defer_delivery=True):
                     with thread.changed:
                         while not (self._submitted or self._cancelled or thread.stopping):
-                            if not thread.changed.wait(self._scheduler.next_end_in_s):
+                            if not thread.changed.wait(self._scheduler.next_expiry_s):
                                 break
-            why = ""
+            reason = ""
         finally:  # in any case, no client waits forever
-            if why:
-                thread.dead_because = why
-                self._fail_all_after_crash(f"the engine has stopped: {why}")
+            if reason:
+                thread.dead_because = reason
+                self._fail_all_after_crash(f"the engine has stopped: {reason}")
             elif not thread.dead_because:
                 self._abort_all(FinishReason.ABORT, "the server is stopping")
 
@@ -241,65 +243,67 @@ class EngineLoop:
 
     def _run_step(self) -> None:
         """Launch a step and wait for the oldest one: the same step, unless two are in flight."""
-        before = self._flights[-1] if self._flights else None
+        previous = self._in_flight[-1] if self._in_flight else None
         # A sequence in an unfinished step must not be preempted; and a step whose wait() was interrupted by a callback
         # must be settled first.
-        if before is not None and (self._scheduler.is_short or not before.can_run_ahead or len(self._flights) > 1):
+        if previous is not None and (
+            self._scheduler.must_preempt or not previous.can_run_ahead or len(self._in_flight) > 1
+        ):
             self._wait_and_distribute()
             return
         if self._pool.tier is not None and self._scheduler.waiting:
             self._deliver()  # admitting a sequence may wait for the disk, and delays only itself
-        alone = bool(self._again)
+        alone = bool(self._retries)
         step, fault = self._next_step(), None
         if step.chunks:
             try:
-                self._flights.append(self._launch(step, before, waits=alone))
+                self._in_flight.append(self._launch(step, previous, waits=alone))
             except (RuntimeError, MillraceError) as error:
                 fault = error
         self._deliver()  # of the previous step; the readers that it wakes run while the executor leaves cores free
-        if before is not None and not self._wait_and_distribute():
+        if previous is not None and not self._wait_and_distribute():
             return
         if fault is not None:
             self._step_failed(step, fault)
-        elif self._flights and not self._flights[-1].can_run_ahead:
+        elif self._in_flight and not self._in_flight[-1].can_run_ahead:
             self._wait_and_distribute()
 
-    def _launch(self, step: Step, before: InFlightStep | None, waits: bool) -> InFlightStep:
+    def _launch(self, step: Step, previous: InFlightStep | None, waits: bool) -> InFlightStep:
         """Start a step. waits: it must finish before the next one is launched. raises what executors raise"""
         self._batches.rotate()  # the inputs in the other buffers are still being read
-        inputs = self._batches[0].build(step, before.step if before else None)
-        self._computing(True)
-        started_s, may_lead = self.thread.clock(), not waits and self._executor.depth > 1
-        ahead = (
-            may_lead and step.can_run_ahead and not self._scheduler.groups
+        inputs = self._batches[0].build(step, previous.step if previous else None)
+        self._on_computing(True)
+        started_s, overlaps = self.thread.clock(), not waits and self._executor.depth > 1
+        can_run_ahead = (
+            overlaps and step.can_run_ahead and not self._scheduler.groups
         )  # what cache groups have released cannot be restored
         try:
             self._executor.launch(inputs)
         except (RuntimeError, MillraceError):
-            self._computing(before is not None)
+            self._on_computing(previous is not None)
             raise
-        if ahead:
+        if can_run_ahead:
             self._scheduler.run_ahead(step)
-        return InFlightStep(step, started_s, ahead)
+        return InFlightStep(step, started_s, can_run_ahead)
 
     def _wait_and_distribute(self) -> bool:
         """Wait for the oldest step and distribute its tokens. Return False if it failed: no step is in flight then."""
-        flight = self._flights.popleft()
+        flight = self._in_flight.popleft()
         step = flight.step
         try:
             outputs = self._executor.wait()
         except (RuntimeError, MillraceError) as error:  # raised by executors; a failed assert ends the loop
-            if self._flights:
-                self._discard_flight(self._flights.popleft())
+            if self._in_flight:
+                self._discard_flight(self._in_flight.popleft())
             if flight.can_run_ahead:
-                self._scheduler.take_back(step)
+                self._scheduler.roll_back(step)
             self._step_failed(step, error)
             return False
         finally:
-            self._computing(bool(self._flights))
+            self._on_computing(bool(self._in_flight))
         self.thread.step_done()
         now_s = self.thread.clock()
-        began_s, self._done_s = max(flight.started_s, self._done_s), now_s
+        began_s, self._last_end_s = max(flight.started_s, self._last_end_s), now_s
         if not flight.can_run_ahead:
             self._scheduler.advance(step)
         self.budget.observe(step.n_prefill, now_s - began_s, step.n_tokens - step.n_prefill)
@@ -317,7 +321,7 @@ class EngineLoop:
         except (RuntimeError, MillraceError) as error:
             log.warning("a step behind one that failed", exc_info=error)
         if flight.can_run_ahead:
-            self._scheduler.take_back(flight.step)
+            self._scheduler.roll_back(flight.step)
 
     def _distribute(self, flight: InFlightStep, outputs: StepOutputs, now_s: float) -> None:
         """Pass each scored and each drawn token to its choice."""
@@ -333,13 +337,13 @@ class EngineLoop:
             resolved = seq.request.resolved
             if chunk.n_scored and (n_top := resolved.prompt_top) is not None:
                 rows = range(first, first + chunk.n_scored)
-                scored = tuple(TokenLogprobs.of(outputs, r, n_top) for r in rows)
+                scored = tuple(TokenLogprobs.from_row(outputs, r, n_top) for r in rows)
                 for choice in seq.request.choices:  # the others wait for it: each reports the prompt before its answer
                     self._add(choice, choice.scored(scored))
             if chunk.draws:
                 seq.n_ahead -= flight.can_run_ahead
-                self._scheduler.verified(seq, chunk.start + chunk.n)
-                logprobs = None if resolved.n_top is None else TokenLogprobs.of(outputs, row - 1, resolved.n_top)
+                self._scheduler.publish_verified(seq, chunk.start + chunk.n)
+                logprobs = None if resolved.n_top is None else TokenLogprobs.from_row(outputs, row - 1, resolved.n_top)
                 self._count(seq, now_s)
                 self._add(seq, seq.append_token(tokens[row - 1], logprobs))
 
@@ -354,8 +358,8 @@ class EngineLoop:
         self._counters.generation_tokens += 1
 
     def _next_step(self) -> Step:
-        while self._again:
-            if (step := self._again.pop().without_ended()).chunks:
+        while self._retries:
+            if (step := self._retries.pop().without_ended()).chunks:
                 return step
         return self._scheduler.schedule()
 
@@ -363,14 +367,14 @@ class EngineLoop:
         """Retry each request of a failed step alone, to find the one that fails. The pages are as before the step."""
         if len(alone := step.by_request()) > 1:
             log.warning("a step of %d requests failed; each is computed alone", len(alone), exc_info=error)
-            self._again = alone[::-1]
+            self._retries = alone[::-1]
             return
         for request in dict.fromkeys(chunk.sequence.request for chunk in step.chunks):
             self._end(request, FinishReason.ERROR, f"the step that computed this request failed: {error}")
-        computes_one = partial(check, self._executor, self._pool, self._scheduler.groups)
-        self.thread.step_failed(f"a step of {step.n_tokens} tokens", error, computes_one)
-        if why := self.thread.dead_because:
-            self._abort_all(FinishReason.ERROR, f"the engine has stopped: {why}")
+        check_alone = partial(check, self._executor, self._pool, self._scheduler.groups)
+        self.thread.step_failed(f"a step of {step.n_tokens} tokens", error, check_alone)
+        if cause := self.thread.dead_because:
+            self._abort_all(FinishReason.ERROR, f"the engine has stopped: {cause}")
 
     def _add(self, seq: Sequence, delta: Delta) -> None:
         request, reason = seq.request, delta.finish_reason
@@ -384,18 +388,20 @@ class EngineLoop:
         self._counters.finished[reason] += 1
         if not request.is_open:
             del self._live[request]
-            of, n, timings, claim = request.order, len(request.prompt), request.timings, request.claim
+            order, n, timings, queueing = request.order, len(request.prompt), request.timings, request.queue_options
             timings.finished_s = self.thread.clock()
-            self.history.ended.append(RequestRecord(of, request.id, n, request.n_cached, timings, claim.tenant))
+            self.history.ended.append(RequestRecord(order, request.id, n, request.n_cached, timings, queueing.tenant))
 
-    def _end(self, request: Request, reason: FinishReason, why: str | None, fault: RequestError | None = None) -> None:
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None, fault: RequestError | None = None
+    ) -> None:
         """End every choice that is still open. Does nothing for a finished request."""
         for seq in request.choices if request in self._live else ():
             if seq.stage is not Stage.GONE:
-                self._add(seq, seq.end(reason, why, fault))
+                self._add(seq, seq.end(reason, error, fault))
 
     def _abort_all(self, reason: FinishReason, error: str) -> None:
-        while self._flights:
+        while self._in_flight:
             self._wait_and_distribute()
         self._drain_commands()
         for request in list(self._live):
@@ -404,17 +410,17 @@ class EngineLoop:
 
     def _fail_all_after_crash(self, error: str) -> None:
         """Report the failure to every request, without using the scheduler or the pages, whose state is unknown."""
-        self._computing(False)  # a step may have been interrupted
+        self._on_computing(False)  # a step may have been interrupted
         with self.thread.changed:
             submitted, self._submitted, self._n_submitted = self._submitted, [], 0
-        with ExitStack() as telling:  # in reverse order; each runs even if the callback of another raises
-            telling.callback(self._after_step)
+        with ExitStack() as deliveries:  # in reverse order; each runs even if the callback of another raises
+            deliveries.callback(self._after_step)
             for request in reversed(dict.fromkeys([*self._pending, *self._live, *submitted])):
                 deltas = self._pending.get(request, [])
                 ended = {d.index for d in deltas if d.finish_reason is not None}
                 open_ = {request.first + seq.index for seq in request.choices if seq.stage is not Stage.GONE} - ended
                 failed = [Delta(i, "", (), finish_reason=FinishReason.ERROR, error=error) for i in sorted(open_)]
-                telling.callback(request.deliver, deltas + failed)
+                deliveries.callback(request.deliver, deltas + failed)
             self._live, self._pending = {}, {}
 
     def _deliver(self) -> None:

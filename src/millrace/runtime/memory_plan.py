@@ -75,11 +75,11 @@ def with_one_table(engine: Engine, plan: RunPlan, sequences: int | None) -> RunP
     return replace(plan, n_pages=n, window_pages=pages[1:], kv_bytes=_kv_bytes(engine, pages))
 
 
-def _divided(engine: Engine, budget: int, is_asked: bool) -> tuple[int, ...]:
+def _divided(engine: Engine, budget: int, is_explicit: bool) -> tuple[int, ...]:
     """Divide a budget in bytes into pages per cache group, as `engine.kv.split_budget`."""
     of = (0, *engine.windows)
     page, one = {w: engine.window_page_bytes(w) for w in of}, {w: engine.sequence_pages(w) for w in of}
-    return split_budget(budget, page, one, engine.manifest.max_sequences - 1, use_all=is_asked)
+    return split_budget(budget, page, one, engine.manifest.max_sequences - 1, use_all=is_explicit)
 
 
 def _kv_bytes(engine: Engine, pages: Sequence[int]) -> int:

@@ -181,7 +181,7 @@ def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
         if getattr(run, pages) is not None:
             what = f"{flag_of(pages)} is given for an encoder"
             raise ConfigError(what, "nothing: it keeps no keys and values", "leave it out")
-    tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.of(engine)
+    tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.from_engine(engine)
     if isinstance(engine, GpuEngine):
         return OpenedEncoder(name, engine, engine.network_on_gpu(), tokenizer, limits)
     plan_encoder(engine, memory())

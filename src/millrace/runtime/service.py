@@ -20,15 +20,15 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.request.prompt_embeds import Prompt
 from millrace.runtime.request.queue_options import QueueOptions
-from millrace.runtime.request.request import FREELY, Request, RequestOptions, StopTables
+from millrace.runtime.request.request import DEFAULT_OPTIONS, Request, RequestOptions, StopTables
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from millrace.runtime.settings import MAX_QUEUED
 from millrace.runtime.structured_output.grammar import GrammarCompiler, Matcher
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
-LEAST_LEFT = 4  # least number of sequences in the moving average
-MAX_AT_ONCE = 512  # tokens per read, so that a reader that was slow does not delay the others when it resumes
-TELLING_S = 0.001  # how long the engine waits at most for the event loop to deliver a step's deltas
+MIN_SEQUENCES = 4  # of the moving average of waiting times
+MAX_TOKENS_PER_READ = 512  # so that a reader that was slow does not delay the others when it resumes
+DELIVERY_WAIT_S = 0.001  # how long the engine waits at most for the event loop to deliver a step's deltas
 STOP_S = 5.0  # default time for the last step to finish
 SWITCH_INTERVAL_S = 0.0005  # so that the engine thread gets the interpreter back quickly after each native call
 
@@ -56,7 +56,7 @@ async def schedule_on_loop(event: asyncio.Event, within_s: float) -> bool:
     return True
 
 
-async def is_final(stop: Callable[[], None], within_s: float) -> bool:
+async def stop_within(stop: Callable[[], None], within_s: float) -> bool:
     """Run `stop`, which waits for an engine's step, in a thread; return False if it did not end within `within_s`."""
     aio, stopped = asyncio.get_running_loop(), asyncio.Event()
 
@@ -151,7 +151,7 @@ class RequestHandle:
             finally:
                 self._wakeup = None
         deltas, n_tokens = [self._buffer.popleft()], 0
-        while self._buffer and (n_tokens := n_tokens + max(1, deltas[-1].n_tokens)) < MAX_AT_ONCE:
+        while self._buffer and (n_tokens := n_tokens + max(1, deltas[-1].n_tokens)) < MAX_TOKENS_PER_READ:
             deltas.append(self._buffer.popleft())
         for delta in deltas:
             self._undelivered_tokens -= delta.n_tokens
@@ -173,12 +173,12 @@ class RequestHandle:
         if self._wakeup is not None and not self._wakeup.done():
             self._wakeup.set_result(None)
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, reason: str) -> None:
         """Drop the deltas that the reader did not fetch, and end every choice."""
         self._dropped = True
         self.cancel()
         self._buffer = deque(
-            Delta(index=i, text="", token_ids=(), finish_reason=FinishReason.ABORT, error=why)
+            Delta(index=i, text="", token_ids=(), finish_reason=FinishReason.ABORT, error=reason)
             for i in range(self._n_choices)
         )
         self._undelivered_tokens = 0
@@ -193,7 +193,7 @@ class QueueTimeEstimator:
     """
 
     def __init__(self, n_places: int) -> None:
-        self._n_places, self._most = n_places, max(LEAST_LEFT, n_places)
+        self._n_places, self._most = n_places, max(MIN_SEQUENCES, n_places)
         self._held_s = self._n_left = 0.0  # of about the last `_most` sequences that ended
         self._last_totals = 0.0, 0
 
@@ -257,7 +257,7 @@ class AsyncEngine:
         params: Sequence[SamplingParams],
         request_id: str | None = None,
         stops: StopTables | None = None,
-        terms: RequestOptions = FREELY,
+        terms: RequestOptions = DEFAULT_OPTIONS,
         matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:
         """Queue one request per prompt, each with its own params; all of them or none.
@@ -267,12 +267,12 @@ class AsyncEngine:
         terms: options of each request
         matchers: one for each choice of all requests, if their output is structured
         """
-        self._check_room(sum(own.n for own in params), terms.claim)
+        self._check_room(sum(own.n for own in params), terms.queue_options)
         return self._queue(self.prepare(prompts, params, request_id, stops, terms, matchers))
 
     def prepare(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_id: str | None = None,
-        stops: StopTables | None = None, terms: RequestOptions = FREELY, matchers: Sequence[Matcher] = (),
+        stops: StopTables | None = None, terms: RequestOptions = DEFAULT_OPTIONS, matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:  # fmt: skip
         """Make the requests of `submit`, in any thread, because resuming long answers is slow. raises RequestError"""
         handle = RequestHandle(self)
@@ -290,7 +290,7 @@ class AsyncEngine:
 
     def queue(self, handle: RequestHandle) -> None:
         """Queue prepared requests, all or none. raises BusyError as `submit` does"""
-        self._check_room(handle._n_choices, handle.requests[0].claim)
+        self._check_room(handle._n_choices, handle.requests[0].queue_options)
         self._queue(handle)
 
     def _queue(self, handle: RequestHandle) -> RequestHandle:
@@ -317,7 +317,7 @@ class AsyncEngine:
         self._closing = True
         for handle in self._live:
             handle.cancel()
-        if not await is_final(self.loop.stop, within_s):
+        if not await stop_within(self.loop.stop, within_s):
             self.stuck = True
             for handle in self._live:
                 handle._drop("the engine is stuck, and the server is stopping")
@@ -333,7 +333,7 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
-    def _check_room(self, n: int, claim: QueueOptions) -> None:
+    def _check_room(self, n: int, queue_options: QueueOptions) -> None:
         stats = self.loop.stats()
         if self._closing:
             raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)
@@ -349,25 +349,27 @@ class AsyncEngine:
                 "come back later, or raise the queue limit",
                 retry_s,
             )
-        if claim.tenant and (n_own := self._n_waiting(claim.tenant)) + n > (
+        if queue_options.tenant and (n_own := self._n_waiting(queue_options.tenant)) + n > (
             most := max(1, self.options.max_queued // 2)
         ):
             raise BusyError(
                 f"{n_own} sequences of this API key are waiting", f"at most {most}, half of the queue",
                 "come back later, or raise the queue limit", retry_s,
             )  # fmt: skip
-        if claim.queue_timeout_s is not None and wait_s > claim.queue_timeout_s:
+        if queue_options.queue_timeout_s is not None and wait_s > queue_options.queue_timeout_s:
             n_others = stats.running + stats.waiting
             raise BusyError(
                 f"it would wait some {wait_s:.1f} s, behind {n_others} other{'s' if n_others > 1 else ''}",
-                f"at most {claim.queue_timeout_s:g} s, as queue_timeout_s says",
+                f"at most {queue_options.queue_timeout_s:g} s, as queue_timeout_s says",
                 "come back later, or raise queue_timeout_s",
                 retry_s,
             )
 
     def _n_waiting(self, tenant: str) -> int:
         """Number of the tenant's sequences that no step has included yet."""
-        requests = (request for handle in self._live for request in handle.requests if request.claim.tenant == tenant)
+        requests = (
+            request for handle in self._live for request in handle.requests if request.queue_options.tenant == tenant
+        )
         return sum(len(request.choices) for request in requests if request.timings.first_scheduled_s is None)
 
     def _outbox_append(self, handle: RequestHandle, deltas: list[Delta]) -> None:
@@ -392,7 +394,7 @@ class AsyncEngine:
         # While workers use every core, the event loop would wait for the next tick of the kernel, 2 to 4 ms, and so
         # would its reader. A core that it takes from one worker stalls all of them, so waiting here costs nothing more.
         if self.limits.on_all_cores:
-            self._delivered.wait(TELLING_S)
+            self._delivered.wait(DELIVERY_WAIT_S)
 
     def _flush(self) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from millrace.runtime.request.request import Request, Timings
 
 STEPS_KEPT = 4096
 REQUESTS_KEPT = 512
-MOST_TRACES, MOST_STEPS = 8, 512  # limits on one report: the last requests with an id, which clients choose, and steps
+MAX_TRACES, MAX_STEPS = 8, 512  # limits on one report: the last requests with an id, which clients choose, and steps
 
 
 # A step's chunk: `n` tokens of a choice from `start` on; draws: whether the next token was drawn after them. request:
@@ -59,7 +59,7 @@ class History:
 
     def requests_of(self, tenant: str) -> list[int]:
         """Return the numbers, in `PART`, of a tenant's requests that run or ended lately."""
-        running = [request.order for request in self.live() if request.claim.tenant == tenant]
+        running = [request.order for request in self.live() if request.queue_options.tenant == tenant]
         return [record.order for record in tuple(self.ended) if record.tenant == tenant] + running
 
 
@@ -74,12 +74,12 @@ class RequestTrace:
 def traces(request_id: str, history: History, live: Iterable[Request]) -> list[RequestTrace]:
     """Return the traces of all requests with this id, running and ended: a call with several prompts has several."""
     running = [
-        RequestRecord(r.order, r.id, len(r.prompt), r.n_cached, r.timings, r.claim.tenant)
+        RequestRecord(r.order, r.id, len(r.prompt), r.n_cached, r.timings, r.queue_options.tenant)
         for r in live
         if r.id == request_id
     ]
-    result = ([record for record in tuple(history.ended) if record.id == request_id] + running)[-MOST_TRACES:]
-    own: dict[int, deque[tuple[StepRecord, Parts]]] = {r.order: deque(maxlen=MOST_STEPS) for r in result}
+    result = ([record for record in tuple(history.ended) if record.id == request_id] + running)[-MAX_TRACES:]
+    own: dict[int, deque[tuple[StepRecord, Parts]]] = {r.order: deque(maxlen=MAX_STEPS) for r in result}
     for step in tuple(history.steps) if result else ():
         if request_id in step.request_ids:
             for order, steps in own.items():

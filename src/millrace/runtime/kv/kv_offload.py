@@ -78,16 +78,16 @@ class KvOffloadStore:
     """Stores evicted pages in two files.
 
     raises ConfigError if the files cannot be used, or another process uses them
-    engine: its identity; pages: access to their bytes; most_bytes: size of both files together
+    engine: its identity; pages: access to their bytes; max_bytes: size of both files together
     """
 
-    def __init__(self, path: Path, engine: str, pages: PageMemory, most_bytes: int) -> None:
+    def __init__(self, path: Path, engine: str, pages: PageMemory, max_bytes: int) -> None:
         page_bytes = pages.page_bytes
         self._memory, self._record_bytes = pages, RECORD.size + page_bytes
-        self._most_records = (most_bytes // 2 - HEADER.size) // self._record_bytes
-        if self._most_records < 1:
+        self._max_records = (max_bytes // 2 - HEADER.size) // self._record_bytes
+        if self._max_records < 1:
             raise ConfigError(
-                f"the second tier of KV pages may have {most_bytes} bytes, and a page has {page_bytes}",
+                f"the second tier of KV pages may have {max_bytes} bytes, and a page has {page_bytes}",
                 f"at least {2 * (self._record_bytes + HEADER.size)} bytes", "raise --kv-tier-size",
             )  # fmt: skip
         if not path.name:
@@ -99,15 +99,16 @@ class KvOffloadStore:
         self._lock = threading.Lock()
         self._warned = False
         self.cached_pages: Callable[[], Iterable[tuple[Key, int]]] = tuple  # the pages of the pool, most valuable first
-        self._age = 0  # how often the store was cleared
+        self._n_clears = 0  # how often the store was cleared
         self.n_stored = self.n_found = self.n_damaged = self.n_dropped = 0
         try:
             self._segments = [self._open(path.with_name(f"{path.name}.{i}"), i) for i in (0, 1)]
         except OSError as error:
             what = f"the second tier of KV pages cannot be opened: {error}"
             raise ConfigError(what, "a file that can be written", "name another with --kv-tier") from None
-        of = self._segments  # the newer one; if neither was truncated yet, the one that is not full
-        self._active = max((0, 1), key=lambda i: (of[i].generation, of[i].n < self._most_records, of[i].n))
+        # The newer one; if neither was truncated yet, the one that is not full.
+        segments, limit = self._segments, self._max_records
+        self._active = max((0, 1), key=lambda i: (segments[i].generation, segments[i].n < limit, segments[i].n))
         self._work: queue.Queue[tuple[int, Key, PageBytes] | None] = queue.Queue(MAX_QUEUED)
         self._writer = threading.Thread(target=self._write_all, name="millrace-kv-tier", daemon=True)
         self._writer.start()
@@ -138,7 +139,7 @@ class KvOffloadStore:
         with self._lock:
             self._queued[key] = data
         try:
-            self._work.put((self._age, key, data), block=wait_s > 0, timeout=wait_s or None)
+            self._work.put((self._n_clears, key, data), block=wait_s > 0, timeout=wait_s or None)
         except queue.Full:
             with self._lock:
                 del self._queued[key]
@@ -156,7 +157,7 @@ class KvOffloadStore:
     def clear(self) -> None:
         """Remove all pages."""
         with self._lock:
-            self._age += 1
+            self._n_clears += 1
             self._queued.clear()
             self._places.clear()
             for segment in self._segments:
@@ -165,7 +166,7 @@ class KvOffloadStore:
     def close(self) -> None:
         """Write what is queued and then, for CLOSE_S, the most valuable pages that are still in memory."""
         until_s = time.monotonic() + CLOSE_S
-        for key, page in itertools.islice(self.cached_pages(), self._most_records):
+        for key, page in itertools.islice(self.cached_pages(), self._max_records):
             if (left_s := until_s - time.monotonic()) <= 0:
                 break
             self.put(key, page, left_s)
@@ -215,7 +216,7 @@ class KvOffloadStore:
             self._begin(segment, 0)
             return segment
         n, cut_off = divmod(os.fstat(file).st_size - HEADER.size, self._record_bytes)
-        n = min(n, self._most_records)
+        n = min(n, self._max_records)
         if cut_off:
             self._damaged(path)
         for record in range(n):
@@ -250,7 +251,7 @@ class KvOffloadStore:
 
     def _write(self, age: int, key: Key, data: PageBytes) -> None:
         segment = self._segments[self._active]
-        if segment.n >= self._most_records:
+        if segment.n >= self._max_records:
             last, self._active = segment.generation, 1 - self._active
             segment = self._segments[self._active]
             with self._lock:
@@ -261,7 +262,7 @@ class KvOffloadStore:
         record = RECORD.pack(MARK, _checksum(key, data), key) + data.tobytes()
         n_bytes = os.pwrite(segment.file, record, HEADER.size + segment.n * self._record_bytes)
         with self._lock:
-            if age == self._age and n_bytes == len(record):
+            if age == self._n_clears and n_bytes == len(record):
                 segment.keys.append(key)
                 self._places[key] = (self._active, segment.n)
                 segment.n += 1
@@ -269,7 +270,7 @@ class KvOffloadStore:
                 return
             # Removed meanwhile, or not completely written: it must not be found after a restart.
             os.ftruncate(segment.file, HEADER.size + segment.n * self._record_bytes)
-            if age == self._age:
+            if age == self._n_clears:
                 raise OSError("a record was not written whole")
 
     def _damaged(self, path: Path) -> None:

@@ -29,31 +29,31 @@ DEFAULT_PRIORITY, MAX_CACHE_PRIORITY = 35, 100  # TensorRT-LLM's
 # A page is copied if at least an eighth of it is shared, 8 of 64 tokens. These first tokens are also the lookup key, so
 # that few of the many pages behind a system prompt are compared. A smaller share would match the few tokens with which
 # a template begins every chat.
-LEAST_SHARED = 1 / 8
-MAX_LOOKED_AT = 16  # compared pages with the same first tokens, newest first
+MIN_SHARED = 1 / 8
+MAX_CANDIDATES = 16  # compared pages with the same first tokens, newest first
 
 
 class PageKey(NamedTuple):
     """The content of a page: the key of the page before it, its tokens, and its capacity in tokens."""
 
-    after: Key
+    parent: Key
     tokens: IntArray
     room: int
 
     @property
     def key(self) -> Key:
         """The page's key, which covers all tokens before it. The number of tokens is part of it."""
-        return next_key(self.after, self.tokens.data.cast("B"))
+        return next_key(self.parent, self.tokens.data.cast("B"))
 
     @property
-    def n_least(self) -> int:
+    def min_shared(self) -> int:
         """The least number of shared tokens for which the page is copied."""
-        return max(1, int(LEAST_SHARED * self.room))
+        return max(1, int(MIN_SHARED * self.room))
 
     @property
     def beginning(self) -> bytes:
         """The key for partial matches: the previous page's key, and the first tokens."""
-        return self.after + self.tokens[: self.n_least].tobytes()
+        return self.parent + self.tokens[: self.min_shared].tobytes()
 
 
 def root_key(*parts: bytes) -> Key:
@@ -65,9 +65,9 @@ def root_key(*parts: bytes) -> Key:
     return root.digest()
 
 
-def next_key(after: Key, tokens: bytes | memoryview) -> Key:
-    """Return the key of a page with these int32 tokens, whose previous page has the key `after`."""
-    key = hashlib.blake2b(after, digest_size=KEY_BYTES)
+def next_key(parent: Key, tokens: bytes | memoryview) -> Key:
+    """Return the key of a page with these int32 tokens, whose previous page has the key `parent`."""
+    key = hashlib.blake2b(parent, digest_size=KEY_BYTES)
     key.update(tokens)
     return key.digest()
 
@@ -85,10 +85,10 @@ class _CachedPage:
 
     page: int
     key: Key
-    before: "_CachedPage | None"  # the previous page of its chain; None: it is the first
-    n_next: int = 0  # cached pages that follow it
+    parent: "_CachedPage | None"  # the previous page of its chain; None: it is the first
+    n_children: int = 0  # cached pages that follow it
     free: bool = False
-    left: int = 0  # the time of its last release, by a counter
+    release_time: int = 0  # the time of its last release, by a counter
     priority: int = DEFAULT_PRIORITY
     until_s: float | None = None  # when its priority expires
     content: PageKey | None = None  # for partial matches
@@ -111,11 +111,11 @@ class PrefixIndex:
     next_end_s: float = field(init=False, default=math.inf)  # no priority expires before
     _by_key: dict[Key, _CachedPage] = field(init=False, repr=False, default_factory=dict)
     _by_page: dict[int, _CachedPage] = field(init=False, repr=False, default_factory=dict)
-    # (priority, left, page); an entry is valid while its page is a free chain end with this priority and release time
+    # (priority, release time, page); an entry is valid while its page is a free chain end with these two
     _ends: list[tuple[int, int, int]] = field(init=False, repr=False, default_factory=list)
     _until: list[tuple[float, int]] = field(init=False, repr=False, default_factory=list)  # (until_s, page), a heap
-    _n_left: int = field(init=False, repr=False, default=0)
-    _alike: dict[bytes, dict[int, _CachedPage]] = field(
+    _n_releases: int = field(init=False, repr=False, default=0)
+    _by_beginning: dict[bytes, dict[int, _CachedPage]] = field(
         init=False, repr=False, default_factory=dict
     )  # by page, oldest first
 
@@ -135,72 +135,72 @@ class PrefixIndex:
             result.append(entry.page)
         return tuple(result)
 
-    def add(self, page: int, key: Key, before: int | None) -> int:
-        """Add `page`, which follows `before`, under `key`. Return the page cached under it, which may be another."""
+    def add(self, page: int, key: Key, previous: int | None) -> int:
+        """Add `page`, which follows `previous`, under `key`. Return the page cached under it, which may be another."""
         if (entry := self._by_key.get(key)) is not None:
             return entry.page
         assert page not in self._by_page, f"page {page} is known by another key"
-        parent = None if before is None else self._by_page[before]
+        parent = None if previous is None else self._by_page[previous]
         if parent is not None:
-            parent.n_next += 1
+            parent.n_children += 1
         self._by_key[key] = self._by_page[page] = _CachedPage(page, key, parent)
         if parent is not None and parent.priority < DEFAULT_PRIORITY:  # it must not protect a page to be evicted first
             self.retain(page, parent.priority, parent.until_s)
         return page
 
-    def tell(self, page: int, content: PageKey) -> None:
+    def set_content(self, page: int, content: PageKey) -> None:
         """Set the content of a cached page, which enables partial matches."""
         entry = self._by_page[page]
         if entry.content is None:
             entry.content = content._replace(tokens=content.tokens.copy())
-            self._alike.setdefault(content.beginning, {})[page] = entry
+            self._by_beginning.setdefault(content.beginning, {})[page] = entry
 
     def find_part(self, key: PageKey) -> tuple[int, int] | None:
-        """Return the page after `key.after` that shares the most first tokens with it, and their number.
+        """Return the page after `key.parent` that shares the most first tokens with it, and their number.
 
-        None if they are less than LEAST_SHARED of a page. Own it, because its reader owns all pages before it.
+        None if they are less than MIN_SHARED of a page. Own it, because its reader owns all pages before it.
         """
-        alike = ((_n_common(tokens, key.tokens), page) for page, tokens in self._beginning_as(key))
+        alike = ((_n_common(tokens, key.tokens), page) for page, tokens in self._candidates(key))
         best = max(alike, default=None)
         return None if best is None else (best[1], best[0])
 
-    def is_worth_knowing(self, content: PageKey) -> bool:
+    def is_worth_adding(self, content: PageKey) -> bool:
         """Whether a partly filled page has enough tokens to be found, and more than any cached one."""
         result, n = self.find_part(content), len(content.tokens)
-        return content.n_least <= n < content.room and (result is None or result[1] < n)
+        return content.min_shared <= n < content.room and (result is None or result[1] < n)
 
-    def forget_beginnings(self, content: PageKey) -> list[int]:
+    def remove_prefixes(self, content: PageKey) -> list[int]:
         """Remove unowned pages whose tokens are a proper prefix of these, and return them."""
         gone = [
             page
-            for page, tokens in self._beginning_as(content)
+            for page, tokens in self._candidates(content)
             if _n_common(tokens, content.tokens) == len(tokens) < len(content.tokens) and self._by_page[page].free
         ]
         for page in gone:
-            self._forget(self._by_page[page])
+            self._remove(self._by_page[page])
         return gone
 
-    def _beginning_as(self, content: PageKey) -> list[tuple[int, IntArray]]:
+    def _candidates(self, content: PageKey) -> list[tuple[int, IntArray]]:
         """Return the newest pages with the same first tokens, and their tokens."""
-        if len(content.tokens) < content.n_least:
+        if len(content.tokens) < content.min_shared:
             return []
-        alike = self._alike.get(content.beginning, {})
-        newest = islice(reversed(alike.items()), MAX_LOOKED_AT)
+        alike = self._by_beginning.get(content.beginning, {})
+        newest = islice(reversed(alike.items()), MAX_CANDIDATES)
         return [(page, entry.content.tokens) for page, entry in newest if entry.content is not None]
 
     def key_of(self, page: int) -> Key:
         """Return the key of a cached page."""
         return self._by_page[page].key
 
-    def left(self, page: int) -> None:
+    def mark_unowned(self, page: int) -> None:
         """Mark a page that has lost its last owner."""
         entry = self._by_page[page]
-        self._n_left += 1
-        entry.free, entry.left = True, self._n_left
+        self._n_releases += 1
+        entry.free, entry.release_time = True, self._n_releases
         self.n_free += 1
         self._note_end(entry)
 
-    def mark_in_use(self, page: int) -> None:
+    def mark_owned(self, page: int) -> None:
         """Mark a page that has an owner again."""
         self._by_page[page].free = False
         self.n_free -= 1
@@ -229,52 +229,52 @@ class PrefixIndex:
     def evict(self) -> tuple[int, Key | None]:
         """Remove the free page to be evicted first. Return it and its key; None if it was not full."""
         while True:
-            priority, left, page = heappop(self._ends)
+            priority, release_time, page = heappop(self._ends)
             entry = self._by_page.get(page)
-            if entry is not None and _counts(entry, priority, left):
+            if entry is not None and _counts(entry, priority, release_time):
                 break
-        self._forget(entry)
+        self._remove(entry)
         self.n_evicted += 1
         return page, entry.key if entry.is_full else None
 
-    def worth_most(self) -> Iterator[tuple[Key, int]]:
+    def by_value(self) -> Iterator[tuple[Key, int]]:
         """Yield full pages, those to be evicted last first, each after the pages before it in its chain."""
         reported: set[int] = set()
-        for entry in sorted(self._by_page.values(), key=lambda k: (k.priority, k.left), reverse=True):
+        for entry in sorted(self._by_page.values(), key=lambda k: (k.priority, k.release_time), reverse=True):
             chain: list[_CachedPage] = []
             at: _CachedPage | None = entry
             while at is not None and at.page not in reported:
                 chain.append(at)
                 reported.add(at.page)
-                at = at.before
+                at = at.parent
             yield from ((k.key, k.page) for k in reversed(chain) if k.is_full)
 
-    def _forget(self, entry: _CachedPage) -> None:
+    def _remove(self, entry: _CachedPage) -> None:
         """Remove a free chain end."""
         del self._by_page[entry.page], self._by_key[entry.key]
         if entry.content is not None:
             beginning = entry.content.beginning
-            alike = self._alike[beginning]
+            alike = self._by_beginning[beginning]
             del alike[entry.page]
             if not alike:
-                del self._alike[beginning]
+                del self._by_beginning[beginning]
         self.n_free -= 1
-        if entry.before is not None:
-            entry.before.n_next -= 1
-            self._note_end(entry.before)
+        if entry.parent is not None:
+            entry.parent.n_children -= 1
+            self._note_end(entry.parent)
 
     def _note_end(self, entry: _CachedPage) -> None:
-        if not entry.free or entry.n_next:
+        if not entry.free or entry.n_children:
             return
-        heappush(self._ends, (entry.priority, entry.left, entry.page))
+        heappush(self._ends, (entry.priority, entry.release_time, entry.page))
         if len(self._ends) > 2 * self.n_free + 64:  # most entries are outdated; amortized, this is free
-            ends = (k for k in self._by_page.values() if k.free and not k.n_next)
-            self._ends = [(k.priority, k.left, k.page) for k in ends]
+            ends = (k for k in self._by_page.values() if k.free and not k.n_children)
+            self._ends = [(k.priority, k.release_time, k.page) for k in ends]
             heapify(self._ends)
 
 
-def _counts(entry: _CachedPage, priority: int, left: int) -> bool:
-    return entry.free and not entry.n_next and (entry.priority, entry.left) == (priority, left)
+def _counts(entry: _CachedPage, priority: int, release_time: int) -> bool:
+    return entry.free and not entry.n_children and (entry.priority, entry.release_time) == (priority, release_time)
 
 
 def _n_common(entry: IntArray, tokens: IntArray) -> int:
@@ -304,7 +304,7 @@ class PagePool:
             raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", mend="raise the KV budget")
         self._empty, self._owners = list(range(self.n_pages))[::-1], [0] * self.n_pages
         if self.tier is not None:
-            self.tier.cached_pages = self.index.worth_most
+            self.tier.cached_pages = self.index.by_value
 
     @property
     def n_free(self) -> int:
@@ -327,7 +327,7 @@ class PagePool:
         for p in shared:
             if not self._owners[p]:
                 assert p in self.index, f"sharing a free page of {shared}"
-                self.index.mark_in_use(p)
+                self.index.mark_owned(p)
         return self._own(shared)
 
     def release(self, pages: Iterable[int]) -> None:
@@ -338,19 +338,21 @@ class PagePool:
             if not self._owners[p]:
                 self._free(p)
 
-    def publish(self, page: int, key: Key, before: int | None, content: PageKey) -> int:
-        """Put a page into the index, after `before` of the same owner. Return the owner's page from now on.
+    def publish(self, page: int, key: Key, previous: int | None, content: PageKey) -> int:
+        """Put a page into the index, after `previous` of the same owner. Return the owner's page from now on.
 
         If the key is cached already, that is the cached page, and `page` is released. `content` enables partial
         matches. A page that is not full is never written again, like any other.
         """
-        assert self._owners[page] and (before is None or self._owners[before]), f"page {page} or {before} is nobody's"
-        entry = self.index.add(page, key, before)
-        self.index.tell(entry, content)
+        assert self._owners[page] and (previous is None or self._owners[previous]), (
+            f"page {page} or {previous} is nobody's"
+        )
+        entry = self.index.add(page, key, previous)
+        self.index.set_content(entry, content)
         if entry != page:
             self.share((entry,))
             self.release((page,))
-        self._empty += self.index.forget_beginnings(content)
+        self._empty += self.index.remove_prefixes(content)
         return entry
 
     def promote(self, keys: Sequence[Key], owned: Pages, content: Callable[[int], PageKey]) -> Pages:
@@ -371,7 +373,7 @@ class PagePool:
             pages.append(self.publish(reserved[0], keys[i], pages[-1] if pages else None, content(i)))
         return tuple(pages)
 
-    def forget(self) -> bool:
+    def clear_index(self) -> bool:
         """Empty the index. Return False, and do nothing, while pages have owners."""
         if self.n_used:
             return False
@@ -388,7 +390,7 @@ class PagePool:
 
     def _free(self, page: int) -> None:
         if page in self.index:
-            self.index.left(page)
+            self.index.mark_unowned(page)
         else:
             self._empty.append(page)
 

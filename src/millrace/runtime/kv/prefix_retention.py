@@ -15,12 +15,12 @@ from millrace.runtime.request.request import Sequence as Choice
 class Pins:
     """Pinned pages: a pin is one more owner of a page until it expires. The last request for a page determines when.
 
-    At most `most` pages, including those promised to requests in progress, so that a pin never fails when they end.
+    At most `max_pages` pages, including those promised to requests in progress, so that no pin fails at their end.
     Any thread may call `promise`; the other methods belong to the pool's thread.
     """
 
-    def __init__(self, pool: PagePool, most: int) -> None:
-        self.most = most
+    def __init__(self, pool: PagePool, max_pages: int) -> None:
+        self.max_pages = max_pages
         self.next_end_s = math.inf  # no pin expires before
         self._pool = pool
         self._lock = threading.Lock()
@@ -31,10 +31,10 @@ class Pins:
         """Promise room for the pages that will have these keys. raises RequestError if there is none"""
         with self._lock:
             n_all = len(self.pinned.keys() | self._promised.keys() | set(keys))
-            if n_all > self.most:
+            if n_all > self.max_pages:
                 raise RequestError(
                     f"cache_pin is set, and with this prompt's {len(keys)} KV pages {n_all} would be pinned",
-                    f"at most {self.most}", "pin less, wait until pins end, or serve with a larger --kv-memory",
+                    f"at most {self.max_pages}", "pin less, wait until pins end, or serve with a larger --kv-memory",
                     "cache_pin",
                 )  # fmt: skip
             self._promised.update(keys)
@@ -100,7 +100,7 @@ class Retention:
         """Apply the request's cache options to the full pages of its prompt, which are in the index now."""
         request, cache = seq.request, seq.request.cache
         keys, until_s = self._keys(request), cache.until_s(self._clock())
-        request.to_keep, pages = False, tuple(seq.pages.array[: len(keys)].tolist())
+        request.has_retention, pages = False, tuple(seq.pages.array[: len(keys)].tolist())
         if cache.pin and until_s is not None:
             self.pins.pin(keys, pages, until_s)
         elif cache.priority is not None:
@@ -109,7 +109,7 @@ class Retention:
 
     def withdraw(self, request: Request) -> None:
         """Take the promise back of a request that ended before its prompt was computed."""
-        request.to_keep = False
+        request.has_retention = False
         if request.cache.pin:
             self.pins.withdraw(self._keys(request))
 

@@ -37,4 +37,4 @@ class QueueOptions:
             )  # fmt: skip
 
 
-NO_CLAIM = QueueOptions()
+DEFAULT_QUEUE_OPTIONS = QueueOptions()

@@ -25,7 +25,7 @@ from millrace.runtime.kv.int_buffer import IntBuffer
 from millrace.runtime.kv.pages import Key, PageKey, extend_keys, root_key
 from millrace.runtime.request.prefix_cache_options import PLAIN, CacheOptions
 from millrace.runtime.request.prompt_embeds import EmbeddedPrompt, Rows
-from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
+from millrace.runtime.request.queue_options import DEFAULT_QUEUE_OPTIONS, QueueOptions
 from millrace.runtime.request.sampling_params import Delta, FinishReason, ResolvedParams, SamplingParams, TokenLogprobs
 from millrace.runtime.structured_output.grammar import Matcher
 
@@ -131,7 +131,7 @@ class AnswerText:
         self._detokenizer, self._stops = detokenizer, StopStrings(tables, include_stop)
 
     @classmethod
-    def of(
+    def for_choice(
         cls, tokenizer: Tokenizer, prompt: Ordered[int] | None, params: SamplingParams, tables: StopTables
     ) -> "AnswerText":
         """Return the text of a choice. prompt: token ids; None: it is embedding rows"""
@@ -179,8 +179,8 @@ class Timings:
     n_preemptions: int = 0
     n_output_tokens: int = 0  # of all choices
     received_s: float | None = None  # by a server, as the next two: when the first byte of the request arrived,
-    first_told_s: float | None = None  # when a token was first read,
-    told_s: float | None = None  # and last read
+    first_read_s: float | None = None  # when a token was first read,
+    last_read_s: float | None = None  # and last read
 
     def held_s(self, now_s: float) -> float:
         """Return the seconds since the first step; 0 before it."""
@@ -195,19 +195,19 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options of a request besides its sampling parameters. cache: prefix cache; claim: queueing
+    """Options of a request besides its sampling parameters. cache: prefix cache; queue_options: queueing
 
     delivered: output tokens of each choice that the client already has: the answers continue after them
     adapter: its number in the executor; 0: none
     """
 
     cache: CacheOptions = PLAIN
-    claim: QueueOptions = NO_CLAIM
+    queue_options: QueueOptions = DEFAULT_QUEUE_OPTIONS
     delivered: tuple[tuple[int, ...], ...] = ()
     adapter: int = 0
 
 
-FREELY = RequestOptions()
+DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(slots=True, eq=False)
@@ -226,13 +226,13 @@ class Request:
     timings: Timings
     new_text: Callable[[], AnswerText]  # called for each choice
     first: int = 0
-    terms: RequestOptions = FREELY
+    terms: RequestOptions = DEFAULT_OPTIONS
     matchers: Ordered[Matcher] = ()
     embedded: EmbeddedPrompt | None = None
     choices: list["Sequence"] = field(init=False)
     order: int = field(init=False, default=0)  # of arrival at the scheduler
     root: Key = field(init=False)  # of its page keys
-    to_keep: bool = field(init=False)  # the retention that `cache` requests is not applied yet
+    has_retention: bool = field(init=False)  # the retention that `cache` requests is not applied yet
     n_cached: int = field(init=False, default=0)  # prompt tokens found in the prefix cache at its first step
     n_scored: int = field(init=False, default=1)  # prompt tokens whose log probabilities are computed or not needed
 
@@ -243,7 +243,7 @@ class Request:
         if self.terms.adapter:
             key_parts.append(b"adapter %d" % self.terms.adapter)
         self.root = root_key(self.cache.salt.encode(errors="surrogatepass"), *key_parts)
-        self.to_keep = self.cache.pin or self.cache.priority is not None
+        self.has_retention = self.cache.pin or self.cache.priority is not None
         self.choices = [Sequence(self, index) for index in range(self.resolved.n)]
 
     @property
@@ -256,8 +256,8 @@ class Request:
         return self.terms.cache
 
     @property
-    def claim(self) -> QueueOptions:
-        return self.terms.claim
+    def queue_options(self) -> QueueOptions:
+        return self.terms.queue_options
 
     @property
     def is_open(self) -> bool:
@@ -276,21 +276,21 @@ class Sequence:
 
     __slots__ = (
         *("index", "matcher", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
-        *("keys", "leader", "leads", "n_ahead", "n_finite", "n_known", "n_most", "source", "caches"),
+        *("keys", "leader", "leads", "n_ahead", "n_finite", "n_indexed", "max_computed", "source", "caches"),
     )
 
     def __init__(self, request: Request, index: int) -> None:
         self.request, self.index, self.stage = request, index, Stage.WAITING
         self.tokens = IntBuffer(request.prompt)
         self.n_prompt = len(request.prompt)
-        self.n_most = self.n_prompt + request.resolved.max_tokens - 1  # ever computed: the last token is not
+        self.max_computed = self.n_prompt + request.resolved.max_tokens - 1  # ever computed: the last token is not
         self.n_computed = 0
         self.n_ahead = 0  # tokens that launched steps draw after these: known to the device only
         self.pages = IntBuffer()
         self.caches: SequenceCaches = NO_CACHES  # its window pages and state slots while it runs
         self.keys: list[Key] = []  # of its first full pages, as far as requested
         self.n_finite = 0  # computed tokens from which a finite token was drawn
-        self.n_known = 0  # number of leading pages already in the prefix index
+        self.n_indexed = 0  # number of leading pages already in the prefix index
         self.leader: Sequence | None = None  # the sequence with the same beginning whose prompt it waits for
         self.source: int | None = None  # a page that the next step copies into the first own one; co-owned until then
         self.leads: Key | None = None  # key of the first page that it computes and others may wait for
@@ -316,7 +316,7 @@ class Sequence:
     @property
     def n_left(self) -> int:
         """Tokens to compute before the next one can be drawn; 0 while the last possible one is being drawn."""
-        return min(len(self.tokens) + self.n_ahead, self.n_most) - self.n_computed
+        return min(len(self.tokens) + self.n_ahead, self.max_computed) - self.n_computed
 
     def page_keys(self, n_pages: int, page_tokens: int) -> list[Key]:
         """Return the keys of its first `n_pages`, which are full."""
@@ -331,14 +331,14 @@ class Sequence:
         after = self.page_keys(i, page_tokens)[-1] if i else self.request.root
         return PageKey(after, self.tokens.array[:n_tokens][i * page_tokens : (i + 1) * page_tokens], page_tokens)
 
-    def is_faster_after_leader(self, leader: "Sequence", n_keys: int, n_known: int, page_tokens: int) -> bool:
+    def is_faster_after_leader(self, leader: "Sequence", n_keys: int, n_indexed: int, page_tokens: int) -> bool:
         """Whether its next token comes sooner if it waits for the leader's prompt and then computes only the rest.
 
-        n_keys: pages that it could share then; n_known: pages that it can share now
+        n_keys: pages that it could share then; n_indexed: pages that it can share now
         """
         own, other = self.keys, leader.keys
         n_common = bisect_left(range(min(n_keys, len(other))), True, key=lambda i: own[i] != other[i])
-        n_own, n_saved = self.n_tokens - n_known * page_tokens, (n_common - n_known) * page_tokens
+        n_own, n_saved = self.n_tokens - n_indexed * page_tokens, (n_common - n_indexed) * page_tokens
         # waiting: leader.n_left + n_own - n_saved; side by side, with half of each step: twice n_own
         return leader.n_left <= n_own + n_saved
 
@@ -361,7 +361,7 @@ class Sequence:
             if finish is not None:
                 text += self.text.flush()
         if self.matcher is not None and finish is None:
-            self.matcher.take(token)
+            self.matcher.accept(token)
         reason, why = (None, None) if finish is None else (finish.reason, finish.stop)
         reported = None if logprobs is None else (logprobs,)
         return Delta(self.request.first + self.index, text, (token,), reported, finish_reason=reason, stop_reason=why)
@@ -369,7 +369,7 @@ class Sequence:
     def sampling_failure(self, token: int) -> tuple[str, RequestError | None]:
         """Return why `token`, an error code, was drawn or scored instead, and the request's fault, if any."""
         if token == NOTHING_ALLOWED and self.matcher is not None:
-            why = f"the grammar cannot be enforced any more: {self.matcher.why or 'nothing is allowed'}"
+            why = f"the grammar cannot be enforced any more: {self.matcher.error or 'nothing is allowed'}"
             return why, self.matcher.fault
         return "the model's output for this request was not finite", None
 

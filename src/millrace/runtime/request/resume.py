@@ -67,10 +67,10 @@ def _restore(seq: Sequence, tokens: Ordered[int], grammars: GrammarCompiler) -> 
             place = "ends with" if i == len(tokens) - 1 else "has tokens after"
             raise _wrong(f"{place} {_at(i, token)}, which ends the answer", "tokens of an unfinished answer", _COMPLETE)
         if seq.matcher is not None:
-            seq.matcher.take(token)
-            if seq.matcher.why:
+            seq.matcher.accept(token)
+            if seq.matcher.error:
                 grammars.revive(seq.matcher)  # other answers may have exhausted its lexer
-            if why := seq.matcher.why:
+            if why := seq.matcher.error:
                 what = f"has {_at(i, token)}, which the structured output of this request does not allow: {why}"
                 raise _wrong(what, "tokens of an answer to this request")
     for part, may_stop in ((tokens[:n_without_end], False), (tokens[n_without_end:], True)):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import ContextError, RequestError, close_matches, nearest
-from millrace.runtime.request.structured_outputs import StructuredOutputsParams, structured
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams, parse_structured_outputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of one stop string: the search table and the text held back are as long
@@ -27,7 +27,7 @@ MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024  # vLLM's bound on a request's logit 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 SEED_BITS = 53  # of a drawn seed: exact in JavaScript's numbers, so that every client can send it back
-LEAST = 1e-9  # bound of values that must be above 0, also in float32
+MIN_POSITIVE = 1e-9  # bound of values that must be above 0, also in float32
 COMPLETION_TOKENS = 16  # default max_tokens of a completion; a chat has the rest of the context
 
 
@@ -122,13 +122,13 @@ class SamplingParams:
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
         _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_float("top_p", self.top_p, LEAST, 1.0)
+        _check_float("top_p", self.top_p, MIN_POSITIVE, 1.0)
         _check_int("repeat_last_n", self.repeat_last_n, -1, None)
         _check_int("top_k", self.top_k, -1, None)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, LEAST, 100.0)
+        _check_float("repetition_penalty", self.repetition_penalty, MIN_POSITIVE, 100.0)
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
@@ -139,7 +139,7 @@ class SamplingParams:
             _check_int("logit_bias", token, 0, None)
             _check_float("logit_bias", bias, -100.0, 100.0)
         if self.structured_outputs is not None:
-            object.__setattr__(self, "structured_outputs", structured(self.structured_outputs))
+            object.__setattr__(self, "structured_outputs", parse_structured_outputs(self.structured_outputs))
             self._check_end()
 
     def _check_end(self) -> None:
@@ -179,9 +179,9 @@ def _check_stop(stop: Sequence[str]) -> None:
         raise RequestError(what, expected, "shorten stop, or leave it out", param="stop")
 
 
-def _check_number(name: str, n: int, most: int) -> None:
-    if n > most:
-        raise RequestError(f"{name} has {n} tokens", f"at most {most}", f"shorten {name}", param=name)
+def _check_number(name: str, n: int, limit: int) -> None:
+    if n > limit:
+        raise RequestError(f"{name} has {n} tokens", f"at most {limit}", f"shorten {name}", param=name)
 
 
 def _check_int(name: str, value: int | None, low: int, high: int | None) -> None:
@@ -220,7 +220,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
     @classmethod
-    def of(cls, outputs: StepOutputs, row: int, n_top: int) -> "TokenLogprobs":
+    def from_row(cls, outputs: StepOutputs, row: int, n_top: int) -> "TokenLogprobs":
         """Read sampling row `row`, with its `n_top` best alternatives, or all that its mask allows."""
         best = zip(outputs.top_ids[row, :n_top].tolist(), outputs.top_logprobs[row, :n_top].tolist(), strict=True)
         top = tuple((token, logprob) for token, logprob in best if token >= 0)

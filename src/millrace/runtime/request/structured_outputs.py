@@ -143,7 +143,7 @@ def _check_choices(params: StructuredOutputsParams, choice: Sequence[object]) ->
             raise params.refused(f"its choice[{i}] {what}", expected)
 
 
-def structured(value: object, asked_as: str = ASKED_AS) -> StructuredOutputsParams:
+def parse_structured_outputs(value: object, asked_as: str = ASKED_AS) -> StructuredOutputsParams:
     """Return the parameters from a dict of their names, or as they are. raises RequestError naming the field"""
     if isinstance(value, StructuredOutputsParams):
         return value

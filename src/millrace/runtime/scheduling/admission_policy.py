@@ -65,44 +65,44 @@ class AdmissionQueue:
     def __init__(self, policy: Policy, clock: Callable[[], float], cached_tokens: CachedTokens) -> None:
         self.is_plain = policy is fcfs
         self._policy, self._clock, self._cached_tokens = policy, clock, cached_tokens
-        self._had: dict[str, float] = {}  # tenant -> usage in tokens
-        self._reached = 0.0  # the virtual time: the usage of the tenant admitted last, at which new tenants start
+        self._usage: dict[str, float] = {}  # tenant -> usage in tokens
+        self._virtual_time = 0.0  # the virtual time: the usage of the tenant admitted last, at which new tenants start
 
-    def arrives(self, request: Request, present: Iterable[Request]) -> None:
+    def add(self, request: Request, present: Iterable[Request]) -> None:
         """Account for a new request. present: the requests that wait or run"""
         self.is_plain = False
-        tenant, tenants = request.claim.tenant, {other.claim.tenant for other in present}
+        tenant, tenants = request.queue_options.tenant, {other.queue_options.tenant for other in present}
         if not tenants:  # past usage delayed no one, so it does not count
-            self._had, self._reached = {}, 0.0
-        least = min(map(self._had_by, tenants), default=0.0)
-        had = max(self._had_by(tenant), least, self._reached)
-        self._had.pop(tenant, None)
-        self._had[tenant] = had  # reinserted at the end, so that the tenant that came longest ago is forgotten first
-        while len(self._had) > MAX_TENANTS:
-            del self._had[next(iter(self._had))]
+            self._usage, self._virtual_time = {}, 0.0
+        least = min(map(self._usage_of, tenants), default=0.0)
+        had = max(self._usage_of(tenant), least, self._virtual_time)
+        self._usage.pop(tenant, None)
+        self._usage[tenant] = had  # reinserted at the end, so that the tenant that came longest ago is forgotten first
+        while len(self._usage) > MAX_TENANTS:
+            del self._usage[next(iter(self._usage))]
 
-    def of(self, waiting: Iterable[Sequence]) -> list[Sequence]:
+    def ordered(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Return the sequences in order of admission. Each counts as usage for later ones of its tenant."""
         now_s = self._clock()
-        turns = {seq: self._turn(seq, now_s) for seq in waiting}
+        turns = {seq: self._rank(seq, now_s) for seq in waiting}
         shares: dict[Sequence, float] = {}
         ahead: dict[str, float] = {}
         for seq in sorted(turns, key=turns.__getitem__):
-            tenant = seq.request.claim.tenant
-            shares[seq] = ahead.setdefault(tenant, self._had_by(tenant))
+            tenant = seq.request.queue_options.tenant
+            shares[seq] = ahead.setdefault(tenant, self._usage_of(tenant))
             ahead[tenant] += seq.n_left
-        self._reached = max(self._reached, min(shares.values(), default=0.0))
+        self._virtual_time = max(self._virtual_time, min(shares.values(), default=0.0))
         return sorted(shares, key=lambda seq: (shares[seq], *turns[seq]))
 
-    def kept_first(self, running: list[Sequence]) -> list[Sequence]:
+    def by_retention(self, running: list[Sequence]) -> list[Sequence]:
         """Return the running sequences in reverse order of preemption: the last one is preempted first."""
         now_s = self._clock()
-        return sorted(running, key=lambda seq: _aged(seq.request, now_s))
+        return sorted(running, key=lambda seq: _aged_priority(seq.request, now_s))
 
-    def computed(self, seq: Sequence, n_prompt: int, n_drawn: int) -> None:
+    def record_tokens(self, seq: Sequence, n_prompt: int, n_drawn: int) -> None:
         """Add computed tokens to the usage of the sequence's tenant."""
-        tenant = seq.request.claim.tenant
-        self._had[tenant] = self._had_by(tenant) + n_prompt + ANSWER_TOKEN_COST * n_drawn
+        tenant = seq.request.queue_options.tenant
+        self._usage[tenant] = self._usage_of(tenant) + n_prompt + ANSWER_TOKEN_COST * n_drawn
 
     def overdue(self, waiting: Iterable[Sequence]) -> list[Request]:
         """Return the requests that have exceeded their queue timeout."""
@@ -111,21 +111,23 @@ class AdmissionQueue:
             seq.request
             for seq in waiting
             if seq.index == 0
-            and (timeout_s := seq.request.claim.queue_timeout_s) is not None
+            and (timeout_s := seq.request.queue_options.queue_timeout_s) is not None
             and seq.request.timings.first_scheduled_s is None
             and now_s - seq.request.timings.queued_s > timeout_s
         ]
 
-    def _had_by(self, tenant: str) -> float:
+    def _usage_of(self, tenant: str) -> float:
         """Return a tenant's usage; an unknown tenant starts at the virtual time."""
-        return self._had.get(tenant, self._reached)
+        return self._usage.get(tenant, self._virtual_time)
 
-    def _turn(self, seq: Sequence, now_s: float) -> tuple[int, float, tuple[int, int]]:
+    def _rank(self, seq: Sequence, now_s: float) -> tuple[int, float, tuple[int, int]]:
         """Return the sort key of a sequence among those of its tenant."""
-        aged = math.ceil(_aged(seq.request, now_s))  # rounded: otherwise no two are equal and the policy never applies
+        aged = math.ceil(
+            _aged_priority(seq.request, now_s)
+        )  # rounded: otherwise no two are equal and the policy never applies
         return aged, self._policy(seq, self._cached_tokens), seq.order
 
 
-def _aged(request: Request, now_s: float) -> float:
+def _aged_priority(request: Request, now_s: float) -> float:
     """Return the request's priority number, lowered by its waiting time."""
-    return request.claim.priority - max(0.0, now_s - request.timings.queued_s) / AGEING_S
+    return request.queue_options.priority - max(0.0, now_s - request.timings.queued_s) / AGEING_S

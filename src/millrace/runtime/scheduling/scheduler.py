@@ -11,11 +11,11 @@ Nothing starves: the first of the running sequences is never preempted for anoth
 requests are refused), so it ends; and no sequence overtakes the head of the queue, unless the head waits for a prompt
 with the same beginning.
 
-A full page enters the prefix index when a finite token was drawn from it (`verified`). A newly admitted sequence finds
-the pages that earlier requests, its siblings, or itself before a preemption have computed; it copies a page that it
-shares only in part. If two sequences with the same beginning arrive together, the second waits for the first if that is
-faster. A prompt whose log probabilities are requested needs a row of logits per token, computed by its first choice,
-and its chunks are limited by the rows that are left.
+A full page enters the prefix index when a finite token was drawn from it (`publish_verified`). A newly admitted
+sequence finds the pages that earlier requests, its siblings, or itself before a preemption have computed; it copies a
+page that it shares only in part. If two sequences with the same beginning arrive together, the second waits for the
+first if that is faster. A prompt whose log probabilities are requested needs a row of logits per token, computed by its
+first choice, and its chunks are limited by the rows that are left.
 """
 
 import math
@@ -27,7 +27,7 @@ from millrace.errors import ConfigError
 from millrace.runtime.kv.cache_groups import NO_CACHES, CacheGroups
 from millrace.runtime.kv.pages import Key, PageKey, PagePool, Pages, root_key
 from millrace.runtime.kv.prefix_retention import Retention
-from millrace.runtime.request.queue_options import NO_CLAIM
+from millrace.runtime.request.queue_options import DEFAULT_QUEUE_OPTIONS
 from millrace.runtime.request.request import Request, Sequence, Stage
 from millrace.runtime.scheduling.admission_policy import AdmissionQueue, Policy, fcfs
 from millrace.runtime.scheduling.step import Chunk, Step
@@ -78,8 +78,8 @@ class Scheduler:
         """Queue the choices of a request."""
         self._n_arrived += 1
         request.order = self._n_arrived
-        if request.claim != NO_CLAIM or not self._order.is_plain:
-            self._order.arrives(request, (seq.request for seq in (*self.waiting, *self.running)))
+        if request.queue_options != DEFAULT_QUEUE_OPTIONS or not self._order.is_plain:
+            self._order.add(request, (seq.request for seq in (*self.waiting, *self.running)))
         if not self.prefix_cache:  # its page keys then begin with a root that no other request has
             request.root = root_key(request.order.to_bytes(8, "little"))
         self.waiting += request.choices
@@ -92,18 +92,18 @@ class Scheduler:
         elif seq.stage is Stage.WAITING:
             self.waiting.remove(seq)
         seq.stage = Stage.GONE
-        if seq.request.to_keep and not seq.request.is_open:
+        if seq.request.has_retention and not seq.request.is_open:
             self.retention.withdraw(seq.request)
 
     @property
-    def next_end_in_s(self) -> float | None:
+    def next_expiry_s(self) -> float | None:
         """Seconds until the first pin or priority may expire; None if none does."""
         end_s = min(self.retention.pins.next_end_s, self.pool.index.next_end_s)
         return None if end_s == math.inf else max(0.0, end_s - self.clock())
 
     def expire(self) -> None:
         """End the pins and priorities that have expired."""
-        if self.next_end_in_s == 0:
+        if self.next_expiry_s == 0:
             self.retention.expire()
 
     def overdue(self) -> list[Request]:
@@ -139,7 +139,7 @@ class Scheduler:
                 room -= self._take_prefill(step, seq, room)
 
     @property
-    def is_short(self) -> bool:
+    def must_preempt(self) -> bool:
         """Whether the next step must preempt a sequence to get pages."""
         size, n_free = self.limits.page_tokens, self.pool.n_free
         if n_free >= len(self.running):  # one for each
@@ -157,7 +157,7 @@ class Scheduler:
         for chunk in step.chunks:
             chunk.sequence.n_ahead += chunk.draws
 
-    def take_back(self, step: Step) -> None:
+    def roll_back(self, step: Step) -> None:
         """Undo `run_ahead` for a failed step. Later steps were undone before, and no pages were released since."""
         for chunk in step.chunks:
             if chunk.sequence.stage is Stage.RUNNING:
@@ -178,14 +178,14 @@ class Scheduler:
                 seq.request.n_scored += chunk.n_scored
         if not self._order.is_plain:
             for chunk in step.chunks:
-                self._order.computed(chunk.sequence, chunk.n - chunk.draws, chunk.draws)
+                self._order.record_tokens(chunk.sequence, chunk.n - chunk.draws, chunk.draws)
 
     # ------------------------------------------------------------------ chunks
 
     def _take_single_tokens(self, step: Step) -> None:
         """Add one token of every sequence that lacks just one."""
         page_tokens = self.limits.page_tokens
-        ranked = list(self.running) if self._order.is_plain else self._order.kept_first(self.running)
+        ranked = list(self.running) if self._order.is_plain else self._order.by_retention(self.running)
         for seq in ranked:  # preemption takes from the end of it
             if seq.stage is not Stage.RUNNING or seq.n_left != 1:
                 continue
@@ -240,7 +240,7 @@ class Scheduler:
         granted = room
         if len(self.running) >= self.limits.max_sequences:
             return 0  # before sorting the queue
-        for seq in list(self.waiting) if self._order.is_plain else self._order.of(self.waiting):
+        for seq in list(self.waiting) if self._order.is_plain else self._order.ordered(self.waiting):
             if room <= 0 or len(self.running) >= self.limits.max_sequences:
                 break
             shared = self._known_prefix(seq)
@@ -267,7 +267,7 @@ class Scheduler:
     def _reserve_known_tokens(self, seq: Sequence, shared: Pages) -> bool:
         """Reserve pages for every token of `seq`. Return False, and take nothing, if they are not free."""
         n = -(-seq.n_tokens // self.limits.page_tokens) - len(shared)
-        if self.groups and not self.groups.has_room(seq.n_most):
+        if self.groups and not self.groups.has_room(seq.max_computed):
             return False
         spare = len(self.running)  # a page of growth for each running answer, which would soon preempt this one
         pages = self.pool.share(shared)  # first: they may be free, and must not be reserved for others
@@ -276,9 +276,9 @@ class Scheduler:
             return False
         pages = self.pool.promote(self._findable(seq), pages, lambda i: seq.content(i, self.limits.page_tokens))
         n -= len(pages) - len(shared)
-        seq.n_known, seq.n_computed = len(pages), len(pages) * self.limits.page_tokens
+        seq.n_indexed, seq.n_computed = len(pages), len(pages) * self.limits.page_tokens
         if self.groups:
-            seq.caches = self.groups.start(seq.page_keys(len(pages), self.limits.page_tokens), seq.n_most)
+            seq.caches = self.groups.start(seq.page_keys(len(pages), self.limits.page_tokens), seq.max_computed)
         seq.n_computed += self._share_part(seq, n)
         own = self.pool.reserve(n)
         assert own is not None, f"{n} pages for the only sequence, {self.pool.n_free} of {self.pool.n_pages} free"
@@ -290,7 +290,7 @@ class Scheduler:
         if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
             return 0  # its next step may have no row of logits for this page, and so not include it
         n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)))  # the last token is always computed
-        result = self.pool.index.find_part(seq.content(seq.n_known, self.limits.page_tokens, n_most))
+        result = self.pool.index.find_part(seq.content(seq.n_indexed, self.limits.page_tokens, n_most))
         if result is None:
             return 0
         page, n_shared = result
@@ -336,44 +336,44 @@ class Scheduler:
     def _give_back(self, seq: Sequence) -> None:
         self._stop_leading(seq)
         self._drop_source(seq)
-        last = seq.content(seq.n_known, self.limits.page_tokens, min(seq.n_finite, self._n_public(seq)))
-        if self.pool.index.is_worth_knowing(last):  # because the chat's next turn continues after it
+        last = seq.content(seq.n_indexed, self.limits.page_tokens, min(seq.n_finite, self._n_public(seq)))
+        if self.pool.index.is_worth_adding(last):  # because the chat's next turn continues after it
             self._publish(seq, last.key, last)
         self.pool.release(seq.pages.array.tolist())
         seq.pages.clear()
         if self.groups:
             self.groups.release(seq.caches)
             seq.caches = NO_CACHES
-        seq.n_known = seq.n_computed = seq.n_finite = 0
+        seq.n_indexed = seq.n_computed = seq.n_finite = 0
 
     # ------------------------------------------------------------------ prefixes that are known
 
-    def verified(self, seq: Sequence, n: int | None = None) -> None:
+    def publish_verified(self, seq: Sequence, n: int | None = None) -> None:
         """Publish the full pages of a sequence after a finite token was drawn from them.
 
         n: how many of its tokens are verified, if later ones are in flight; None: all computed ones
         """
         page_tokens = self.limits.page_tokens
         seq.n_finite = seq.n_computed if n is None else n
-        next_full = (seq.n_known + 1) * page_tokens
+        next_full = (seq.n_indexed + 1) * page_tokens
         if self.groups:
             self.groups.publish_released(seq.caches)
         nothing_new = seq.n_finite < next_full or self._n_public(seq) < next_full  # the case for most tokens
-        if nothing_new and seq.leads is None and not seq.request.to_keep:
+        if nothing_new and seq.leads is None and not seq.request.has_retention:
             return
         n_full = min(seq.n_finite, self._n_public(seq)) // page_tokens
-        for i, key in enumerate(seq.page_keys(n_full, page_tokens)[seq.n_known :], seq.n_known):
+        for i, key in enumerate(seq.page_keys(n_full, page_tokens)[seq.n_indexed :], seq.n_indexed):
             self._publish(seq, key, seq.content(i, page_tokens))
         self._stop_leading(seq)
-        if seq.request.to_keep:
+        if seq.request.has_retention:
             self.retention.keep(seq)
 
     def _publish(self, seq: Sequence, key: Key, content: PageKey) -> None:
         """Publish the first page of the sequence that is not in the index yet."""
-        i, pages = seq.n_known, seq.pages.array
+        i, pages = seq.n_indexed, seq.pages.array
         self.groups.publish(seq.caches, i, key)
         pages[i] = self.pool.publish(int(pages[i]), key, int(pages[i - 1]) if i else None, content)
-        seq.n_known += 1
+        seq.n_indexed += 1
 
     def _n_public(self, seq: Sequence) -> int:
         """Number of tokens that others may reuse: all, or without the prefix cache its prompt, for its siblings."""
@@ -412,8 +412,8 @@ class Scheduler:
         if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
             return  # scoring a prompt takes many steps: too long to wait for
         n_full = min(seq.n_tokens, self._n_public(seq)) // self.limits.page_tokens
-        if n_full > seq.n_known:
-            key = seq.page_keys(n_full, self.limits.page_tokens)[seq.n_known]
+        if n_full > seq.n_indexed:
+            key = seq.page_keys(n_full, self.limits.page_tokens)[seq.n_indexed]
             seq.leads = key if self._leading.setdefault(key, seq) is seq else None
 
     def _stop_leading(self, seq: Sequence) -> None:

@@ -208,7 +208,9 @@ class BatchBuilder:
             return None, None
         sampling["mask"][[r for r, _ in constrained]] = np.arange(len(constrained)) + 1
         matchers = [matcher for _, matcher in constrained]
-        return (self._grammars.masks(matchers), None) if self._all_cores else self._grammars.masks_beside(matchers)
+        return (
+            (self._grammars.masks(matchers), None) if self._all_cores else self._grammars.masks_in_background(matchers)
+        )
 
 
 def check(executor: Executor, pool: PagePool, groups: CacheGroups) -> None:

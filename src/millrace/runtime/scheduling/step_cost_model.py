@@ -23,7 +23,7 @@ from millrace.runtime.scheduling.step_features import StepWork
 from millrace.runtime.step_history import StepRecord
 from millrace.settings import read_given
 
-_SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_SPREAD, _MOST_S = 2, 1 << 20, 64, 1000, 1e4
+_SCHEMA, _MAX_BYTES, _MAX_KNOTS, _MAX_SPREAD, _MAX_S = 2, 1 << 20, 64, 1000, 1e4
 _COMPARED_STEPS = 256  # steps that `predicted_vs_measured` compares
 _EXPECTED = "what `millrace size verify -o` wrote"
 
@@ -48,10 +48,10 @@ class StepCost:
 
     def __post_init__(self) -> None:
         tokens, seconds = [n for n, _ in self.at], [s for _, s in self.at]
-        if not 1 <= len(tokens) <= _MOST_KNOTS or tokens[0] < 1 or tokens != sorted(set(tokens)):
-            raise ConfigError(f"times at {tokens!r:.80} tokens", f"1 to {_MOST_KNOTS} numbers, rising", "fit again")
+        if not 1 <= len(tokens) <= _MAX_KNOTS or tokens[0] < 1 or tokens != sorted(set(tokens)):
+            raise ConfigError(f"times at {tokens!r:.80} tokens", f"1 to {_MAX_KNOTS} numbers, rising", "fit again")
         times = (*seconds, self.token, self.pair, self.read, self.host, self.host_sequence)
-        if not all(0 <= s < _MOST_S for s in times) or seconds != sorted(seconds) or not seconds[0]:
+        if not all(0 <= s < _MAX_S for s in times) or seconds != sorted(seconds) or not seconds[0]:
             raise ConfigError("times of steps that are negative, endless or fall", "times that rise", "fit again")
 
     def seconds(self, prompts: Sequence[float], starts: Sequence[float], rows: int, context: float) -> float:
@@ -146,9 +146,9 @@ class StepProfile:
     schedule: SchedulerSettings
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.spread) <= _MOST_SPREAD or not all(0 < x < _MOST_S for x in self.spread):
-            raise ConfigError(f"a spread of {self.spread!r:.80}", f"1 to {_MOST_SPREAD} values above 0", "fit again")
-        if not (0 <= self.error < _MOST_S and 0 <= self.front < _MOST_S):
+        if not 1 <= len(self.spread) <= _MAX_SPREAD or not all(0 < x < _MAX_S for x in self.spread):
+            raise ConfigError(f"a spread of {self.spread!r:.80}", f"1 to {_MAX_SPREAD} values above 0", "fit again")
+        if not (0 <= self.error < _MAX_S and 0 <= self.front < _MAX_S):
             raise ConfigError(f"an error of {self.error:g}, {self.front:g} s", "numbers from 0", "fit again")
 
     @property
@@ -172,8 +172,8 @@ def write_profile(file: Path, profile: StepProfile) -> None:
 def read_profile(file: Path) -> StepProfile:
     """Read a profile. raises ConfigError"""
     try:
-        data = read_given(file, _MOST_BYTES)
-        profile: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
+        data = read_given(file, _MAX_BYTES)
+        profile: Any = json.loads(data) if len(data) <= _MAX_BYTES else None
         if not isinstance(profile, dict) or "schema" not in profile:
             raise ConfigError(f"{file} holds no profile", _EXPECTED, "name another file")
         if profile["schema"] != _SCHEMA:

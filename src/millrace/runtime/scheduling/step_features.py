@@ -29,7 +29,7 @@ class StepWork(NamedTuple):
         )
 
 
-def turns_s(steps: Sequence[StepRecord]) -> list[float | None]:
+def step_intervals_s(steps: Sequence[StepRecord]) -> list[float | None]:
     """Return for each step the time until the next one begins: computing, and the host's work between two steps.
 
     None if no sequence of the step is in the next one: the loop may have been idle in between.

@@ -37,14 +37,14 @@ OUTLIER = 4.0  # one measurement moves the model by at most this factor: a step 
 # then, and shows what a row takes.
 _PACE_NOISE, _OVERHEAD_NOISE, _ROW_NOISE = 0.05, 0.1, 0.06
 _NOISE_LOW, _NOISE_HIGH = 0.03, 0.5  # of a step's time from the model: followed as well, within these
-_LEAST_S = 1e-12  # of anything
+_MIN_S = 1e-12  # of anything
 _DOUBT = 0.2  # longer chunks are tried if the logarithm of their length has a deviation above this
 _OPTIMISM = 3.0  # weight of the deviation above _DOUBT
 _PROBE_S = 0.5  # a longer chunk is tried after so many seconds of steps with about as many rows
 _NARROW = 3.0  # "about as many": the most rows are at most this many times the fewest
 _PROBE = 6  # the longer chunk has this many times the rows
 _CLEAR = 1.5  # times a plain step: steps with a chunk that last longer than this differ clearly from it
-_MOST_VARIANCE = 1.0  # of either number
+_MAX_VARIANCE = 1.0  # of either number
 _FIRST_VARIANCES, _SOLVED_VARIANCES = (1.0, 0.25), (0.02, 0.02)  # after the first step, and the first that differs
 _DECODE_ROW = 0.5  # prompt tokens that a decode row counts as
 _FIRST_ROWS = 8  # before anything is known, the overhead of a step counts as so many rows
@@ -85,12 +85,12 @@ class StepTime:
 
     def assume(self, overhead_s: float, row_s: float, variances: tuple[float, float]) -> None:
         """Start from given numbers. variances: of their logarithms"""
-        self.overhead_s, self.row_s = max(overhead_s, _LEAST_S), max(row_s, _LEAST_S)
+        self.overhead_s, self.row_s = max(overhead_s, _MIN_S), max(row_s, _MIN_S)
         self._covariance = (variances[0], 0.0, variances[1])
 
     def observe(self, rows: float, step_time_s: float) -> None:
         """Update the model by a step that took `step_time_s` with so many rows."""
-        measured_s = max(step_time_s, _LEAST_S)
+        measured_s = max(step_time_s, _MIN_S)
         self._watch_range(rows, measured_s)
         if not self.is_known:
             row_s = measured_s / (rows + _FIRST_ROWS)
@@ -100,10 +100,10 @@ class StepTime:
         if self._first is not None and self._solve(rows, measured_s):
             return
         overhead_variance, covariance, row_variance = self._covariance
-        overhead_variance = min(overhead_variance + _PACE_NOISE**2 + _OVERHEAD_NOISE**2, _MOST_VARIANCE)
-        row_variance = min(row_variance + _PACE_NOISE**2 + _ROW_NOISE**2, _MOST_VARIANCE)
-        most = sqrt(overhead_variance * row_variance)
-        covariance = min(max(covariance + _PACE_NOISE**2, -most), most)
+        overhead_variance = min(overhead_variance + _PACE_NOISE**2 + _OVERHEAD_NOISE**2, _MAX_VARIANCE)
+        row_variance = min(row_variance + _PACE_NOISE**2 + _ROW_NOISE**2, _MAX_VARIANCE)
+        limit = sqrt(overhead_variance * row_variance)
+        covariance = min(max(covariance + _PACE_NOISE**2, -limit), limit)
         expected_s = self.of(rows)
         error = min(log(measured_s / expected_s), log(OUTLIER))
         share = self.overhead_s / expected_s  # of the overhead: the derivative by its logarithm
@@ -114,7 +114,7 @@ class StepTime:
         # Whatever interrupts a process makes a step longer. One in less than half of the expected time is no accident.
         variance = doubt + (self._noise if error > -log(2) else _NOISE_LOW**2)
         overhead_gain, row_gain = with_overhead / variance, with_row / variance
-        self.row_s = max(self.row_s * exp(row_gain * error), _LEAST_S)
+        self.row_s = max(self.row_s * exp(row_gain * error), _MIN_S)
         self.overhead_s = max(self.overhead_s * exp(overhead_gain * error), self.row_s)  # no step is cheaper than that
         self._covariance = (
             max(overhead_variance - overhead_gain * with_overhead, 0.0),

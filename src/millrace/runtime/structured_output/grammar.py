@@ -37,8 +37,8 @@ from millrace.runtime.structured_output.grammar_source import in_one_layout as i
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-MAX_KEPT = 64  # compiled grammars
-MAX_KEPT_CHARACTERS = 2**20  # of their sources; llguidance takes up to 60 bytes for each
+MAX_CACHED = 64  # compiled grammars
+MAX_CACHED_CHARACTERS = 2**20  # of their sources; llguidance takes up to 60 bytes for each
 MAX_THREADS = 4  # for the masks of a step
 ALL = np.uint32(0xFFFFFFFF)
 
@@ -93,38 +93,38 @@ class Matcher:
         "_is_free",
         "_may_think",
         "_n_gap",
-        "_thoughts",
+        "_reasoning",
         "compiled",
         "guide",
     )
 
-    def __init__(self, handle: _MatcherHandle, thoughts: ReasoningSpan | None = None) -> None:
-        self._handle, self._thoughts = handle, thoughts
+    def __init__(self, handle: _MatcherHandle, reasoning: ReasoningSpan | None = None) -> None:
+        self._handle, self._reasoning = handle, reasoning
         self.compiled, self.guide = handle.compiled, handle.compiled.matcher.deep_copy()
         self._accepted: list[int] = []  # by `guide`
-        self._is_free = thoughts is not None and thoughts.opened
-        self._may_think = thoughts is not None and not thoughts.opened
+        self._is_free = reasoning is not None and reasoning.opened
+        self._may_think = reasoning is not None and not reasoning.opened
         self._n_gap = 0  # characters of the gap that may still follow
         self._failed_because = ""  # the server's fault
 
-    def take(self, token: int) -> None:
+    def accept(self, token: int) -> None:
         """Accept the next token of the answer."""
-        thoughts, may_think, self._may_think = self._thoughts, self._may_think, False
+        reasoning, may_think, self._may_think = self._reasoning, self._may_think, False
         n_gap, self._n_gap = self._n_gap, 0
-        if thoughts is not None and self._is_free:
-            self._is_free = token != thoughts.end
-            self._n_gap = 0 if self._is_free else thoughts.n_gap
-        elif thoughts is not None and token in self._gap(n_gap) and not self.guide.validate_tokens([token]):
-            self._n_gap = n_gap - thoughts.gap[token]  # white space that the grammar accepts belongs to the answer
-        elif thoughts is not None and may_think and token == thoughts.begin:
+        if reasoning is not None and self._is_free:
+            self._is_free = token != reasoning.end
+            self._n_gap = 0 if self._is_free else reasoning.n_gap
+        elif reasoning is not None and token in self._gap(n_gap) and not self.guide.validate_tokens([token]):
+            self._n_gap = n_gap - reasoning.gap[token]  # white space that the grammar accepts belongs to the answer
+        elif reasoning is not None and may_think and token == reasoning.begin:
             self._is_free = True
         else:
             self._accepted.append(token)
-            self.guide.consume_token(token)  # a refused token is an error of the matcher, reported by `why`
+            self.guide.consume_token(token)  # a refused token is an error of the matcher, reported by `error`
 
     def _gap(self, n_most: int) -> list[int]:
         """Return the tokens of the gap with at most so many characters."""
-        return [] if self._thoughts is None else [i for i, n in self._thoughts.gap.items() if n <= n_most]
+        return [] if self._reasoning is None else [i for i, n in self._reasoning.gap.items() if n <= n_most]
 
     def restart(self, compiled: Callable[[str], "LLMatcher"]) -> None:
         """Restore the position with a lexer that only this request uses."""
@@ -135,22 +135,22 @@ class Matcher:
         self.compiled, self.guide = handle.compiled, handle.compiled.matcher.deep_copy()
         self.guide.consume_tokens(self._accepted)
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """End the answer because of a failure of the server, not of the request."""
-        self._failed_because = why
+        self._failed_because = reason
 
     @property
-    def why(self) -> str:
+    def error(self) -> str:
         """Why the answer cannot continue; "" if it can, or is complete."""
         return self._failed_because or stopped_because(self.guide)
 
     @property
     def fault(self) -> RequestError | None:
         """The request's error, if its answer cannot continue."""
-        if self._failed_because or not (why := self.why):
+        if self._failed_because or not (error := self.error):
             return None
         params = self._handle.params
-        what = f"its {params.kind} cannot be enforced any more in the middle of the answer: {why}"
+        what = f"its {params.kind} cannot be enforced any more in the middle of the answer: {error}"
         return params.refused(what, LIMITED, f"bound what {params.asked_as} repeats, or simplify it")
 
     def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
@@ -159,10 +159,10 @@ class Matcher:
             mask[:] = ALL
             for token in ends:
                 mask[token // 32] &= ~np.uint32(1 << token % 32)
-        elif self.why:
+        elif self.error:
             mask[:] = 0
-        elif self._thoughts is not None:
-            begin = [self._thoughts.begin] if self._may_think else []
+        elif self._reasoning is not None:
+            begin = [self._reasoning.begin] if self._may_think else []
             for token in (*begin, *self._gap(self._n_gap)):
                 mask[token // 32] |= np.uint32(1 << token % 32)
 
@@ -181,17 +181,17 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._process: GrammarProcess | None = None
-        self._why_not = ""  # why there is no vocabulary
+        self._unavailable_because = ""  # why there is no vocabulary
         self._mask_thread = ThreadPoolExecutor(1, "millrace-masks")  # starts its thread with the first masks
         self._filling = Future[None]()  # the last call in the mask thread
         self._filling.set_result(None)
 
     def matchers(
-        self, params: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
+        self, params: StructuredOutputsParams | None, n: int, reasoning: ReasoningSpan | None = None
     ) -> list[Matcher]:
         """Return matchers for `n` answers, none without `params`. Compiles a grammar that is not cached.
 
-        thoughts: the reasoning that may precede each answer, unconstrained
+        reasoning: the reasoning that may precede each answer, unconstrained
         raises RequestError if the grammar cannot be compiled or is too large; MachineError if memory is short
         """
         if params is None:
@@ -208,12 +208,12 @@ class GrammarCompiler:
                 self._cache[key] = compiled
                 self._forget()
         handle = _MatcherHandle(params, compiled)
-        return [Matcher(handle, thoughts) for _ in range(n)]
+        return [Matcher(handle, reasoning) for _ in range(n)]
 
     def _forget(self) -> None:
         """Drop the least recently used grammars beyond the limits of the cache."""
         n = sum(len(compiled.source) for compiled in self._cache.values())
-        while len(self._cache) > MAX_KEPT or (n > MAX_KEPT_CHARACTERS and len(self._cache) > 1):
+        while len(self._cache) > MAX_CACHED or (n > MAX_CACHED_CHARACTERS and len(self._cache) > 1):
             _, compiled = self._cache.popitem(last=False)
             n -= len(compiled.source)
 
@@ -226,7 +226,7 @@ class GrammarCompiler:
         self._fill(masks, matchers)
         return masks
 
-    def masks_beside(self, matchers: Sequence[Matcher]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+    def masks_in_background(self, matchers: Sequence[Matcher]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
         """Start to fill the masks in another thread. Return them, and a flag (1,) that is 0 until they are filled.
 
         Until then the matchers belong to that thread. If it fails, which is a defect, the masks allow nothing and the
@@ -252,7 +252,7 @@ class GrammarCompiler:
     def _fill(self, masks: NDArray[np.uint32], matchers: Sequence[Matcher]) -> None:
         self._compute(range(len(matchers)), matchers, masks)
         restarted = []
-        for row in self._left_by_their_lexer(matchers):
+        for row in self._lexer_failures(matchers):
             try:
                 matchers[row].restart(self._compiled)
             except MachineError as error:  # the other answers of the step continue
@@ -266,7 +266,7 @@ class GrammarCompiler:
 
     def revive(self, matcher: Matcher) -> None:
         """Restart a matcher whose lexer has given up, perhaps on another answer. raises MachineError"""
-        if self._left_by_their_lexer([matcher]):
+        if self._lexer_failures([matcher]):
             matcher.restart(self._compiled)
 
     def _compute(self, rows: Sequence[int], matchers: Sequence[Matcher], masks: NDArray[np.uint32]) -> None:
@@ -274,13 +274,13 @@ class GrammarCompiler:
         numbered = [(matchers[row].guide, row) for row in rows]
         self._executor.unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(masks))
 
-    def _left_by_their_lexer(self, matchers: Sequence[Matcher]) -> list[int]:
+    def _lexer_failures(self, matchers: Sequence[Matcher]) -> list[int]:
         """Return the rows whose lexer has given up, perhaps because of another answer, and drop their grammars.
 
         Such answers may continue after a restart, which compiles the grammar again and delays the step by some 2 ms, up
         to 60.
         """
-        failed = {m.compiled for m in matchers if m.why and not m.compiled.is_own}
+        failed = {m.compiled for m in matchers if m.error and not m.compiled.is_own}
         given_up = {compiled for compiled in failed if compiled.has_given_up}
         with self._lock:
             for compiled in given_up:
@@ -311,7 +311,7 @@ class GrammarCompiler:
     def prepare(self) -> None:
         """Build llguidance's vocabulary, some 0.2 s for a large one, and start the compiling process."""
         with self._opening:
-            if self._vocabulary is not None or self._why_not or not self._ends:
+            if self._vocabulary is not None or self._unavailable_because or not self._ends:
                 return
             from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 
@@ -319,7 +319,7 @@ class GrammarCompiler:
             try:
                 ready = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._ends)
             except ValueError as error:
-                self._why_not = shortened(str(error))
+                self._unavailable_because = shortened(str(error))
                 return
             self._executor = LLExecutor(num_threads=min(MAX_THREADS, usable_cores()))
             if self._process is None:
@@ -336,7 +336,7 @@ class GrammarCompiler:
         if not self._ends:
             what = "this model has no end-of-text token, so that such an answer could not end"
             raise params.refused(what, "a model with one", "choose another model")
-        what = f"this model's vocabulary cannot be used for it: {self._why_not}"
+        what = f"this model's vocabulary cannot be used for it: {self._unavailable_because}"
         raise params.refused(what, "a vocabulary that llguidance reads", "choose another model")
 
 

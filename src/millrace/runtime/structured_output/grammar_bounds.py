@@ -72,10 +72,10 @@ def check_lark(lark: str, refuse: Refuse) -> None:
         pass
 
 
-def check_rules(n: int, refuse: Refuse, most: int = MAX_RULES) -> None:
+def check_rules(n: int, refuse: Refuse, limit: int = MAX_RULES) -> None:
     """Check a grammar's number of rules. raises RequestError"""
-    if n > most:
-        raise refuse(f"it has more than {most} rules and terminals", f"at most {most}", "simplify the grammar")
+    if n > limit:
+        raise refuse(f"it has more than {limit} rules and terminals", f"at most {limit}", "simplify the grammar")
 
 
 def with_schemas(lark: str, rewrite: Callable[[Schema], Schema]) -> str:

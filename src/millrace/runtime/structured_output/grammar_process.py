@@ -122,9 +122,9 @@ class GrammarProcess:
         return self._long.compile(message)
 
 
-def _not_compiled(params: StructuredOutputsParams, why: str) -> RequestError:
+def _not_compiled(params: StructuredOutputsParams, reason: str) -> RequestError:
     return params.refused(
-        f"its {params.kind} cannot be compiled: {why}", "what can be compiled within these limits",
+        f"its {params.kind} cannot be compiled: {reason}", "what can be compiled within these limits",
         f"simplify {params.asked_as}",
     )  # fmt: skip
 

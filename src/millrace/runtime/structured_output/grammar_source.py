@@ -29,7 +29,7 @@ NO_FORCING = '%llguidance {"no_forcing": true}'
 DEAD_END = "NoExtensionBias"  # no token may follow, and the answer is not complete
 LIMITED = "a grammar that can be enforced within the limits"
 NOTHING_FOLLOWS = "no token of the vocabulary can go on with it"
-MAX_WHY = 200  # of each part of llguidance's message
+MAX_MESSAGE = 200  # of each part of llguidance's message
 # Of a rule's attributes. llguidance leaves it to the sampler without an error, but a row has one temperature.
 _TEMPERATURE = re.compile(
     r"""^[ \t]*+[?!]?[\w.-]++[ \t]*+\[\s*+
@@ -136,5 +136,5 @@ def shortened(message: str) -> str:
 
 def _bounded(line: str) -> str:
     """Return the beginning and the end of a line: the error may come after a long quoted text."""
-    half = MAX_WHY // 2
-    return line if len(line) <= MAX_WHY else f"{line[:half]} ... {line[-half:]}"
+    half = MAX_MESSAGE // 2
+    return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from millrace.errors import RequestError
-from millrace.runtime.request.request import FREELY, RequestOptions
+from millrace.runtime.request.request import DEFAULT_OPTIONS, RequestOptions
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.serve.llm.reasoning import Thinking, thinking_of
 from millrace.serve.llm.request_types import Message
@@ -102,7 +102,7 @@ class Conversation:
 
     messages: Sequence[Message]
     params: SamplingParams
-    terms: RequestOptions = FREELY
+    terms: RequestOptions = DEFAULT_OPTIONS
     tools: Tools | None = None
     rendering: Rendering = DEFAULT_RENDERING
     whole_bytes: int | None = None

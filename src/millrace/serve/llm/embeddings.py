@@ -21,11 +21,10 @@ from millrace.runtime.encoder_loop import (
     EncoderLoop,
     EncoderStats,
     Vectors,
-    checked_ids,
-    truncated,
+    check_ids,
     truncation,
 )
-from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, is_final
+from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, stop_within
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE, ServerContext
@@ -101,7 +100,7 @@ class EncoderBackend(Backend):
         """Encode one text from its characters to its vector; return an error message, or None."""
         try:
             (ids,) = await self.texts.encode(["Hi"], add_special_tokens=True)
-            await self.vectors([checked_ids(ids[: self.limits.max_context], self.limits, "the text")])
+            await self.vectors([check_ids(ids[: self.limits.max_context], self.limits, "the text")])
         except MillraceError as error:
             return str(error)
         return None
@@ -122,7 +121,7 @@ class EncoderBackend(Backend):
         yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
 
     async def abort(self, within_s: float) -> None:
-        if not await is_final(self.model.loop.stop, within_s):
+        if not await stop_within(self.model.loop.stop, within_s):
             self._stuck = True
             self.model.loop.abandon()
         self.texts.close()
@@ -197,9 +196,9 @@ async def token_ids(
     def check_all() -> list[Ids]:
         checked_ids_of_texts: list[Ids] = []
         for i, ids in enumerate(encoded):
-            cut = ids if max_tokens is None else truncated(ids, max_tokens, around)
+            cut = ids if max_tokens is None else truncate(ids, max_tokens, around)
             checked_ids_of_texts.append(
-                checked_ids(cut, limits, f"{field} {i}" if len(encoded) > 1 else f"the {field}", field)
+                check_ids(cut, limits, f"{field} {i}" if len(encoded) > 1 else f"the {field}", field)
             )
         return checked_ids_of_texts
 

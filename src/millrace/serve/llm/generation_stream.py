@@ -13,7 +13,7 @@ from millrace import __version__
 from millrace.checkpoint.tool_calls.answer_parser import ParsedDelta
 from millrace.engine.executor import IntArray
 from millrace.runtime.request.prompt_embeds import EmbeddedPrompt
-from millrace.runtime.request.request import FREELY, RequestOptions, StopTables
+from millrace.runtime.request.request import DEFAULT_OPTIONS, RequestOptions, StopTables
 from millrace.runtime.request.sampling_params import (
     Delta,
     FinishReason,
@@ -170,7 +170,7 @@ class GenerationStream:
             if self._digests:
                 self._digests[choice].update(np.array(delta.token_ids, "<i4").tobytes())
             last_s, timings = self._last_s.get(choice), self.handle.requests[choice // self.params.n].timings
-            timings.first_told_s, timings.told_s = timings.first_told_s or now_s, now_s
+            timings.first_read_s, timings.last_read_s = timings.first_read_s or now_s, now_s
             if not self._first_token_seen:
                 self._first_token_seen = True
                 self._call.log.ttft_ms = (now_s - self._call.arrived_s) * 1e3
@@ -253,7 +253,7 @@ async def submit_prompts(
     prompts: Sequence[list[int] | EmbeddedPrompt],
     params: SamplingParams,
     call: RequestContext,
-    terms: RequestOptions = FREELY,
+    terms: RequestOptions = DEFAULT_OPTIONS,
     *,
     continues: bool = False,
     whole_bytes: int | None = None,
@@ -277,8 +277,8 @@ async def submit_prompts(
         check_reply_bytes(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes, params.n)
     stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
     matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), readers.thoughts)
-    if call.tenant and not terms.claim.tenant:
-        terms = replace(terms, claim=replace(terms.claim, tenant=call.tenant))
+    if call.tenant and not terms.queue_options.tenant:
+        terms = replace(terms, queue_options=replace(terms.queue_options, tenant=call.tenant))
     if call.tenant and not backend.settings.share_prefix_cache:
         terms = replace(terms, cache=replace(terms.cache, salt=_salt_of(call.tenant, terms.cache.salt)))
     if not terms.delivered:

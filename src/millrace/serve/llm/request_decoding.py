@@ -16,8 +16,8 @@ from msgspec import UNSET, Struct
 from millrace.checkpoint.chat.chat_template import normalised
 from millrace.errors import RequestError, nearest
 from millrace.runtime.request.prefix_cache_options import PLAIN, CacheOptions
-from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
-from millrace.runtime.request.request import FREELY, RequestOptions
+from millrace.runtime.request.queue_options import DEFAULT_QUEUE_OPTIONS, QueueOptions
+from millrace.runtime.request.request import DEFAULT_OPTIONS, RequestOptions
 from millrace.runtime.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from millrace.serve.http.errors import HttpError, not_yet
 from millrace.serve.http.json_scan import count_values
@@ -326,13 +326,15 @@ def requests_receipt(request: SamplingFields, n_prompts: int = 1) -> bool:
 
 def request_options(request: TermsFields) -> RequestOptions:
     """Return the cache and queue options of a request. raises RequestError naming the field"""
-    cache, claim = cache_options(request), _claim(request)
-    return FREELY if cache is PLAIN and claim is NO_CLAIM else RequestOptions(cache=cache, claim=claim)
+    cache, queueing = cache_options(request), _queue_options(request)
+    if cache is PLAIN and queueing is DEFAULT_QUEUE_OPTIONS:
+        return DEFAULT_OPTIONS
+    return RequestOptions(cache=cache, queue_options=queueing)
 
 
-def _claim(request: TermsFields) -> QueueOptions:
+def _queue_options(request: TermsFields) -> QueueOptions:
     if request.priority is None and request.queue_timeout_s is None:
-        return NO_CLAIM
+        return DEFAULT_QUEUE_OPTIONS
     return QueueOptions(priority=request.priority or 0, queue_timeout_s=request.queue_timeout_s)
 
 

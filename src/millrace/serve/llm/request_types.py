@@ -15,13 +15,13 @@ from millrace.runtime.kv.pages import DEFAULT_PRIORITY, MAX_CACHE_PRIORITY
 from millrace.runtime.request.prefix_cache_options import MAX_SALT_CHARACTERS, MAX_TTL_S
 from millrace.runtime.request.queue_options import MAX_PRIORITY, MAX_WAIT_S
 from millrace.runtime.request.sampling_params import (
-    LEAST,
     MAX_BIASED_TOKENS,
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
+    MIN_POSITIVE,
 )
 from millrace.serve.llm.reasoning import FIELDS as THINKING
 from millrace.serve.llm.reasoning import Effort, EnableThinking, ReasoningOptions, Think, ThinkingType, undecided_fields
@@ -178,15 +178,15 @@ class SamplingFields(TermsFields, kw_only=True):
     ] = None
     min_tokens: Annotated[int | None, described("no end before so many tokens", 0, 0)] = None
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
-    top_p: Annotated[float | None, described("the likeliest tokens that together are so probable", 1.0, LEAST, 1)] = (
-        None
-    )
+    top_p: Annotated[
+        float | None, described("the likeliest tokens that together are so probable", 1.0, MIN_POSITIVE, 1)
+    ] = None
     top_k: Annotated[int | None, described("so many of the likeliest tokens; 0 or -1 is off", 0, -1)] = None
     min_p: Annotated[float | None, described("tokens at least so likely, relative to the likeliest", 0.0, 0, 1)] = None
     presence_penalty: Annotated[float | None, described("for tokens that the answer has", 0.0, -2, 2)] = None
     frequency_penalty: Annotated[float | None, described("for each time that it has them", 0.0, -2, 2)] = None
     repetition_penalty: Annotated[
-        float | None, described("divides the logits of tokens in prompt and answer; 1 is off", 1.0, LEAST, 100)
+        float | None, described("divides the logits of tokens in prompt and answer; 1 is off", 1.0, MIN_POSITIVE, 100)
     ] = None
     repeat_last_n: Annotated[
         int | None, described("so many of the last tokens count for penalties; -1: all, 0: penalties are off", -1, -1)

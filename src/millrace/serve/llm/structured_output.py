@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from millrace.errors import RequestError, check_names
-from millrace.runtime.request.structured_outputs import StructuredOutputsParams, structured
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams, parse_structured_outputs
 from millrace.serve.llm.request_types import SamplingFields
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -31,8 +31,8 @@ def _field_constraint(name: str, value: object) -> StructuredOutputsParams | Non
     if name == "response_format":
         return response_format(value)
     if name == "structured_outputs":
-        return structured(value, name)
-    return structured({name.removeprefix("guided_"): value}, name)
+        return parse_structured_outputs(value, name)
+    return parse_structured_outputs({name.removeprefix("guided_"): value}, name)
 
 
 def response_format(value: object) -> StructuredOutputsParams | None:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from millrace.errors import RequestError
-from millrace.runtime.step_history import MOST_STEPS, RequestTrace, StepRecord
+from millrace.runtime.step_history import MAX_STEPS, RequestTrace, StepRecord
 from millrace.serve.backend import Models
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.http_request import CALL, RequestContext
@@ -79,7 +79,7 @@ def request_trace(models: Models, scope: Scope) -> Response:
 
 
 def _step_limit(scope: Scope) -> int:
-    limit = MOST_STEPS
+    limit = MAX_STEPS
     for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
         if name != "steps" or not re.fullmatch("[0-9]{1,9}", value):
             raise RequestError(f"{name:.60}={value:.60} is asked of a trace", "steps=N", "leave it out", name[:60])
@@ -87,7 +87,7 @@ def _step_limit(scope: Scope) -> int:
     return limit
 
 
-def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS) -> TraceReply:
+def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MAX_STEPS) -> TraceReply:
     request, timings = trace.record, trace.record.timings
     queued_s = timings.queued_s
     steps = [
@@ -102,7 +102,8 @@ def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS
     return TraceReply(
         request.id, None if timings.received_s is None else _ms(queued_s - timings.received_s),
         _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
-        _since(queued_s, timings.first_told_s), _since(queued_s, timings.finished_s), _since(queued_s, timings.told_s),
+        _since(queued_s, timings.first_read_s), _since(queued_s, timings.finished_s),
+        _since(queued_s, timings.last_read_s),
         request.n_prompt, request.n_cached, saved, timings.n_output_tokens,
         timings.n_preemptions, steps,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from millrace.machine.cpu import machine_name
 from millrace.report.page import render
 from millrace.report.plot_scale import Scale
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.scheduling.step_features import StepWork, turns_s
+from millrace.runtime.scheduling.step_features import StepWork, step_intervals_s
 from millrace.runtime.step_history import StepRecord
 from millrace.serve.backend import Models
 from millrace.serve.http.http_request import CALL, RequestContext
@@ -84,7 +84,7 @@ def steps(models: Models, scope: Scope) -> Response:
     for backend in models.of_kind(TextBackend):
         loop, about = backend.model.engine.loop, backend.model.metadata
         visible = _visible_steps(loop, scope[CALL])
-        turns, limits, budget = turns_s(visible), loop.limits, loop.budget
+        turns, limits, budget = step_intervals_s(visible), loop.limits, loop.budget
         schedule = ScheduleReply(
             limits.max_step_tokens, limits.max_sequences, limits.max_rows, limits.max_context, limits.page_tokens,
             limits.n_pages, budget.gap_limit_s, budget.stretch, budget.chunk_low,

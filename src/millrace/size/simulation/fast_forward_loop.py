@@ -122,7 +122,7 @@ class FastForwardLoop:
 
     def _draw(self, seq: Sequence) -> None:
         outcome = self._outcomes[seq]
-        self._scheduler.verified(seq)
+        self._scheduler.publish_verified(seq)
         seq.tokens.append(TOKEN)
         if seq.n_output == 1:
             outcome.first_s = self._clock.now_s
@@ -164,7 +164,7 @@ class FastForwardLoop:
         heappush(self._growing, (self.steps + len(seq.pages) * size - start, place, 0, seq))
         heappush(self._turning, (self.steps + self._outcomes[seq].arrival.n_output - seq.n_output - 1, place, 1, seq))
         if self._scheduler.prefix_cache:
-            heappush(self._turning, (self.steps + (seq.n_known + 1) * size - start - 1, place, 0, seq))
+            heappush(self._turning, (self.steps + (seq.n_indexed + 1) * size - start - 1, place, 0, seq))
 
     def _place_last(self, seq: Sequence) -> None:
         self._n_placed += 1
@@ -199,7 +199,7 @@ class FastForwardLoop:
                 del self._since[seq]
                 self._end(seq, self._outcomes[seq])
             else:
-                self._scheduler.verified(seq)
+                self._scheduler.publish_verified(seq)
                 heappush(self._turning, (at + self._limits.page_tokens, place, 0, seq))
 
     def _step_with_prompts(self) -> None:
