@@ -1,4 +1,4 @@
-"""Array types that the kernels' references share."""
+"""Array types shared by the kernels' references."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Which kernels and operators there are: the folders of this room that hold a declare.py, an op.py.
+"""The catalog of kernels and operators: the folders of this room that have a declare.py or an op.py.
 
-A kernel's number in a program is its place among them, sorted by name. Standard library only, as in declare.py.
+A kernel's number in a program is its index among them, sorted by name. Standard library only, as in declare.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def discover(file: str) -> list[tuple[str, ModuleType]]:
-    """(folder, module) of all folders that hold this file, sorted by name."""
+    """Return (folder, module) of all folders that have this file, sorted by name."""
     names = sorted(path.parent.name for path in Path(__file__).parent.glob(f"*/{file}.py"))
     return [(name, importlib.import_module(f"millrace.kernels.{name}.{file}")) for name in names]
 
 
 @cache
 def kernels() -> tuple[Kernel, ...]:
-    """In the order of their numbers."""
+    """Return all kernels in the order of their numbers."""
     return tuple(_declared(folder, module) for folder, module in discover("declare"))
 
 
@@ -39,12 +39,12 @@ def _declared(folder: str, module: ModuleType) -> Kernel:
 
 @cache
 def numbered() -> Mapping[str, tuple[int, Kernel]]:
-    """By name: its number and its declaration."""
+    """Return the number and declaration of each kernel by name."""
     return MappingProxyType({kernel.name: (i, kernel) for i, kernel in enumerate(kernels())})
 
 
 def declarations_digest() -> str:
-    """Of all that a program's bytes mean: kernels, operands, parameters, sizes and checks, in their order."""
+    """Digest the meaning of a program's bytes: kernels, operands, parameters, sizes and checks, in order."""
     declarations = [
         (k.name, [(o.name, o.access, o.size, o.ctype) for o in k.operands], k.params, k.checks) for k in kernels()
     ]
@@ -53,7 +53,7 @@ def declarations_digest() -> str:
 
 @cache
 def operators() -> Mapping[str, KernelOperator]:
-    """Of all folders, by name."""
+    """Return the operators of all folders by name."""
     every = [operator for _, module in discover("op") for operator in module.OPERATORS]
     by_name = {operator.name: operator for operator in every}
     assert len(by_name) == len(every), f"two operators of one name among {sorted(o.name for o in every)}"

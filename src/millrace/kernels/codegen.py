@@ -1,4 +1,4 @@
-"""Writes the C++ side of the kernels' declarations: argument structs, a decoder that checks every offset, their list.
+"""Generates the C++ side of the kernel declarations: argument structs, a decoder that checks every offset, their list.
 
 Run by CMake: `python -S -m millrace.kernels.codegen FOLDER native/millrace.h`. Standard library only.
 """
@@ -54,7 +54,7 @@ def take_operand(kernel: Kernel, o: Operand) -> str:
 
 
 def parameters(kernel: Kernel) -> list[str]:
-    """The integers of `a` by their names, wide enough for every size."""
+    """Declare the integers of `a` by name, wide enough for every size."""
     names = [name for kind, name, length in kernel.fields if length == 1 and kind != "f32"]
     return [f"  [[maybe_unused]] const int64_t {name} = a.{name};" for name in names]
 
@@ -86,7 +86,7 @@ def decoder(kernel: Kernel) -> str:
 
 
 def scratch() -> list[str]:
-    """How much each worker needs for itself in a step."""
+    """Generate the sizes of each worker's scratch memory."""
     lines = ["inline int64_t scratch_floats(const Call& s) {"]
     for kernel in kernels():
         if kernel.scratch:
@@ -96,7 +96,7 @@ def scratch() -> list[str]:
 
 
 def knobs() -> list[str]:
-    """How a kernel works, chosen for each step of the program; see Knob."""
+    """Generate the settings of a call, chosen for each call of a program; see Knob."""
     rows = ["{" + ", ".join(str(k.high) for k in kernel.knobs) + "}" for kernel in kernels()]
     fields = [f"MILLRACE_INLINE int32_t {k.name}() const {{ return knob[{i}]; }}" for kernel in kernels()
               for i, k in enumerate(kernel.knobs)]  # fmt: skip
@@ -109,7 +109,7 @@ def knobs() -> list[str]:
 
 
 def interface_digest(interface: Path) -> str:
-    """Of native/millrace.h."""
+    """Digest native/millrace.h."""
     return hashlib.blake2b(interface.read_bytes(), digest_size=8).hexdigest()
 
 
@@ -160,7 +160,7 @@ def header(interface: Path) -> str:
 
 
 def listing() -> str:
-    """All kernels for one instruction set, as native/isa_unit.cpp takes them."""
+    """List all kernels for one instruction set, for native/isa_unit.cpp."""
     names = [k.name for k in kernels()]
     types = [k.scratch_type for k in kernels() if k.scratch_type]
     parts = [
@@ -181,7 +181,7 @@ def listing() -> str:
 
 
 def write(folder: Path, interface: Path) -> None:
-    """Both files, as the native core includes them."""
+    """Write both files, which the native executor includes."""
     (folder / HEADER).write_text(header(interface), encoding="utf-8")
     (folder / LIST).write_text(listing(), encoding="utf-8")
 

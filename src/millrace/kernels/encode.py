@@ -1,4 +1,4 @@
-"""Writes one step of a program, checked by the same declaration that the C++ decoder is generated from."""
+"""Encodes one call of a program, checked by the declaration from which the C++ decoder is generated."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _FUNCTIONS = {f.__name__: f for f in (byte_row_bytes, matrix_bytes, panel_bytes,
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Where an operand lies: a buffer and a byte offset in it."""
+    """The place of an operand: a buffer and a byte offset in it."""
 
     space: Space
     offset: int
@@ -23,14 +23,14 @@ class Ref:
 
 
 def operand_bytes(name: str, params: Mapping[str, Param], most: Sequence[int]) -> dict[str, int]:
-    """Bytes that each operand of a step may touch, by the declaration; `most` are the bounds of the symbols."""
+    """Return the bytes that each operand of a call may access. most: bounds of the program's sizes"""
     _, kernel = numbered()[name]
     scope = {**_FUNCTIONS, **params, "most": most.__getitem__}
     return {o.name: int(eval(o.size, {"__builtins__": {}}, scope)) for o in kernel.operands}
 
 
 def encode(name: str, operands: Mapping[str, Ref | None], params: Mapping[str, Param]) -> bytes:
-    """One step as bytes: kernel, operand references, parameters. Asserts what the C++ decoder will check."""
+    """Encode one call: kernel, operand references, parameters. Asserts what the C++ decoder will check."""
     number, kernel = numbered()[name]
     assert set(operands) <= {o.name for o in kernel.operands}, f"{name} has no operand among {sorted(operands)}"
     assert set(params) <= {n for _, n, _ in kernel.fields}, f"{name} has no parameter among {sorted(params)}"

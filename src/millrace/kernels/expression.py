@@ -1,8 +1,8 @@
-"""The register code that the kernels run for an expression (graph/expressions.py).
+"""Register code of element-wise expressions (graph/expressions.py), which the kernels run.
 
 It is a list of op | dst << 8 | left << 16 | right << 24 over 8 registers; inputs start as registers 0, 1, ...; op 0
 ends it and its `left` is the register of the result (kernels/elementwise/native.hpp reads it). A choice has the
-register of its condition three bits above dst. What is in BROADCAST_ONLY the kernel broadcast knows, and no other.
+register of its condition three bits above dst. Operations in BROADCAST_ONLY are supported by the kernel broadcast only.
 """
 
 from collections import Counter
@@ -35,16 +35,16 @@ _CODES = {name: i for i, name in enumerate(_NAMES)}
 
 
 class TooComplexError(Exception):
-    """The expression needs more registers, operations or numbers than a kernel has: it must be cut in two."""
+    """The expression needs more registers, operations or numbers than a kernel has: it must be split."""
 
 
 def compile_tree(tree: Tree, n_inputs: int) -> tuple[list[int], list[float]]:
-    """(code, immediates) for the kernels. raises TooComplexError where it does not fit"""
+    """Return (code, immediates) for the kernels. raises TooComplexError if the expression does not fit"""
     return _Allocator(tree, n_inputs).result
 
 
 def tree_of(code: Sequence[int], numbers: Sequence[float], n_inputs: int) -> Tree:
-    """The tree that `compile_tree` made this of; what registers share, it shares."""
+    """Return the tree from which `compile_tree` made this code; shared registers become shared subtrees."""
     registers: list[Tree] = [*range(n_inputs), *[0] * (MAX_REGISTERS - n_inputs)]
     for word in code:
         name, to, left, right = _NAMES[word & 255], word >> 8 & 7, word >> 16 & 255, word >> 24 & 255
@@ -59,19 +59,19 @@ def tree_of(code: Sequence[int], numbers: Sequence[float], n_inputs: int) -> Tre
 
 
 def needs_broadcast(code: Sequence[int]) -> bool:
-    """Whether it has operations that only this kernel knows."""
+    """Return whether the code has operations that only the kernel broadcast supports."""
     return any(word & 255 >= len(OPERATIONS) for word in code)
 
 
 def _key(tree: Tree) -> Tree:
-    """Input 1 and the number 1.0 are equal in Python; here they must not be."""
+    """Return a key for a tree: input 1 and the number 1.0 are equal in Python, but not here."""
     if isinstance(tree, float):
         return ("number", tree)
     return tree if isinstance(tree, int) else (tree[0], *(_key(as_tree(t)) for t in tree[1:]))
 
 
 class _Allocator:
-    """Emits each distinct subtree once, after its operands; a register is free again after its last reader."""
+    """Emits each distinct subtree once, after its operands; a register is reused after its last reader."""
 
     def __init__(self, tree: Tree, n_inputs: int) -> None:
         self._readers: Counter[Tree] = Counter()

@@ -1,15 +1,15 @@
-"""When a kernel on a GPU may begin: from Hopper on while those before it still run (programmatic dependent launch).
+"""Launches of GPU kernels: from Hopper on, a kernel may start before the previous ones end (programmatic dependent
+launch).
 
-A small kernel takes some 2 us and the pause before it another, with a device's memory idle. A kernel that is launched
-with `launch_pdl` begins as soon as all programs of the one before have said that it may (or ended): it computes its
-addresses, asks for weights, and waits.
+A small kernel takes some 2 us, and the gap before it another, in which the device's memory is idle. A kernel launched
+with `launch_pdl` starts as soon as all programs of the previous kernel have allowed it (or ended): it computes
+addresses, prefetches weights, and waits.
 
-The rule that keeps answers right, held by tests over the sources and over what they compile to: every kernel that is
-launched so waits, in each of its programs, before the first element that it reads of what another kernel writes, and
-before the first that it writes (another may still read what was there). Only what nobody writes while steps run may be
-touched before: weights and their scales, tables of constants. What has been waited for has ended, all that it waited
-for has too, and what they wrote can be seen. A kernel without `launch_pdl`, such as PyTorch's, begins when those before
-it have ended, as ever.
+The rule that keeps results correct, which tests check in the sources and in compiled code: every kernel launched so
+waits, in each of its programs, before it first reads what another kernel writes, and before it first writes (another
+kernel may still read the old data). Only data that no step writes may be accessed before: weights and their scales,
+constant tables. After the wait, the previous kernel has ended, with everything that it waited for, and its writes are
+visible. A kernel without `launch_pdl`, such as PyTorch's, starts when all previous kernels have ended, as usual.
 """
 
 from functools import cache
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FROM = (9, 0)  # the first capability that has it
-OVERLAP = True  # False: nothing overlaps, to measure what this brings
+FROM = (9, 0)  # the first compute capability that supports it
+OVERLAP = True  # False: no overlap, to measure the gain
 
 PIECE = tl.constexpr(256)  # bytes
 _ASKS = tl.constexpr(
@@ -30,24 +30,24 @@ _ASKS = tl.constexpr(
 
 @triton.jit
 def after_those_before(PDL: tl.constexpr):
-    """From here on what earlier kernels wrote can be read, and what they read can be written."""
+    """Wait: afterwards, results of earlier kernels can be read, and their inputs overwritten."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def lets_next_begin(PDL: tl.constexpr):
-    """The next kernel may take what room is left: it waits for this one's end where it must. Best said first."""
+    """Allow the next kernel to start on free multiprocessors; it waits for this one itself. Best called early."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def asks_for(w, first, rows, row_bytes, ROWS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr):
-    """Before the wait: of ROWS rows of constants the first BYTES go from memory into the cache of all multiprocessors.
+    """Prefetch constants before the wait: the first BYTES of ROWS rows go from memory to the device-wide cache.
 
-    w (rows, row_bytes) begins at a multiple of 16, as do its rows; from row `first` on; whole pieces are asked for.
-    Nothing is read here: what others write would only be asked for too early to be of use.
+    w (rows, row_bytes) and its rows are aligned to 16 bytes; from row `first` on, in whole pieces.
+    Nothing is loaded into registers; data that other kernels write must not be prefetched.
     """
     if PDL and BYTES >= PIECE:
         pieces: tl.constexpr = BYTES // PIECE
@@ -59,19 +59,19 @@ def asks_for(w, first, rows, row_bytes, ROWS: tl.constexpr, BYTES: tl.constexpr,
 
 
 def cdiv(n: int, each: int) -> int:
-    """For launches, of which a step has hundreds: Triton's own takes some 3 us on the host."""
+    """Divide and round up. Triton's own function takes some 3 us on the host, and a step has hundreds of launches."""
     return -(-n // each)
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Of a launch there, to be handed to a kernel that has a PDL: the same answer for it and for the launch."""
+    """Return the launch options, also for a kernel's PDL argument, so that kernel and launch agree."""
     overlaps = OVERLAP and _may_overlap(device)
     return {"PDL": overlaps, "launch_pdl": overlaps}
 
 
 @cache
 def _may_overlap(device: torch.device) -> bool:
-    """On a real device that has it; never in the interpreter, which takes tensors of a CPU."""
+    """Return whether the device supports it; False in the interpreter, which runs on CPU tensors."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     return bool(torch.cuda.get_device_capability(device) >= FROM)

@@ -1,4 +1,4 @@
-"""What an engine's bytes mean to the kernels, as a digest: engines of another meaning are refused, not misread."""
+"""A digest of the meaning of an engine's bytes to the kernels: engines with another meaning are refused."""
 
 import hashlib
 from functools import cache
@@ -21,13 +21,13 @@ from millrace.kernels.matmul.pack import (
 )
 from millrace.kernels.rescore.pack import pack_byte_rows
 
-_N, _K, _GROUPS = 19, 45, (12, 32)  # no multiple of a panel, of a line, of a group
-_LONG = 300  # more than a super-block
+_N, _K, _GROUPS = 19, 45, (12, 32)  # not a multiple of a panel, of a line, of a group
+_LONG = 300  # longer than a super-block
 
 
 @cache
 def kernels_digest() -> str:
-    """Of the kernels' declarations and of where packing puts each byte: taken from what it makes of small matrices."""
+    """Digest the kernels' declarations and the packing of weights, which is sampled on small matrices."""
     digest = hashlib.blake2b(declarations_digest().encode(), digest_size=8)
     digest.update(repr([row_bytes(f, _K, group) for f in RowFormat for group in (0, *_GROUPS)]).encode())
     numbers = np.arange(-400, _N * _K - 400).reshape(_N, _K)
@@ -50,7 +50,7 @@ def kernels_digest() -> str:
 
 
 def _sample(bits: int, group: int, minimums: bool, levels: bool) -> QuantisedMatrix:
-    """Of one of the formats in which checkpoints hold weights."""
+    """Return a matrix in one of the formats of checkpoints' weights."""
     groups = n_groups(_LONG, group)
 
     def numbers(width: int, dtype: type[np.generic], start: int) -> NDArray[Any]:

@@ -1,6 +1,6 @@
-"""Where the bytes of a packed row and of a packed matrix lie. native/layout.hpp says the same in C++; a test compares.
+"""The layout of packed rows and matrices in bytes. native/layout.hpp says the same in C++; a test compares them.
 
-K (inputs of a matrix product) is cut into groups; each group is zero-padded to a multiple of 8, so that 4-bit weights
+K (inputs of a matmul) is divided into groups; each group is zero-padded to a multiple of 8, so that 4-bit weights
 always come in pairs of 4. `group` 0 means one group of all K, padded to 2 for bfloat16 pairs.
 """
 
@@ -8,10 +8,10 @@ from millrace.checkpoint.weights.quantized_matrix import SUPER_BLOCK
 from millrace.graph.types import DType
 from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 
-PANEL = 32  # outputs side by side in one weight panel: two 16-lane vectors
+PANEL = 32  # outputs per weight panel: two 16-lane vectors
 LINE = 64  # bytes of a cache line
-TYPES = (DType.F32, DType.I32, DType.F16, DType.I8, DType.I64, DType.BOOL)  # as kernels number them
-SLAB = 1 << 24  # codes that become floats at a time, on a GPU: of a large head all together take gigabytes
+TYPES = (DType.F32, DType.I32, DType.F16, DType.I8, DType.I64, DType.BOOL)  # numbered in this order in kernels
+SLAB = 1 << 24  # codes that become floats at a time, on a GPU: for a large head, all at once would take gigabytes
 
 
 def up(x: int, multiple: int) -> int:
@@ -19,7 +19,7 @@ def up(x: int, multiple: int) -> int:
 
 
 def type_bytes(type: int) -> int:
-    """Bytes of an element of a value, whose type goes by its number in TYPES."""
+    """Return the bytes of an element, by the number of its type in TYPES."""
     return (4, 4, 2, 1, 8, 1)[type]
 
 
@@ -28,7 +28,7 @@ def n_groups(k: int, group: int) -> int:
 
 
 def padded_k(k: int, group: int) -> int:
-    """K with every group padded: where element j of group g lies is g * up(group, 8) + j."""
+    """Return K with every group padded: element j of group g is at g * up(group, 8) + j."""
     if group == 0:
         return up(k, 2)
     n_full = (k - 1) // group
@@ -36,7 +36,7 @@ def padded_k(k: int, group: int) -> int:
 
 
 def row_bytes(format: int, k: int, group: int) -> int:
-    """Bytes of one activation row of this RowFormat; Q8 has codes, then a float and an int32 per group.
+    """Return the bytes of one activation row of this RowFormat; Q8 has codes, then a float and an int32 per group.
 
     Packed rows are an odd number of cache lines apart, so that the rows of a tile never share one L1 set.
     """
@@ -48,8 +48,11 @@ def row_bytes(format: int, k: int, group: int) -> int:
 
 
 def scaling_bytes(k: int, group: int, scaling: int) -> int:
-    """Bytes of one panel's scales, and minimums: 32 float16 of each a group, or in two levels 32 int8, and 32 float16
-    before those of each super-block, which is there as a whole."""
+    """Return the bytes of one panel's scales and minimums.
+
+    Each are 32 float16 per group or, in two levels, 32 int8 per group, and 32 float16 before those of each super-block,
+    which is always complete.
+    """
     kinds = 1 + scaling % 2
     if scaling < Scaling.LEVELS:
         return n_groups(k, group) * LINE * kinds
@@ -57,7 +60,7 @@ def scaling_bytes(k: int, group: int, scaling: int) -> int:
 
 
 def panel_bytes(weights: int, k: int, group: int, scaling: int = Scaling.PLAIN) -> int:
-    """Bytes of one panel of 32 outputs in this WeightFormat."""
+    """Return the bytes of one panel of 32 outputs in this WeightFormat."""
     kp = padded_k(k, group)
     if weights == WeightFormat.F32:
         return k * PANEL * 4
@@ -73,5 +76,5 @@ def matrix_bytes(weights: int, n: int, k: int, group: int, scaling: int = Scalin
 
 
 def byte_row_bytes(k: int, group: int) -> int:
-    """Bytes of one output of an 8-bit matrix that is read output by output: its codes, then its float16 scales."""
+    """Return the bytes of one output of an 8-bit matrix that is read by outputs: its codes, then its float16 scales."""
     return up(padded_k(k, group) + 2 * n_groups(k, group), LINE)

@@ -1,4 +1,4 @@
-"""The native core's shared library: found, loaded, known to be this package's. Plain ctypes over native/millrace.h."""
+"""Finds, loads and checks the native executor's shared library, through ctypes and native/millrace.h."""
 
 import ctypes as c
 import importlib.metadata
@@ -101,7 +101,7 @@ class StepArgs(c.Structure):
 
 
 def library_path() -> Path:
-    """Beside this file in a wheel; in site-packages in an editable install."""
+    """Return the path: next to this file in a wheel; in site-packages in an editable install."""
     path = Path(__file__).parent / NAME
     if path.exists():
         return path
@@ -119,7 +119,7 @@ def library_path() -> Path:
 
 
 def _check_build(lib: c.CDLL) -> None:
-    """raises MachineError for a library that other sources were built into: its structures would mean something else"""
+    """Check the build. raises MachineError for a library built from other sources, whose structures may differ"""
     expected, result = f"{INTERFACE} {declarations_digest()}", "none"
     if hasattr(lib, "mr_build"):
         lib.mr_build.restype = c.c_char_p
@@ -133,7 +133,7 @@ def _check_build(lib: c.CDLL) -> None:
 
 @cache
 def library() -> c.CDLL:
-    """The loaded library, with the signatures of millrace.h."""
+    """Load the library, and declare the signatures of millrace.h."""
     lib = c.CDLL(str(library_path()))
     _check_build(lib)
     lib.mr_isas.restype = c.c_char_p
@@ -161,7 +161,7 @@ def library() -> c.CDLL:
 def usable_isas() -> list[str]:
     """Return the instruction sets that this build has and this CPU can run, widest first.
 
-    MILLRACE_ISA hides those that are wider than it says. raises MachineError if it names none of them
+    MILLRACE_ISA hides those that are wider. raises MachineError if it names none of them
     """
     names: bytes = library().mr_isas()
     usable, widest = names.decode().split(), widest_isa()
@@ -173,7 +173,7 @@ def usable_isas() -> list[str]:
 
 
 def bytes_at(address: int, n: int, owner: object) -> NDArray[np.uint8]:
-    """Memory of the native core as an array; who holds it keeps its owner."""
+    """Return native memory as an array, which keeps its owner alive."""
     buffer: Any = (c.c_uint8 * n).from_address(address)
     buffer.memory_of = owner
     return np.ctypeslib.as_array(buffer)

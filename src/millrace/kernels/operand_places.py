@@ -1,4 +1,4 @@
-"""Where a program's values lie, and what its constants become: as operators' lowerings speak of them."""
+"""The places of a program's values and packed constants, as used by operators' lowerings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from millrace.kernels.declare import RowFormat, Space
 from millrace.kernels.matmul.pack import SlabTask, finite
 from millrace.kernels.row_storage import DENSE, Storage
 
-ELEMENT_BYTES = {RowFormat.F32: 4, RowFormat.BF16: 2}  # a row of Q8 ends in scales and sums
+ELEMENT_BYTES = {RowFormat.F32: 4, RowFormat.BF16: 2}  # a Q8 row ends with scales and sums
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """One constant in the bytes that a kernel reads. `pack` makes them, in slabs where it is large.
+    """One constant in the bytes that a kernel reads. `pack` makes them, in slabs if it is large.
 
     They are written once and then mapped.
     """
@@ -31,7 +31,7 @@ class PackedPlace:
 
 @dataclass(frozen=True, slots=True)
 class OperandPlace:
-    """An operand before offsets are known: the number of a buffer or of a packed constant, and bytes into it."""
+    """An operand before offsets are known: the number of a buffer or of a packed constant, and a byte offset in it."""
 
     space: Space
     number: int
@@ -40,12 +40,12 @@ class OperandPlace:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a value lies: `offset` bytes into a buffer, its rows `row_bytes` apart."""
+    """The place of a value: `offset` bytes into a buffer, with rows `row_bytes` apart."""
 
     buffer: int
     offset: int
     row_bytes: int
-    rows: int  # the number of the symbol that says how many there are
+    rows: int  # number of the symbol that counts them
     storage: Storage = DENSE
 
     def place(self) -> OperandPlace:
@@ -53,21 +53,21 @@ class View:
 
     @property
     def row_elements(self) -> int:
-        """From one row to the next, in elements of the row's format."""
+        """Distance between rows, in elements of the row's format."""
         return self.row_bytes // ELEMENT_BYTES[self.storage.format]
 
     @property
     def row_floats(self) -> int:
-        """The same of rows that a kernel reads or writes as floats."""
+        """Distance between rows that a kernel reads or writes as floats."""
         assert self.storage == DENSE, f"rows of {self.storage} are not floats"
         return self.row_elements
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """What one attention layer has of a cache, by the cache's number; format: "f32", "bf16" or "int8".
+    """An attention layer's part of a cache, by the cache's number; format: "f32", "bf16" or "int8".
 
-    buffer: where its pages lie, if they live for one run only
+    buffer: of its pages, if they last for one run only
     """
 
     number: int
@@ -78,7 +78,7 @@ class CacheLayer:
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """What one layer has of a kind of state, by the kind's number."""
+    """A layer's part of a kind of state, by the kind's number."""
 
     number: int
     layer: int
@@ -93,7 +93,7 @@ def constant_of(value: Value) -> Constant:
 
 
 def pack_array(value: Value, dtype: np.dtype[np.generic], format: str) -> PackedPlace:
-    """As it is, row by row: norm weights, biases, rotary tables, embedding tables."""
+    """Pack an array unchanged, row by row: norm weights, biases, rotary tables, embedding tables."""
     constant, shape = constant_of(value), tuple(d for d in value.shape if isinstance(d, int))
 
     def pack(_: SlabTask) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""The names of the numerics classes: weights and activations of one matrix product."""
+"""The names of the numerics classes: weights and activations of a matmul."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class Precision(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of one quantised weight."""
+        """Bits of a quantized weight."""
         return 4 if self.weights == WeightFormat.W4 else 8
 
     @property
@@ -41,11 +41,11 @@ class Precision(StrEnum):
 
     @property
     def takes_bytes(self) -> bool:
-        """Whether its activations have 8 bits, and groups of these a scale."""
+        """Whether its activations have 8 bits, with a scale per group."""
         return self.value.endswith("a8")
 
     def storage(self, group: int, hadamard: bool = False) -> Storage:
-        """How the activations of such a product lie in memory.
+        """Return how the activations of such a matmul are stored.
 
         hadamard: groups are transformed before they become int8 (kernels/matmul/pack.py)
         """
@@ -54,7 +54,7 @@ class Precision(StrEnum):
         return Storage(RowFormat.F32 if self == Precision.FP32 else packed, group if self.quantised else 0)
 
 
-BF16_BY_TILES = "bf16 by tiles"  # the same weights and activations, in the sums of AMX
+BF16_BY_TILES = "bf16 by tiles"  # the same weights and activations, summed as by AMX
 
 SCALING_WORDS: Mapping[int, str] = MappingProxyType({
     Scaling.PLAIN: "", Scaling.MINIMUMS: "with minimums", Scaling.LEVELS: "in two levels",
@@ -65,7 +65,7 @@ _INTEGERS = re.compile(r"\bw[48]a")
 
 
 def with_groups(parts: Sequence[str], groups: str) -> list[str]:
-    """Words for precisions, with those for groups behind the first that has any: "fp8a16", "lm_head w8a16 g128"."""
+    """Insert words for groups after the first precision that has groups: "fp8a16", "lm_head w8a16 g128"."""
     first = next((i for i, part in enumerate(parts) if _INTEGERS.search(part)), len(parts) - 1)
     return [f"{part} {groups}" if groups and i == first else part for i, part in enumerate(parts)]
 

@@ -1,4 +1,4 @@
-"""How a value's rows lie in memory: an attribute of the node that writes it, which passes set and models never do."""
+"""The storage of a value's rows: an attribute of the node that writes it, set by passes and never by models."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from millrace.kernels.declare import RowFormat
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One row, in a format and, where that has groups, in groups of so many elements."""
+    """The format of a row and, if it has groups, their size."""
 
     format: RowFormat
     group: int = 0
 
     @property
     def hadamard(self) -> bool:
-        """Whether groups are transformed before they are rounded, as are the weights that they meet."""
+        """Whether groups are transformed before they are rounded, as are the weights."""
         return self.format == RowFormat.HADAMARD_Q8
 
     @property
     def hadamard_group(self) -> int:
-        """Elements of the groups that are transformed; 0: none are."""
+        """Elements of the transformed groups; 0: not transformed."""
         return self.group if self.hadamard else 0
 
     def __repr__(self) -> str:
@@ -32,7 +32,7 @@ DENSE = Storage(RowFormat.F32)
 
 
 def storage_of(node: Node) -> Storage:
-    """Of its outputs: dense floats unless the node packs them."""
+    """Return the storage of a node's outputs: dense floats unless it packs them."""
     storage = node.attrs.get("storage", DENSE)
     assert isinstance(storage, Storage)
     return storage

@@ -1,13 +1,13 @@
-"""Attention over pages on a GPU, in Triton: keys are rotated, they and values written, then attended to in parts.
+"""Attention over pages on a GPU, in Triton: keys are rotated, keys and values stored, then attended to in parts.
 
-Pages of one layer lie as (P, K, PAGE, D), so that a tile of keys is a page: one look-up, one contiguous read. A
-program has up to BLOCK_M rows (tokens of one sequence x the query heads that share a KV head) and their pages, or a
-part of them, as the host has cut the step's work; softmax goes along (arXiv:1805.02867), and what parts found is merged
-by a second kernel (arXiv:2311.01282, "Flash-Decoding"). Keys beyond a sequence's last token of this step are never
-read: they may be anything.
+Pages of one layer are (P, K, PAGE, D), so that a tile of keys is a page: one lookup, one contiguous read. A program has
+up to BLOCK_M rows (tokens of one sequence x the query heads that share a KV head) and their pages, or a part of them,
+as the host has partitioned the step. Softmax is online (arXiv:1805.02867), and the results of parts are merged by a
+second kernel (arXiv:2311.01282, "Flash-Decoding"). Keys after a sequence's last token of this step are never read:
+they may be anything.
 
-Pages of int8 and of E4M3 have a scale for each token and head, as attention/ref.py means them: a key's meets its score,
-a value's its weight, and the codes are multiplied as floats, exactly.
+Pages of int8 and E4M3 have a scale per token and head, as in attention/ref.py: a key's multiplies its score, a value's
+its weight, and the codes are multiplied as floats, exactly.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from millrace.kernels.attention.paged import AttentionWork, LayerPages, StepTabl
 from millrace.kernels.convert.cuda import NOTHING, codes
 from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
 
-KEEP_WARPS = 1  # of a program of `rotate_and_keep`: a head has few elements, and 32 such programs fit on a processor
+KEEP_WARPS = 1  # per program of `rotate_and_keep`: a head is small, and 32 such programs fit on a multiprocessor
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -35,7 +35,7 @@ def rotate_and_keep(
     """One program: one head of one token. q (T, H, D), k (T, K, D), v (T, K, DV), each with its own row stride.
 
     slots (T,): page x PAGE + place; HALF, WIDTH: powers of two, at least D / 2 and DV
-    STAGES: of a Hadamard transform of q and k, log2(D) where D is a power of two; 0: there is none
+    STAGES: of a Hadamard transform of q and k, log2(D) where D is a power of two; 0: no transform
     """
     lets_next_begin(PDL)
     after_those_before(PDL)
@@ -49,7 +49,7 @@ def rotate_and_keep(
         angles = table + tl.load(positions + token) * D + half
         cosine, sine = tl.load(angles, mask=inside, other=0.0), tl.load(angles + D // 2, mask=inside, other=0.0)
         a, b = a * cosine - b * sine, b * cosine + a * sine
-    for _ in tl.static_range(STAGES):  # the highest bit of an element's place is summed over, and becomes the lowest
+    for _ in tl.static_range(STAGES):  # sums over the highest bit of an element's index, which becomes the lowest
         a, b = tl.split(tl.trans(tl.reshape(tl.join(a + b, a - b), (2, HALF))))
     if STAGES > 0:
         a, b = a * (1 / D**0.5), b * (1 / D**0.5)
@@ -79,11 +79,11 @@ def rotate_and_keep(
 
 @triton.jit
 def _scale(most, dtype: tl.constexpr):
-    """Of the largest magnitude, which is no number where an element is not finite: the scale, and what undoes it."""
+    """Return the scale for a largest magnitude, and its inverse; NaN if an element is not finite."""
     if dtype == tl.int8:
         is_nothing, scale = most <= NOTHING, most / 127
         inverse = 127 / tl.where(is_nothing, 1.0, most)
-    else:  # the least power of two that takes it below 448
+    else:  # the least power of two that brings it to 448 or less
         least = most / 448
         is_nothing = least <= NOTHING
         scale = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -100,15 +100,15 @@ def attend(
 ):  # fmt: skip
     """One program: BLOCK_M rows of one KV head, and their pages or a part of these. q (T, H, D), y (T, H, DV).
 
-    WINDOW: of how many keys a row attends to at most; 0: of all | SOFTCAP: at which scores saturate; 0: at none
-    work, tables: of paged.py::Work and StepTables | found_in (parts, K, BLOCK_M, DV), sums_in (parts, K, BLOCK_M, 2):
-    what a part sums; its largest score (of base 2), its weights' sum
+    WINDOW: keys that a row attends to; 0: all | SOFTCAP: of scores; 0: none
+    work, tables: see paged.py::AttentionWork and StepTables | found_in (parts, K, BLOCK_M, DV), sums_in (parts, K,
+    BLOCK_M, 2): a part's sum; its largest score (in base 2) and the sum of its weights
     """
     lets_next_begin(PDL)
     after_those_before(PDL)
     item, kv_head, group = work + 8 * tl.program_id(0), tl.program_id(1), H // K
     table, here, end, part = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    if here == end:  # one that only fills a bucket's list
+    if here == end:  # padding of a bucket's list
         return
     begin, n, at, first = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
     rows = first + tl.arange(0, BLOCK_M)
@@ -126,9 +126,9 @@ def attend(
     CODED_HALVES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.float16
     unit = tl.full([], -80.0 if CODED_HALVES else 0.0, tl.float32)
     last, sees = at + tl.minimum((first + BLOCK_M - 1) // group, n - 1), at + token
-    gone = at + first // group - WINDOW  # the last key that no row sees, where there is a window
+    gone = at + first // group - WINDOW  # the last key that no row sees, if there is a window
     HAS_TWO_EDGES: tl.constexpr = BLOCK_M > 16 and WINDOW > 0
-    if BLOCK_M > 16:  # the pages of which every row sees every key go without masks
+    if BLOCK_M > 16:  # pages of which every row sees every key need no masks
         seen_by_all, seen_from = tl.minimum(tl.maximum((at + first // group + 1) // PAGE, here), end), here
         if HAS_TWO_EDGES:
             seen_from = tl.minimum(tl.maximum(tl.maximum(last - WINDOW + PAGE, 0) // PAGE, here), seen_by_all)
@@ -158,10 +158,10 @@ def _write(
     result, total, most, part, place, row, mine, y, found_in, sums_in, DV: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Rows that are `mine`: what they attend to, or where the part is one of several what it sums, at `place`."""
+    """Write the rows that are `mine`: their output, or one part's sums, at `place`."""
     column = tl.arange(0, WIDTH)
     writes = mine[:, None] & (column < DV)[None, :]
-    if WINDOW > 0:  # rows beyond the sequence's last may see nothing
+    if WINDOW > 0:  # rows after the sequence's last may see nothing
         total = tl.where(total == 0, 1.0, total)
     if part < 0:
         tl.store(y + row[:, None] * DV + column[None, :], (result / total[:, None]).to(y.dtype.element_ty), mask=writes)
@@ -173,11 +173,12 @@ def _write(
 
 @triton.jit
 def _ready(query, scale, stored_dtype: tl.constexpr):
-    """Queries as they meet keys, and what makes scores of base 2 of a row's products, which is positive.
+    """Return the queries as they are multiplied with keys, and the positive factor from a row's products to base-2
+    scores.
 
-    E4M3 becomes float16 by one instruction, bfloat16 by four, of which one is slow; INT8 by words. So bfloat16 queries
-    that meet these become float16, too: by a power of two for each row, exactly but for what is below 2^-32 of a row's
-    largest. What is not finite stays so.
+    E4M3 is converted to float16 by one instruction, to bfloat16 by four, one of them slow; INT8 by words. So bfloat16
+    queries of such keys become float16, too, scaled by a power of two per row: exact, except for elements below 2^-32
+    of a row's largest. Elements that are not finite stay so.
     """
     result = query.to(tl.float32) * tl.where(scale < 0, -1.0, 1.0)
     factor = tl.full([query.shape[0]], LOG2E, tl.float32) * tl.abs(scale)
@@ -196,9 +197,9 @@ def _take(
     value_scales, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr,
     WIDTH: tl.constexpr, EDGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The sequence's page i. EDGE: some row does not see some of its keys.
+    """Attend to the sequence's page i. EDGE: some row does not see some of its keys.
 
-    unit: by what power of two sums are smaller than what they mean, that of the largest scale of values so far
+    unit: the power of two by which sums are scaled, that of the largest value scale so far
     """
     CODED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     HALVES: tl.constexpr = query.dtype == tl.float16
@@ -220,11 +221,11 @@ def _take(
         if WINDOW > 0:
             score = tl.where((first + place)[None, :] > sees[:, None] - WINDOW, score, float("-inf"))
     top = tl.maximum(most, tl.max(score, 1))
-    base = tl.where(top == float("-inf"), 0.0, top)  # of rows that see nothing so far
+    base = tl.where(top == float("-inf"), 0.0, top)  # for rows that see nothing so far
     shift, wider = base * factor, unit
     if CODED:
         scales = _scales(value_scales, lines, is_kept, EDGE)
-    if HALVES:  # which has no small numbers: weights are below 2^15 when they have met their scales, the largest 2^14
+    if HALVES:  # float16 has no smaller numbers: scaled weights are below 2^15, the largest from 2^14
         if CODED:
             wider = tl.maximum(unit, (tl.max(scales, 0).to(tl.int32, bitcast=True) >> 23) - 127.0)
         shift += wider - 14
@@ -238,7 +239,7 @@ def _take(
 
 @triton.jit
 def _lines(rows, lines, is_kept, N: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr):
-    """(lines, WIDTH): those that are stored; others may be anything, and are not read."""
+    """Load (lines, WIDTH): the stored ones; others may be anything, and are not read."""
     column = tl.arange(0, WIDTH)
     at = rows + lines[:, None] * N + column[None, :]
     if EDGE:
@@ -256,9 +257,12 @@ def _dot_fp16(stored, dtype, rows):
 
 @triton.constexpr_function
 def _by_words(stored, dtype, rows, width, are_values):
-    """Which codes come four at a time, where few rows meet them. Values: Triton reads them byte by byte from shared
-    memory, in the order in which tensor cores want them; what it cannot move a conversion across goes there as
-    float16. Keys of INT8: no quick instruction makes floats of them; wide ones find no room in shared memory."""
+    """Return which codes are loaded four at a time, if few rows need them.
+
+    Values: Triton reads them byte by byte from shared memory, in the order of tensor cores; types that it cannot move
+    through a conversion go there as float16. INT8 keys: no fast instruction converts them to floats; wide ones do not
+    fit into shared memory
+    """
     return dtype == tl.float16 and rows <= 16 and (are_values or (stored == tl.int8 and width <= 128))
 
 
@@ -266,13 +270,13 @@ def _by_words(stored, dtype, rows, width, are_values):
 def _floats(
     rows, lines, is_kept, N: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, query, ARE_VALUES: tl.constexpr
 ):  # fmt: skip
-    """(lines, WIDTH) of the query's type; E4M3 by words: a 256th of what they are."""
+    """Return (lines, WIDTH) in the query's type; E4M3 by words, divided by 256."""
     stored: tl.constexpr = rows.dtype.element_ty
     if stored.primitive_bitwidth == 8 and _by_words(stored, query.dtype, query.shape[0], WIDTH, ARE_VALUES):
         words = _lines(rows.to(tl.pointer_type(tl.int32)), lines, is_kept, N // 4, WIDTH // 4, EDGE)
-        if stored == tl.int8:  # 1024 + 128 + the code, as float16 has it
+        if stored == tl.int8:  # 1024 + 128 + the code, in float16
             even, odd = (words & 0x00FF00FF) ^ 0x64806480, ((words >> 8) & 0x00FF00FF) ^ 0x64806480
-        else:  # another bias of exponents, and no other change: codes that are no numbers are, but their scales are not
+        else:  # another exponent bias; NaN codes become numbers, but their scales are NaN
             even = ((words << 8) & -0x7FFF8000) | ((words << 7) & 0x3F803F80)
             odd = (words & -0x7FFF8000) | ((words >> 1) & 0x3F803F80)
         pairs = tl.join(tl.join(even.to(tl.int16), (even >> 16).to(tl.int16)),
@@ -301,9 +305,9 @@ def merge(
     found_in, sums_in, y, merges, block_rows, H: tl.constexpr, K: tl.constexpr, DV: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row of a block of so many that was computed in at most PARTS parts. merges: of paged.py::Work
+    """One program: a row of a block with at most PARTS parts. merges: see paged.py::AttentionWork
 
-    One kernel for all blocks: what decode steps had compiled at the start, prompts need not wait for.
+    One kernel for all blocks, so that prompts need not wait for another compilation.
     """
     lets_next_begin(PDL)
     after_those_before(PDL)
@@ -316,7 +320,7 @@ def merge(
         return
     at, is_part = ((first_part + part) * K + kv_head) * block_rows + place, part < parts
     most = tl.load(sums_in + 2 * at, mask=is_part, other=float("-inf"))
-    keep = tl.exp2(most - tl.max(most, 0))  # the first part has seen a key, at least
+    keep = tl.exp2(most - tl.max(most, 0))  # the first part, at least, has seen a key
     total = tl.sum(tl.load(sums_in + 2 * at + 1, mask=is_part, other=0.0) * keep, 0)
     inside = is_part[:, None] & (column < DV)[None, :]
     result = tl.load(found_in + at[:, None] * DV + column[None, :], mask=inside, other=0.0)
@@ -325,15 +329,15 @@ def merge(
 
 
 def power_of_two(n: int, least: int = 16) -> int:
-    """The next one, at least `least`: of tensor cores' tiles."""
+    """Return the next power of two, at least `least`, as tensor cores' tiles need."""
     return max(least, 1 << (n - 1).bit_length())
 
 
 def compiled_for(block_rows: int, head: int, element: int, from_hopper: bool) -> dict[str, int]:
-    """Warps of a program of `attend`, and stages of its loop. head: the larger of key and value size; element: bytes
+    """Return the warps of `attend`, and the stages of its loop. head: the larger of key and value size; element: bytes
 
-    Of 5 stages two pages are on their way while one is summed (the look-up in the table has its own), which few rows
-    wait for; of 3 one is, of 1 none. More finds no room: what an L4's program has is 99 KiB, an H200's 227.
+    With 5 stages two pages are in flight while one is summed (the table lookup has its own), which few rows wait for;
+    with 3 stages one is, with 1 none. More do not fit: a program has 99 KiB on an L4, 227 KiB on an H200.
     """
     if block_rows <= 16:
         return {"num_warps": 4, "num_stages": 5 if head <= 128 and element <= 2 else 3}
@@ -343,9 +347,9 @@ def compiled_for(block_rows: int, head: int, element: int, from_hopper: bool) ->
 def keep_rotated(
     heads: tuple[Tensor, Tensor, Tensor], step: StepTables, table: Tensor | None, pages: LayerPages, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Writes a step's keys, rotated where there is a table (context, D), and its values.
+    """Write a step's keys and values; keys are rotated if there is a table (context, D).
 
-    Gives q (T, H, D) of `dtype`, rotated; transformed as keys are, where they are: then D is a power of two
+    Return q (T, H, D) of `dtype`, rotated, and transformed if keys are: then D is a power of two
     """
     q, k, v = heads
     T, H, D = q.shape
@@ -364,7 +368,7 @@ def keep_rotated(
 def attention(
     q: Tensor, step: StepTables, pages: LayerPages, scale: float, window: int = 0, softcap: float = 0.0
 ) -> Tensor:
-    """q (T, H, D) over the pages -> (T, H, DV), of q's type. window, softcap: as attention/ref.py has them"""
+    """Attend q (T, H, D) to the pages -> (T, H, DV), of q's type. window, softcap: as in attention/ref.py"""
     y = torch.empty((*q.shape[:2], pages.values.shape[3]), dtype=q.dtype, device=q.device)
     for work in step.work:
         _attend(q, y, step.tables, work, pages, scale, {"WINDOW": window, "SOFTCAP": softcap})
@@ -373,7 +377,7 @@ def attention(
 
 @cache
 def _from_hopper(device: torch.device) -> bool:
-    """In the interpreter nothing is compiled."""
+    """Return whether it is a Hopper or later; in the interpreter nothing is compiled."""
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
@@ -386,7 +390,7 @@ def _attend(
     scale: float,
     sight: Mapping[str, float],
 ) -> None:
-    """sight: a model's own constants: no step has the kernel compiled anew"""
+    """Launch `attend` and `merge`. sight: constants of the model, so that no step compiles the kernel again"""
     (_, H, D), K, DV = q.shape, pages.values.shape[1], y.shape[2]
     result = torch.empty((work.parts, K, work.rows, DV), device=q.device)
     sums = torch.empty((work.parts, K, work.rows, 2), device=q.device)

@@ -18,14 +18,14 @@ KERNEL = Kernel(
         "i32 value_dim",
         "i32 q_stride",
         "i32 y_stride",  # elements
-        "i32 packed",  # y is rows of bfloat16, as a product reads them
+        "i32 packed",  # y is rows of bfloat16, for a matmul
         "i32 cache",
         "i32 layer",
         "i32 causal",
-        "i32 window",  # keys that a row attends to at most, its own among them; 0: all before it
-        "i32 tiles",  # over keys and values in bfloat16: products are summed as tdpbf16ps does it
+        "i32 window",  # keys that a row attends to, its own included; 0: all before it
+        "i32 tiles",  # over bfloat16 keys and values: products are summed as by tdpbf16ps
         "f32 scale",
-        "f32 softcap",  # scores become softcap * tanh(score / softcap); 0: they stay as they are
+        "f32 softcap",  # scores become softcap * tanh(score / softcap); 0: unchanged
     ),
     (
         LEGAL_ROWS,
@@ -50,9 +50,9 @@ KERNEL = Kernel(
         f"head_dim <= {MAX_HEAD}",
     ),
     (
-        Knob("worker_tasks", 64),  # for each worker, at least, by cutting long contexts at their spans
-        Knob("task_rows", 16),  # rows of a tile at most: tokens x query heads of one KV head
-        Knob("first_level", 1),  # keys and values are fetched into the first level of caches, not the second
+        Knob("worker_tasks", 64),  # least number per worker, by splitting long contexts at their spans
+        Knob("task_rows", 16),  # most rows of a tile: tokens x query heads of one KV head
+        Knob("first_level", 1),  # prefetch keys and values to the first cache level instead of the second
     ),
     scratch_type="AttentionTile",
 )

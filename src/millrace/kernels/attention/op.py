@@ -1,4 +1,4 @@
-"""The operators attention (causal, over a cache), rope_attention (with the rotation in it), full_attention."""
+"""The operators attention (causal, over a cache), rope_attention (with rotation) and full_attention."""
 
 import math
 
@@ -61,12 +61,12 @@ def _full_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
 
 
 def window_of(node: Node) -> int:
-    """Of how many keys a row attends to at most, its own among them; 0: to all before it."""
+    """Return how many keys a row attends to, its own included; 0: all before it."""
     return int_attr(node, "window") if "window" in node.attrs else 0
 
 
 def softcap_of(node: Node) -> float:
-    """At which scores saturate; 0: at none."""
+    """Return the soft cap of the scores; 0: none."""
     return float_attr(node, "softcap") if "softcap" in node.attrs else 0.0
 
 
@@ -115,14 +115,14 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
 
 
 def _full_lower(node: Node, writer: ProgramWriter) -> None:
-    """Keys and values go into pages that live for one run, so that one kernel serves both kinds of attention."""
+    """Lower to attention over pages that last for one run, so that one kernel serves both kinds of attention."""
     q, k, _, lengths = node.inputs
     _check_step(writer, q, lengths=lengths)
     _attend(node, writer, (writer.view(q), writer.view(k)), {}, causal=False)
 
 
 def _check_step(writer: ProgramWriter, q: Value, **named: Value) -> None:
-    """The kernel takes positions and lengths from the step, by the names of its inputs: the graph must mean the same.
+    """Check that the inputs are those of the step, by name, because the kernel reads positions and lengths from it.
 
     raises GraphError
     """
@@ -141,7 +141,7 @@ def _check_step(writer: ProgramWriter, q: Value, **named: Value) -> None:
 def _attend(
     node: Node, writer: ProgramWriter, views: tuple[View, View], rotation: Operands, *, causal: bool, context: int = 1
 ) -> None:
-    """Two calls: keys are rotated and written with their values, then all are attended to.
+    """Add two calls: one rotates and writes keys and values, the other attends to all.
 
     Of layers that share a cache only the first one writes.
     """

@@ -1,4 +1,4 @@
-"""Keys and values in pages on a device, and where a step's tokens are in them: what attention takes."""
+"""Paged keys and values on a device, and the tables of a step that attention reads."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from millrace.kernels.matmul.coded import E4M3
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Keys (P, K, page tokens, D) and values (P, K, page tokens, DV): what a kernel's program reads lies together.
+    """Keys (P, K, page tokens, D) and values (P, K, page tokens, DV) of a layer: a page of a head is contiguous.
 
-    key_scales, value_scales: (P, K, page tokens) float32 where they are int8 or E4M3; else of no elements
+    key_scales, value_scales: (P, K, page tokens) float32 if the pages are int8 or E4M3; otherwise empty
     """
 
     keys: Tensor
@@ -24,14 +24,14 @@ class LayerPages:
     def empty(
         cls, shape: tuple[int, int, int], sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> "LayerPages":
-        """shape: (P, K, page tokens); sizes: D, DV; dtype: floats, or int8 or E4M3"""
+        """Allocate pages. shape: (P, K, page tokens); sizes: D, DV; dtype: floats, int8 or E4M3"""
         keys, values = (torch.zeros((*shape, size), dtype=dtype, device=device) for size in sizes)
         of_scales = shape if keys.itemsize == 1 else (0, 0, 0)
         return cls(keys, values, *(torch.zeros(of_scales, device=device) for _ in range(2)))
 
     @property
     def tokens(self) -> int:
-        """Of a page."""
+        """Tokens per page."""
         return int(self.keys.shape[2])
 
     @property
@@ -40,36 +40,37 @@ class LayerPages:
 
     @property
     def transformed(self) -> bool:
-        """Whether keys and queries are multiplied by a Hadamard matrix first: E4M3's are (attention/ref.py)."""
+        """Whether keys and queries are multiplied by a Hadamard matrix first, as for E4M3 (attention/ref.py)."""
         return bool(self.keys.dtype == E4M3)
 
     def floats(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of these pages, each (n, K, page tokens, size): float32 where they are coded."""
+        """Return keys and values of these pages, each (n, K, page tokens, size); float32 if they are quantized."""
         if not self.coded:
             return self.keys[pages], self.values[pages]
         caches = (self.keys, self.key_scales), (self.values, self.value_scales)
-        codes = (x.view(torch.int8)[pages].view(x.dtype) for x, _ in caches)  # not every PyTorch looks E4M3 up
+        codes = (x.view(torch.int8)[pages].view(x.dtype) for x, _ in caches)  # some PyTorch versions cannot index E4M3
         keys, values = (x.float() * scales[pages][..., None] for x, (_, scales) in zip(codes, caches, strict=True))
         return keys, values
 
     def copy(self, source: int, target: int) -> None:
-        """What is kept in one page becomes the other's, too."""
+        """Copy the contents of a page to another."""
         for x in (self.keys, self.values, *((self.key_scales, self.value_scales) if self.coded else ())):
             x[target] = x[source]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """Programs of attention that take `rows` rows (tokens of a sequence x query heads of a KV head); i32 on the device.
+    """Programs of attention over blocks of `rows` rows (tokens of a sequence x query heads of a KV head); i32 on the
+    device.
 
-    items (n, 8), one for each program of a KV head: where the sequence's page 0 would be in `tables`, the first page
-    of it to attend to and that behind the last, which part of a block's pages that is (-1: all of them), the
-    sequence's first token in the step, how many it has, the first one's position, the block's first row. Where the
-    pages are none, and all else 0, there is nothing to do.
-    merges (m, 5), one for each block that has several parts: the first of these, how many (0: nothing to do), the
-    sequence's first token, how many it has, the block's first row
-    most_rows: that any block has, of its `rows` | parts: of all blocks that have several, at most
-    most_parts: of one, a power of two
+    items (n, 8), one for each program of a KV head: offset of the sequence's page 0 in `tables`, first page to attend
+    to and the one after the last, index of the part of the block's pages (-1: there is only one), the sequence's first
+    token in the step, its number of tokens, the first one's position, the block's first row. An item without pages, and
+    all else 0, is padding.
+    merges (m, 5), one for each block with several parts: the first of these, their number (0: padding), the sequence's
+    first token, its number of tokens, the block's first row
+    most_rows: the most rows of any block | parts: most parts, over all blocks with several
+    most_parts: the most parts of one block, a power of two
     """
 
     items: Tensor
@@ -82,13 +83,13 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """All i32 on the device; T tokens, S sequences.
+    """The tables of a step, i32 on the device; T tokens, S sequences.
 
-    positions, slots (T,): a slot is a page's number times its tokens, and the place in it
-    rotary (T,): by which queries and keys are rotated
-    starts, table_starts (S + 1,), first (S,), which page of its sequence each one's first is: for plain PyTorch alone
-    tables: the sequences' pages, one after the other; those before a window may be gone
-    work: for kernels, each token's in one of these
+    positions, slots (T,): a slot is the page's number times its tokens, plus the place in it
+    rotary (T,): positions for the rotary embedding
+    starts, table_starts (S + 1,), first (S,), number of each sequence's first page: for plain PyTorch only
+    tables: the sequences' pages, concatenated; those before a window may be released
+    work: for the kernels; each token is in one of the items
     """
 
     positions: Tensor

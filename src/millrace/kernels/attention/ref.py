@@ -1,4 +1,4 @@
-"""Reference of attention: one sequence, all its keys and values at hand."""
+"""Reference of attention, for one sequence with all its keys and values."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -20,9 +20,9 @@ def attention(
 
     q (T, H, D) at positions first, first+1, ...; k (first+T, K, D) and v (first+T, K, Dv) from position 0; H a multiple
     of K -> (T, H, Dv)
-    window: keys that a row attends to at most, its own among them; 0: all before it
-    softcap: scores become softcap * tanh(score / softcap); 0: they stay as they are
-    bf16_weights: exp(score - max) is rounded to bfloat16, as over pages of bfloat16 and fp8 (there by spans of 256)
+    window: keys that a row attends to, its own included; 0: all before it
+    softcap: scores become softcap * tanh(score / softcap); 0: unchanged
+    bf16_weights: exp(score - max) is rounded to bfloat16, as over bfloat16 and fp8 pages (there by spans of 256)
     """
     T, H, D = q.shape
     K = k.shape[1]
@@ -43,12 +43,12 @@ def attention(
 
 
 def to_int8(x: Array) -> Array:
-    """x (..., D) as int8 pages hold it: codes -127..127 of one scale, amax / 127, for each token and head."""
+    """Round x (..., D) as int8 pages do: codes -127..127 with one scale, amax / 127, per token and head."""
     return _coded(x, 127)
 
 
 def to_fp8(x: Array) -> Array:
-    """x (..., D) as fp8 pages hold it: E4M3 of a scale for each token and head, the power of two from amax / 448 on."""
+    """Round x (..., D) as fp8 pages do: E4M3 with a scale per token and head, a power of two of at least amax / 448."""
     least = np.abs(x).max(axis=-1, keepdims=True).astype(np.float32) / np.float32(448)
     scale = np.where(least > NOTHING, np.exp2(np.ceil(np.log2(np.maximum(least, NOTHING), dtype=np.float64))), 0)
     scaled = np.divide(x, scale, out=np.zeros(x.shape), where=scale > 0).astype(np.float32)
@@ -57,7 +57,7 @@ def to_fp8(x: Array) -> Array:
 
 
 def to_int4(x: Array) -> Array:
-    """x (..., D) as int4 pages hold values: codes 0..15 from their least on, of one scale, range / 15."""
+    """Round values x (..., D) as int4 pages do: codes 0..15 from the minimum, with one scale, range / 15."""
     least = x.min(axis=-1, keepdims=True)
     span = x.max(axis=-1, keepdims=True) - least
     inverse = np.divide(x.dtype.type(15), span, out=np.zeros_like(span), where=span > NOTHING)
@@ -66,12 +66,12 @@ def to_int4(x: Array) -> Array:
 
 
 def to_int16(q: Array) -> Array:
-    """Queries (..., D) as they meet codes of keys: of two bytes, both at most 127, and of one scale."""
+    """Round queries (..., D) for quantized keys: two bytes, each at most 127, with one scale."""
     return _coded(q, 127 * 256 + 127)
 
 
 def transformed(x: Array) -> Array:
-    """x (..., D) times a Hadamard matrix: what one channel stood out by is shared by all, and q k^T stays as it is."""
+    """Multiply x (..., D) by a Hadamard matrix, which spreads outliers over all channels and leaves q k^T unchanged."""
     y: Array = hadamard(x.reshape(-1, x.shape[-1]), x.shape[-1]).astype(x.dtype).reshape(x.shape)
     return y
 
@@ -84,14 +84,14 @@ def _coded(x: Array, most: int) -> Array:
 
 
 class CacheRounding(NamedTuple):
-    """What becomes of queries, of keys and of values, each (tokens, heads, size)."""
+    """The rounding of queries, keys and values, each (tokens, heads, size)."""
 
     q: Callable[[Array], Array]
     k: Callable[[Array], Array]
     v: Callable[[Array], Array]
 
 
-ROUNDINGS: Mapping[str, CacheRounding] = {  # by the name of the pages' format in programs
+ROUNDINGS: Mapping[str, CacheRounding] = {  # by the name of the page format in programs
     "f32": CacheRounding(*(lambda x: x,) * 3),
     "bf16": CacheRounding(to_bf16, to_bf16, to_bf16),
     "int8": CacheRounding(to_int16, to_int8, to_int8),

@@ -1,4 +1,4 @@
-"""Which rows of whole texts a program of attention takes, on a device."""
+"""Tables of whole texts for attention on a device."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TextTables:
-    """All i32 on the device; T tokens of S texts, one behind the other.
+    """Tables of T tokens of S texts, packed; i32 on the device.
 
-    starts (S + 1,) | blocks (n, 2): a text, and the first of the rows (tokens x query heads of a KV head) that a
-    program takes | block_rows: how many it takes
+    starts (S + 1,) | blocks (n, 2), one per program: a text, and the first of its rows (tokens x query heads of a KV
+    head) | block_rows: rows per program
     """
 
     starts: Tensor

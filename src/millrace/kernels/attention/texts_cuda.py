@@ -1,7 +1,7 @@
-"""Attention of whole texts on a GPU, in Triton: every token sees all of its text, and nothing is kept behind it.
+"""Attention of whole texts on a GPU, in Triton: every token sees all of its text, and nothing is kept.
 
-Texts lie one behind the other, so nothing is padded. A program has some rows (tokens of one text x the query heads that
-share a KV head); softmax goes along the text's keys (arXiv:1805.02867).
+Texts are packed, so there is no padding. A program has some rows (tokens of one text x the query heads that share a KV
+head); softmax is online over the text's keys (arXiv:1805.02867).
 """
 
 import torch
@@ -16,11 +16,11 @@ BLOCK_N = 64  # keys at a time
 
 
 def warps(block_rows: int) -> int:
-    """Of a program: with fewer, 64 rows of 128 columns spill their sums."""
+    """Return the warps of a program: with fewer, 64 rows of 128 columns spill their sums."""
     return 4 if block_rows <= 16 else 8
 
 
-@triton.jit(do_not_specialize_on_alignment=("blocks", "starts"))  # which lie one behind the other, at any place
+@triton.jit(do_not_specialize_on_alignment=("blocks", "starts"))  # both are at any offset in a packed array
 def attend_texts(
     q, k, v, y, blocks, starts, scale, q_row, k_row, v_row,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

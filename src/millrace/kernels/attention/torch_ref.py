@@ -18,9 +18,9 @@ from millrace.kernels.torch_operators import OperatorContext
 def keep_rotated(
     heads: tuple[Tensor, Tensor, Tensor], step: StepTables, table: Tensor | None, pages: LayerPages, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Writes a step's keys, rotated where there is a table (context, D), and its values.
+    """Write a step's keys and values; keys are rotated if there is a table (context, D).
 
-    Gives q (T, H, D) of `dtype`, rotated; transformed as keys are, where they are
+    Return q (T, H, D) of `dtype`, rotated, and transformed if keys are
     """
     q, k = (x if table is None else rotated(x, table[step.rotary.long()]) for x in heads[:2])
     if pages.transformed:
@@ -36,7 +36,7 @@ def keep_rotated(
 
 
 def coded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (..., D) as pages of int8 or E4M3 hold it: codes, and a scale for each row; of E4M3 a power of two."""
+    """Quantize x (..., D) as int8 or E4M3 pages do: codes, and a scale per row; a power of two for E4M3."""
     amax = x.abs().amax(-1)
     if dtype == torch.int8:
         rows = int8_rows(x.flatten(0, -2), 0)
@@ -44,7 +44,7 @@ def coded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     least = amax / LARGEST
     share, exponent = torch.frexp(least)
     above = torch.ldexp(torch.ones_like(least), exponent - (share == 0.5).int())
-    scales = torch.where((least > NOTHING) & least.isfinite(), above, least * 0)  # no number where one is not finite
+    scales = torch.where((least > NOTHING) & least.isfinite(), above, least * 0)  # NaN if an element is not finite
     codes = x / torch.where(scales > 0, scales, 1)[..., None]
     return codes.clamp(-LARGEST, LARGEST).to(dtype), scales
 
@@ -52,7 +52,7 @@ def coded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def attention(
     q: Tensor, step: StepTables, pages: LayerPages, scale: float, window: int = 0, softcap: float = 0.0
 ) -> Tensor:
-    """q (T, H, D) over the pages -> (T, H, DV), a sequence at a time. window, softcap: as attention/ref.py has them"""
+    """Attend q (T, H, D) to the pages -> (T, H, DV), one sequence at a time. window, softcap: as in attention/ref.py"""
     y = torch.empty((*q.shape[:2], pages.values.shape[3]), dtype=q.dtype, device=q.device)
     starts, table_starts, first = step.starts.tolist(), step.table_starts.tolist(), step.first.tolist()
     for s, (begin, end) in enumerate(pairwise(starts)):
@@ -68,7 +68,7 @@ def attention(
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: float) -> Tensor:
-    """q (T, H, D), k (n, K, D), v (n, K, DV), sees (T, n) -> (T, H, DV)"""
+    """Attend q (T, H, D) to k (n, K, D), v (n, K, DV) where sees (T, n) -> (T, H, DV)."""
     if not softcap:
         return functional.scaled_dot_product_attention(
             q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=sees, scale=scale,
@@ -81,7 +81,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softc
 
 
 def text_attention(heads: tuple[Tensor, Tensor, Tensor], texts: TextTables, scale: float) -> Tensor:
-    """q (T, H, D), k (T, K, D), v (T, K, DV) of whole texts -> (T, H, DV), a text at a time."""
+    """Attend q (T, H, D), k (T, K, D), v (T, K, DV) of whole texts -> (T, H, DV), one text at a time."""
     parts = (x.split(texts.starts.diff().tolist()) for x in heads)
     return torch.cat([
         functional.scaled_dot_product_attention(

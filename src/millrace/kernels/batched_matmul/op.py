@@ -1,4 +1,4 @@
-"""The operator batched_matmul: products of matrices that are both computed."""
+"""The operator batched_matmul: products of two computed matrices."""
 
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape

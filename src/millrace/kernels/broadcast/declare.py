@@ -3,7 +3,7 @@
 from millrace.kernels.declare import EXPRESSION, MAX_RANK, Kernel, Operand
 
 _INPUTS = "abcd"
-N_TYPES = 6  # kernels/layout.py numbers them
+N_TYPES = 6  # numbered in kernels/layout.py
 
 KERNEL = Kernel(
     "broadcast",

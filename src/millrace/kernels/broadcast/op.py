@@ -1,4 +1,4 @@
-"""The operator cast, and how element-wise expressions of any types and shapes become a call of the kernel broadcast."""
+"""The operator cast, and the lowering of element-wise expressions of any types and shapes to the kernel broadcast."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from millrace.kernels.operators import EvaluationContext, KernelOperator, Params
 
 
 def lower_broadcast(node: Node, writer: ProgramWriter, tree: Tree) -> None:
-    """y = tree(inputs), whatever their types and shapes, in one call."""
+    """Lower y = tree(inputs), of any types and shapes, to one call."""
     y, types = node.output, [v.dtype for v in node.inputs]
     check_rank(node.op, y)
     code, numbers = compile_tree(tree, len(node.inputs))
@@ -38,18 +38,18 @@ def lower_broadcast(node: Node, writer: ProgramWriter, tree: Tree) -> None:
 
 
 def check_rank(op: str, value: Value) -> None:
-    """raises GraphError for more dimensions than kernels walk"""
+    """Check the number of dimensions. raises GraphError if kernels do not support it"""
     if len(value.shape) > MAX_RANK:
         raise illegal(op, f"a value of {len(value.shape)} dimensions", f"at most {MAX_RANK}")
 
 
 def constant(value: Value, writer: ProgramWriter) -> OperandPlace:
-    """In the type that it has."""
+    """Pack a constant in its own type."""
     return writer.constant((value,), f"as {value.dtype}", lambda: pack_array(value, NUMPY[value.dtype], value.dtype))
 
 
 def _mask(shape: Sequence[Dim], rank: int) -> int:
-    """Bit i: it has extent i of a result of this rank, and is not repeated along it."""
+    """Return a mask of the dimensions along which a value is not broadcast, as bits of a result of this rank."""
     return sum(1 << axis for axis, d in enumerate(shape, rank - len(shape)) if d != 1)
 
 

@@ -1,4 +1,4 @@
-"""Reference of how values become values of another type."""
+"""Reference of type conversions."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from millrace.graph.types import NUMPY, DType
 
 
 def as_type(x: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """x, floating or of integers, as kernels store it: float64 of what f32 and f16 hold, else an array of the type.
+    """Convert x, of floats or integers, as kernels store it: f32 and f16 become float64, others arrays of their type.
 
-    Whole numbers wrap; fractions are cut towards 0, what is beyond the type becomes its end, and NaN 0.
+    Integers wrap; floats are truncated towards 0 and clamped to the type's range, NaN becomes 0.
     """
     kind: np.dtype[Any] = NUMPY[dtype]
     if dtype.is_float:

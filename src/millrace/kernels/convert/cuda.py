@@ -1,7 +1,7 @@
-"""Rows as 8 bits on a GPU, in Triton: by a kernel of their own, and what kernels that make them by the way share.
+"""Quantization of rows to 8 bits on a GPU, in Triton: a kernel of its own, and functions that other kernels use.
 
-A program has a row, or a part of one, as a tile (GROUPS, WIDTH): each line has GROUP neighbours that share a scale, and
-0 behind them. A row with one scale is one line; where nothing needs a whole row, a row is several programs'.
+A program has a row, or a part of one, as a tile (GROUPS, WIDTH): each line has GROUP neighbors that share a scale,
+padded with 0. A row with one scale is one line; if nothing needs a whole row, several programs share it.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from millrace.kernels.gpu_launch import after_those_before, cdiv, lets_next_begi
 from millrace.kernels.matmul.coded import E4M3, QuantizedRows, RowQuantization
 
 NOTHING = tl.constexpr(declare.NOTHING)
-LARGEST = tl.constexpr(448.0)  # that E4M3 has
-PART = 2048  # elements that a program takes of a row that need not be one's
-ROUNDS = tl.constexpr(1.5 * 2**23)  # added to a small float32 and taken away again: half to even
+LARGEST = tl.constexpr(448.0)  # the largest E4M3 number
+PART = 2048  # elements per program, of rows that may be shared
+ROUNDS = tl.constexpr(1.5 * 2**23)  # added to a small float32 and subtracted again: rounds half to even
 
 
 @triton.jit
 def codes(x, dtype: tl.constexpr):
-    """Rounded before the cast, which then is exact: Triton's interpreter has one of its own."""
+    """Round before the cast, which then is exact: Triton's interpreter rounds differently."""
     unit = 1.0
-    if dtype != tl.int8:  # three bits behind the first, of what is at least 2^-6
+    if dtype != tl.int8:  # three mantissa bits, for magnitudes of at least 2^-6
         power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         unit = tl.maximum(power, 2.0**-6) / 8
     rounds = ROUNDS * unit
@@ -35,7 +35,7 @@ def codes(x, dtype: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 as 16 bits have it, half to even: a cast in Triton's interpreter cuts bfloat16 off."""
+    """Round float32 to 16 bits, half to even: the cast of Triton's interpreter truncates bfloat16."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -47,7 +47,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def as_row(x, dtype: tl.constexpr, kind: tl.constexpr):
-    """float32 as rows of `dtype` have it before they become codes: E4M3 are made of 16 bits, INT8 of whatever it is."""
+    """Round float32 as rows of `dtype` before quantization: E4M3 is made from 16 bits, INT8 from any type."""
     if dtype != tl.float32:
         x = rounded(x, dtype)
     elif kind == tl.float8e4nv:
@@ -57,7 +57,7 @@ def as_row(x, dtype: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def tile(first, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a row, from its group `first` on: where in it the tile's elements are, and whether they are."""
+    """Return where the tile's elements are in a row, from its group `first` on, and which exist."""
     within = tl.arange(0, WIDTH)[None, :]
     place = (first + tl.arange(0, GROUPS)[:, None]) * GROUP + within
     return place, (within < GROUP) & (place < N)
@@ -65,9 +65,9 @@ def tile(first, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDT
 
 @triton.jit
 def keep(x, y, scales, row, first, place, inside, N: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr):
-    """A tile x of a row, float32, goes into y (rows, N); where that is of codes with its scales (rows, groups).
+    """Store a tile x of a row, float32, in y (rows, N); quantized with scales (rows, groups) if y is.
 
-    The codes are those of matmul/coded.py, bit for bit, but for what the order of a transform's sums changes
+    The codes are those of matmul/coded.py, bit for bit, except for the order of a transform's sums
     """
     kind: tl.constexpr = y.dtype.element_ty
     if kind == tl.int8 or kind == tl.float8e4nv:
@@ -82,8 +82,10 @@ def keep(x, y, scales, row, first, place, inside, N: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def _transformed(x, STAGES: tl.constexpr):
-    """x (GROUPS, WIDTH), each line times the Hadamard matrix of its size, 2^STAGES: in each stage the highest bit of an
-    element's place is summed over, and becomes the lowest."""
+    """Multiply each line of x (GROUPS, WIDTH) by the Hadamard matrix of its size, 2^STAGES.
+
+    Each stage sums over the highest bit of an element's index, which becomes the lowest
+    """
     GROUPS: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
     a, b = tl.split(tl.permute(tl.reshape(x, (GROUPS, 2, HALF)), (0, 2, 1)))
@@ -94,10 +96,10 @@ def _transformed(x, STAGES: tl.constexpr):
 
 @triton.jit
 def _coded(x, kind: tl.constexpr):
-    """x (GROUPS, WIDTH) float32: codes, and a scale for each line, which is no number where an element is not finite.
+    """Quantize x (GROUPS, WIDTH) float32: codes, and a scale per line, which is NaN if an element is not finite.
 
-    Divisions are rounded once, as PyTorch's are on a CPU. The clamp also parts a product from the sum behind it, which
-    would be rounded once where PyTorch rounds twice.
+    Divisions are rounded once, like PyTorch's on a CPU. The clamp also separates a product from the following sum,
+    which would be rounded once together, where PyTorch rounds twice.
     """
     most = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
     largest: tl.constexpr = 127.0 if kind == tl.int8 else LARGEST
@@ -117,7 +119,7 @@ def code_rows(
     x, y, scales, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, N) floats -> y (rows, N) of codes, with scales (rows, groups)."""
+    """Quantize x (rows, N) of floats -> y (rows, N) of codes, with scales (rows, groups)."""
     lets_next_begin(PDL)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     place, inside = tile(first, N, GROUP, GROUPS, WIDTH)
@@ -128,7 +130,7 @@ def code_rows(
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Of tiles: `sizes` as kernels have them, how many programs share a row, and the warps of each."""
+    """The tiles of rows: `sizes` as kernel arguments, number of programs per row, and the warps of each."""
 
     sizes: dict[str, int]
     parts: int
@@ -137,9 +139,9 @@ class RowShape:
 
 @cache
 def shape_of(n: int, coding: RowQuantization | None = None, *, complete: bool = False) -> RowShape:
-    """Of rows of n elements. coding: one that `is_made`; None: they stay floats; whole: a row is one program's
+    """Return the tiles of rows of n elements. coding: one that `is_made`; None: floats; complete: one program per row
 
-    A thread has 32 elements, two inputs of which fit into its registers; of what is transformed 16.
+    A thread has 32 elements, two inputs of which fit into its registers; with a transform 16.
     """
     coded, stages = coding is not None and (coding.group or n), 0
     group = coded or (n if complete else min(n, PART))
@@ -155,7 +157,7 @@ def shape_of(n: int, coding: RowQuantization | None = None, *, complete: bool = 
 
 
 def is_made(coding: RowQuantization, n: int) -> bool:
-    """Whether kernels make it of rows of n elements: what is transformed is whole blocks of a power of two."""
+    """Return whether kernels can quantize rows of n elements so: transformed groups must be whole powers of two."""
     if not coding.transform:
         return True
     group = coding.group or n
@@ -163,14 +165,14 @@ def is_made(coding: RowQuantization, n: int) -> bool:
 
 
 def empty_rows(rows: int, n: int, coding: RowQuantization, device: torch.device) -> QuantizedRows:
-    """For codes of `rows` rows, and their scales."""
+    """Allocate the codes and scales of `rows` rows."""
     group = coding.group or n
     codes = torch.empty((rows, n), dtype=E4M3 if coding.e4m3 else torch.int8, device=device)
     return QuantizedRows(codes, torch.empty((rows, cdiv(n, group)), device=device), n, group)
 
 
 def coded_rows(x: Tensor, coding: RowQuantization) -> QuantizedRows:
-    """x (R, K) of floats, coded: as `coding.rows` has them."""
+    """Quantize x (R, K) of floats, as `coding.rows`."""
     rows, n = x.shape
     if not is_made(coding, n):
         return coding.rows(x)

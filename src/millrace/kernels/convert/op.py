@@ -1,4 +1,4 @@
-"""The operator convert: the same rows as bfloat16 or int8 groups; and which kernels can do that by the way."""
+"""The operator convert, which stores rows as bfloat16 or int8 groups, and checks which kernels can do so themselves."""
 
 from millrace.graph.shape_rules import same_shape
 from millrace.graph.types import Node
@@ -13,7 +13,7 @@ def _reference(node: Node, values: EvaluationContext) -> StoredValue:
 
 
 def packing_params(x: View, y: View, n: int) -> Params:
-    """Of kernels that write rows in the format of `y`: n elements of each row of `x`."""
+    """Return the parameters of kernels that write rows in the format of `y`: n elements of each row of `x`."""
     return {
         "rows": x.rows, "n": n, "x_stride": x.row_floats, "y_stride": y.row_bytes, "format": y.storage.format,
         "group": y.storage.group,
@@ -21,12 +21,12 @@ def packing_params(x: View, y: View, n: int) -> Params:
 
 
 def packs_rows(node: Node, storage: Storage) -> bool:
-    """Of kernels that write with `packing_params`: any storage, a row of a matrix at a time."""
+    """Return whether kernels with `packing_params` can write a storage: any, one row of a matrix at a time."""
     return len(node.output.shape) == 2
 
 
 def packs_elements(node: Node, storage: Storage) -> bool:
-    """Of kernels that write bfloat16 element by element: rows of whole vectors, where groups leave no gaps."""
+    """Return whether kernels can write bfloat16 element by element: rows of whole vectors, groups without gaps."""
     return storage.format == RowFormat.BF16 and storage.group % 8 == 0 and node.output.width % 16 == 0
 
 

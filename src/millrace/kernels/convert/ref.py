@@ -1,4 +1,4 @@
-"""Reference of convert: rows of activations as bfloat16 or int8 groups, and the bytes that they are stored as."""
+"""Reference of convert: rows of activations as bfloat16 or int8 groups, and their stored bytes."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from millrace.kernels.matmul.pack import hadamard
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """codes (M, K) int8, scales (M, G) float32: x, or their Hadamard transforms, ~ codes * scales of their group."""
+    """codes (M, K) int8, scales (M, G) float32: x, or its Hadamard transform, is about codes * scale of each group."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
@@ -23,7 +23,7 @@ class Quantised:
 
     @property
     def hadamard_group(self) -> int:
-        """Elements of the groups that are transformed; 0: none are."""
+        """Elements of the transformed groups; 0: not transformed."""
         return self.group if self.hadamard else 0
 
     def dequantise(self) -> NDArray[np.float64]:
@@ -32,15 +32,15 @@ class Quantised:
 
 
 def to_bf16(x: Array) -> Array:
-    """Nearest even, back in the precision of x."""
+    """Round to nearest even; the result has the type of x."""
     return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(x.dtype)
 
 
 def to_e4m3(x: Array) -> Array:
-    """x (M, K) rounded to E4M3, each row by the scale that maps its largest magnitude to 448: what that stands for.
+    """Round x (M, K) to E4M3, with the scale that maps each row's largest magnitude to 448; return floats.
 
-    No kernel stores rows so: it is what other engines do to them, for `reference` alone
-    error: |x - result| <= |x| / 16, or half of 2^-9 scales for what is tiny beside its row
+    No kernel here stores such rows: `reference` reproduces other engines with it
+    error: |x - result| <= |x| / 16, or half of 2^-9 scales for elements that are tiny in their row
     """
     scales = np.abs(x).max(axis=1, keepdims=True).astype(np.float32) / np.float32(448)
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > NOTHING)
@@ -52,8 +52,7 @@ def to_e4m3(x: Array) -> Array:
 def to_q8(x: Array, group: int, transform: bool = False) -> Quantised:
     """x (M, K) -> int8 codes with scale amax/127 per row and group; computed in float32, as the kernels do.
 
-    transform: each group is multiplied by a Hadamard matrix first (kernels/matmul/pack.py)
-
+    transform: multiply each group by a Hadamard matrix first (kernels/matmul/pack.py)
     error: |x - dequantise| <= scale/2 and a rounding of x * (127/amax); source: arXiv:2106.08295 section 2.2
     """
     M, K = x.shape
@@ -70,7 +69,7 @@ def to_q8(x: Array, group: int, transform: bool = False) -> Quantised:
 
 
 def pack_rows(x: Array, format: int, group: int) -> NDArray[np.uint8]:
-    """x (M, K) -> (M, row_bytes): exactly the bytes that the kernel stores in this RowFormat, but for F32."""
+    """Pack x (M, K) -> (M, row_bytes): the bytes that the kernel stores in this RowFormat, which is not F32."""
     M, K = x.shape
     rows = np.zeros((M, row_bytes(format, K, group)), np.uint8)
     size, stride = group or K, up(group, 8) if group else K

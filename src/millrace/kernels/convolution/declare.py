@@ -3,7 +3,7 @@
 from millrace.kernels.declare import MAX_PARAM, Kernel, Operand
 
 _POSITIVE = ("c", "n", "kh", "kw", "groups", "stride_y", "stride_x", "dilation_y", "dilation_x")
-_SMALL = ("groups * n", "c * kh", "c * kh * kw")  # keeps the size of `k` far from overflow, each in its turn
+_SMALL = ("groups * n", "c * kh", "c * kh * kw")  # each keeps the size of `k` far from overflow
 
 KERNEL = Kernel(
     "convolution",

@@ -1,4 +1,4 @@
-"""The operator convolution: of planes in two dimensions, with stride, padding, dilation and groups."""
+"""The operator convolution, in two dimensions, with stride, padding, dilation and groups."""
 
 from typing import cast
 
@@ -27,12 +27,12 @@ Pair = tuple[int, int]
 
 
 def pair(attrs: Attrs, name: str) -> Pair:
-    """Of an attribute of height and width."""
+    """Return an attribute of height and width."""
     return cast(Pair, attrs[name])
 
 
 def window_counts(op: str, planes: Value, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1)) -> Shape:
-    """How many windows lie along height and width, the last two dimensions. raises GraphError where none fits"""
+    """Return the number of windows along height and width, the last two dimensions. raises GraphError if none fits"""
     result = tuple(window_count(planes.shape[2 + i], kernel[i], stride[i], padding[i], dilation[i]) for i in range(2))
     if any(isinstance(n, int) and n < 1 for n in result):
         what = f"a kernel of {list(kernel)} on planes of {list(planes.shape[2:])}"
@@ -88,14 +88,14 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
 
 
 def plane_sizes(x: Value, y: Value, writer: ProgramWriter) -> dict[str, int]:
-    """The sizes that kernels of planes ask for."""
+    """Return the sizes that kernels of planes take."""
     dims = {"h": x.shape[2], "w": x.shape[3], "oh": y.shape[2], "ow": y.shape[3]}
     dims |= {"x_elements": x.elements, "y_elements": y.elements}
     return {name: writer.extent(d) for name, d in dims.items()}
 
 
 def _taps(weight: Value, groups: int) -> PackedPlace:
-    """(groups, outputs / 16, channels, kh, kw, 16) of [O, channels, kh, kw], outputs of a group rounded up to 16."""
+    """Pack [O, channels, kh, kw] as (groups, outputs / 16, channels, kh, kw, 16), outputs of a group padded to 16."""
     constant, (outputs, *taps) = constant_of(weight), (static_dim(weight, i) for i in range(4))
     each = outputs // groups
     blocks = up(each, LANES) // LANES
@@ -110,7 +110,7 @@ def _taps(weight: Value, groups: int) -> PackedPlace:
 
 
 def _bias(constants: tuple[Value, ...], groups: int) -> PackedPlace:
-    """(groups, outputs rounded up to 16); zeros where there is none."""
+    """Pack the bias (groups, outputs padded to 16); zeros if there is none."""
     outputs, origin = static_dim(constants[0], 0), constant_of(constants[-1]).origin
     each = outputs // groups
     shape = (groups, up(each, LANES))

@@ -9,7 +9,7 @@ def convolution(
     x: Array, weight: Array, bias: Array | None, stride: tuple[int, int], padding: tuple[int, int],
     dilation: tuple[int, int], groups: int,
 ) -> Array:  # fmt: skip
-    """Cross-correlation, as torch.nn.functional.conv2d: x (N, C, H, W), weight (O, C / groups, kh, kw), bias (O,)."""
+    """Cross-correlate, as torch.nn.functional.conv2d: x (N, C, H, W), weight (O, C / groups, kh, kw), bias (O,)."""
     n_outputs, width, kh, kw = weight.shape
     padded = np.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2))
     oh, ow = ((padded.shape[2 + i] - (k - 1) * dilation[i] - 1) // stride[i] + 1 for i, k in enumerate((kh, kw)))

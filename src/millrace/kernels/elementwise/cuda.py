@@ -1,4 +1,4 @@
-"""SiLU x mul on a GPU, in Triton, and what comes out as products want it."""
+"""SiLU x mul on a GPU, in Triton, with results in the form that matmuls read."""
 
 import torch
 import triton
@@ -15,9 +15,10 @@ def gated(
     gate, up, y, scales, row_elements, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     STAGES: tl.constexpr, CODED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """gate, up (rows, N), from row to row so many elements; y (rows, N); in float32. Tiles as in convert/cuda.py
+    """gate, up (rows, N), with a row stride of `row_elements`; y (rows, N); computed in float32. Tiles as in
+    convert/cuda.py
 
-    CODED: y is of codes with scales (rows, groups)
+    CODED: y is quantized, with scales (rows, groups)
     """
     lets_next_begin(PDL)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
@@ -32,7 +33,7 @@ def gated(
 
 
 def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: RowQuantization | None) -> Matrix:
-    """gate, up (M, N), which may be columns of one array -> silu(gate) * up of `dtype`, or coded."""
+    """gate, up (M, N), which may be columns of one array -> silu(gate) * up of `dtype`, or quantized."""
     m, n = gate.shape
     if coding and not is_made(coding, n):
         floats = silu_mul(gate, up, dtype, None)

@@ -1,4 +1,4 @@
-"""The operator elementwise: an expression of up to four values, element by element; shapes broadcast as NumPy's."""
+"""The operator elementwise: an expression of up to four values, element by element, broadcast as in NumPy."""
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def _reference(node: Node, values: EvaluationContext) -> StoredValue:
 
 
 def expression_params(tree: object, inputs: list[View | OperandPlace], width: int) -> Params:
-    """Of the kernel; `inputs` are its operands a, b, c, d, a Place being one row for all."""
+    """Return the kernel's parameters. inputs: its operands a, b, c, d; an OperandPlace is one row for all"""
     code, numbers = compile_tree(as_tree(tree), len(inputs))
     views = [v for v in inputs if isinstance(v, View)]
     params: Params = {"rows": views[0].rows, "n": width, "code": code, "imm": numbers}
@@ -53,7 +53,7 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
 
 
 def _in_rows(node: Node) -> bool:
-    """Whether all is rows of floats of one width: matrices alike, and constant rows for all of theirs."""
+    """Return whether all values are float rows of one width: matrices of equal shape, and constant rows."""
     shape = node.output.shape
     if not shape or isinstance(shape[0], int) or not isinstance(product(shape[1:]), int):
         return False

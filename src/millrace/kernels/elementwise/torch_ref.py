@@ -22,7 +22,7 @@ _BINARY: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def evaluate(tree: Tree, inputs: Sequence[Tensor]) -> Tensor:
-    """The tree's value, as graph/expressions.py means it."""
+    """Evaluate a tree, as defined in graph/expressions.py."""
     if isinstance(tree, int):
         return inputs[tree]
     if isinstance(tree, float):
@@ -48,7 +48,7 @@ def _unknown_operation(tree: Tree) -> str:
 
 
 def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: RowQuantization | None) -> Matrix:
-    """gate, up (M, N) -> silu(gate) * up of `dtype`, or coded."""
+    """gate, up (M, N) -> silu(gate) * up of `dtype`, or quantized."""
     return as_wanted(functional.silu(gate.float()) * up.float(), dtype, coding)
 
 

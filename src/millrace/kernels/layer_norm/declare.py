@@ -23,5 +23,5 @@ KERNEL = Kernel(
         "y_stride % 4 == 0",
         "y_stride >= row_bytes(format, n, group)",
     ),
-    scratch="n",  # a whole row before it is packed
+    scratch="n",  # a row before it is packed
 )

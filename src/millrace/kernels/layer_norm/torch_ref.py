@@ -9,7 +9,7 @@ from millrace.kernels.torch_operators import OperatorContext
 
 
 def _layer_norm(node: Node, run: OperatorContext) -> Tensor:
-    """float32, as what is added to it later."""
+    """float32, because it is added to later."""
     x, w, bias = (run.tensor(v) for v in node.inputs)
     return functional.layer_norm(x.float(), (x.shape[-1],), w, bias, float_attr(node, "eps"))
 

@@ -1,4 +1,4 @@
-"""Rows of codes and scales on a GPU: weights of INT8, INT4 and E4M3, and the activations of 8 bits that they meet."""
+"""Quantized rows on a GPU: weights of INT8, INT4 and E4M3, and their 8-bit activations."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,16 +14,17 @@ from millrace.kernels.matmul.pack import hadamard
 from millrace.kernels.row_storage import Storage
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # that E4M3 has
+LARGEST = 448.0  # the largest E4M3 number
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
     """R rows of `width` elements: an element is its code times its group's scale, plus its group's minimum.
 
-    codes: (R, width) int8 or E4M3; of four bits (R, ceil(width / 2)) uint8: code + zero, an even place in the low half
-    scales: (R, G) float32, or float16 as checkpoints have them; minimums: alike; None: there are none
-    group: neighbours in a row that share a scale; the last group may be shorter
+    codes: (R, width) int8 or E4M3; with four bits (R, ceil(width / 2)) uint8 of code + zero, even elements in the low
+    half
+    scales: (R, G) float32, or float16 as in checkpoints; minimums: the same; None: there are none
+    group: neighbors in a row that share a scale; the last group may be shorter
     """
 
     codes: Tensor
@@ -35,11 +36,11 @@ class QuantizedRows:
 
     @property
     def halves(self) -> bool:
-        """Whether two codes are in a byte."""
+        """Whether a byte has two codes."""
         return bool(self.codes.dtype == torch.uint8)
 
     def dense(self) -> Tensor:
-        """(R, width) float32"""
+        """Return the elements (R, width) float32."""
         codes = self.codes
         if self.halves:
             codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)[:, : self.width].to(torch.int8) - self.zero
@@ -47,7 +48,7 @@ class QuantizedRows:
         return result if self.minimums is None else result + self._wide(self.minimums)
 
     def some(self, first: int, end: int) -> "QuantizedRows":
-        """Of its rows; views."""
+        """Return some rows as views."""
         minimums = None if self.minimums is None else self.minimums[first:end]
         return replace(self, codes=self.codes[first:end], scales=self.scales[first:end], minimums=minimums)
 
@@ -55,14 +56,14 @@ class QuantizedRows:
         return of_groups.float().repeat_interleave(self.group, 1)[:, : self.width]
 
 
-Matrix: TypeAlias = Tensor | QuantizedRows  # rows of floats, or coded
+Matrix: TypeAlias = Tensor | QuantizedRows  # rows of floats, or quantized
 
 
 @dataclass(frozen=True, slots=True)
 class RowQuantization:
-    """As what rows of floats go into products: E4M3, each row by its own scale, or INT8.
+    """The quantization of a matmul's input rows: E4M3, with a scale per row, or INT8.
 
-    group: of INT8, 0 for whole rows; transform: whether its groups are multiplied by a Hadamard matrix before
+    group: of INT8, 0 for whole rows; transform: multiply its groups by a Hadamard matrix first
     """
 
     e4m3: bool
@@ -70,7 +71,7 @@ class RowQuantization:
     transform: bool = False
 
     def rows(self, x: Tensor) -> QuantizedRows:
-        """x (R, K), in plain PyTorch."""
+        """Quantize x (R, K), in plain PyTorch."""
         return e4m3_rows(x) if self.e4m3 else int8_rows(x, self.group, transform=self.transform)
 
 
@@ -78,7 +79,7 @@ AS_E4M3 = RowQuantization(e4m3=True)
 
 
 def weights(matrix: QuantisedMatrix) -> QuantizedRows:
-    """As a checkpoint or an engine has them, exactly, in the host's memory; views where that is how they lie."""
+    """Convert a checkpoint's or engine's matrix exactly, in host memory; views if the layout allows."""
     codes, width, zero = matrix.codes, matrix.codes.shape[1], 0
     if matrix.bits == 4:
         zero = 0 if matrix.minimums is not None else 8
@@ -97,9 +98,9 @@ def weights(matrix: QuantisedMatrix) -> QuantizedRows:
 
 
 def e4m3_rows(x: Tensor) -> QuantizedRows:
-    """x (R, K) as kernels/convert/ref.py has it: each row's largest magnitude becomes E4M3's largest.
+    """Quantize x (R, K) as kernels/convert/ref.py: each row's largest magnitude becomes E4M3's largest number.
 
-    What is not finite makes its row's scale so
+    If an element is not finite, neither is its row's scale
     """
     result = x.float()
     scales = result.abs().amax(1, keepdim=True) / LARGEST
@@ -109,9 +110,9 @@ def e4m3_rows(x: Tensor) -> QuantizedRows:
 
 
 def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> QuantizedRows:
-    """x (R, K) as kernels/convert/ref.py has it: each group's largest magnitude becomes 127. group 0: a row is one.
+    """Quantize x (R, K) as kernels/convert/ref.py: each group's largest magnitude becomes 127. group 0: the whole row
 
-    transform: each group is multiplied by a Hadamard matrix first. What is not finite makes its group's scale so
+    transform: multiply each group by a Hadamard matrix first. If an element is not finite, neither is its group's scale
     """
     width = x.shape[1]
     size = group or width
@@ -124,7 +125,7 @@ def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> QuantizedRow
 
 
 def transformed(x: Tensor, group: int) -> Tensor:
-    """x (R, K) float32, each group times the Hadamard matrix of its size: kernels/matmul/pack.py, but for rounding."""
+    """Multiply each group of x (R, K) float32 by its Hadamard matrix, as kernels/matmul/pack.py but for rounding."""
     n_full = x.shape[1] // group * group
     parts = [x[:, :n_full].unflatten(1, (-1, group)) @ _matrix(group, x.device)] if n_full else []
     if n_full < x.shape[1]:
@@ -138,7 +139,7 @@ def _matrix(size: int, device: torch.device) -> Tensor:
 
 
 def coding_of(storage: Storage) -> RowQuantization | None:
-    """Of INT8 rows that a conversion makes; None: it gives 16 bits, of which products may still make E4M3."""
+    """Return the quantization of a conversion to INT8 rows; None: it gives 16 bits, which may become E4M3 later."""
     if storage.format == RowFormat.BF16:
         return None
     return RowQuantization(e4m3=False, group=storage.group, transform=storage.hadamard)

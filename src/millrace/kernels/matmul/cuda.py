@@ -1,7 +1,7 @@
-"""Products with coded weights on a GPU, in Triton: of few rows, whose time is that of reading the weights once.
+"""Quantized matmuls on a GPU, in Triton, for few rows, whose time is that of reading the weights once.
 
-Many rows of 16-bit floats meet weights that were made floats before, in cuBLAS's product; many rows of E4M3 go through
-cuBLASLt. Rows of int8 meet integers, however many they are.
+For many rows of 16-bit floats, weights are converted to floats first, and cuBLAS multiplies; many rows of E4M3 use
+cuBLASLt. Rows of int8 are multiplied with integers, however many they are.
 """
 
 from functools import cache
@@ -18,32 +18,32 @@ from millrace.kernels.matmul.coded import E4M3, Matrix, QuantizedRows
 from millrace.kernels.matmul.cuda_few import by_few_rows
 from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, PREFETCH, RULES, Tile, Tiles, rows_of
 
-BLOCK_K = 128  # what goes through at a time, at most
-# Powers of two whose last bit is 1, and the bits of two of them in 16-bit floats.
+BLOCK_K = 128  # most inputs per iteration
+# Powers of two whose last bit is 1, and the bits of two of them, in 16-bit floats.
 UNITS_BF16, BITS_BF16 = tl.constexpr(128), tl.constexpr(0x43004300)
 UNITS_FP16, BITS_FP16 = tl.constexpr(1024), tl.constexpr(0x64006400)
 
 
-@triton.jit(do_not_specialize=["M"])  # that only says which rows there are
+@triton.jit(do_not_specialize=["M"])  # it is only a bound
 def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP: tl.constexpr, GROUP: tl.constexpr,
                   CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
                   COMPLETE: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   PREFETCH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One program: BLOCK_M rows of x (M, K) times BLOCK_N of w (N, K), as CodedRows has them; y (M, N).
+    """One program: BLOCK_M rows of x (M, K) times BLOCK_N of w (N, K), as in QuantizedRows; y (M, N).
 
-    CODED_X: x has scales (M, groups of it), and else is of 16-bit floats. Codes are these, too, so that products are
-    exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups, which are 0 where a row
-    is one. COMPLETE: each row has one scale, which meets its sum at the end | WORDS: halves come eight at a time
-    EVEN: BLOCK_K divides K, so that nothing in the loop has to look
-    w_row: bytes of a row of codes, of which the compiler is told where it is a multiple of 16; elsewhere PREFETCH is 0
+    CODED_X: x has scales (M, groups of it); otherwise it is 16-bit floats. Codes are converted to these, too, so that
+    products are exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups, which are 0
+    if a row is one. COMPLETE: each row has one scale, applied to its sum at the end | WORDS: load INT4 eight at a time
+    EVEN: BLOCK_K divides K, so that the loop needs no masks
+    w_row: bytes of a row of codes; the compiler specializes on multiples of 16; otherwise PREFETCH is 0
     """
     lets_next_begin(PDL)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = row < M, column < N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    each: tl.constexpr = 2 if HALVES else 1  # codes of a byte
+    each: tl.constexpr = 2 if HALVES else 1  # codes per byte
     wide = column.to(tl.int64) * w_row
     asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, PREFETCH, PDL)
     after_those_before(PDL)
@@ -89,14 +89,14 @@ def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP
 
 @triton.jit
 def _of_words(words, ZERO: tl.constexpr, dtype: tl.constexpr):
-    """words (n, m) of eight halves, the first the lowest -> (n, 8 m) codes of 16 bits, exactly.
+    """Convert words (n, m) of eight INT4, the first the lowest -> codes (n, 8 m) of 16 bits, exactly.
 
-    Two at a time become the last bits of a power of two with the unit 1, which is then taken away: some 10 instructions
-    for eight; byte by byte they are 40.
+    Two at a time become the last bits of a power of two with unit 1, which is then subtracted: some 10 instructions for
+    eight; byte by byte it takes 40.
     """
     power: tl.constexpr = BITS_BF16 if dtype == tl.bfloat16 else BITS_FP16
     unit: tl.constexpr = UNITS_BF16 if dtype == tl.bfloat16 else UNITS_FP16
-    a, b = (words & 0x000F000F) | power, ((words >> 4) & 0x000F000F) | power  # halves 0 and 4, 1 and 5
+    a, b = (words & 0x000F000F) | power, ((words >> 4) & 0x000F000F) | power  # INT4 0 and 4, 1 and 5
     c, d = ((words >> 8) & 0x000F000F) | power, ((words >> 12) & 0x000F000F) | power
     first = tl.join(tl.join(a.to(tl.int16), c.to(tl.int16)), tl.join(b.to(tl.int16), d.to(tl.int16)))
     second = tl.join(tl.join((a >> 16).to(tl.int16), (c >> 16).to(tl.int16)),
@@ -107,7 +107,7 @@ def _of_words(words, ZERO: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _group(row, first, K, GROUP: tl.constexpr):
-    """Among those of all rows. A constant, or the loop divides by it."""
+    """Return the index of a group among those of all rows. A constant, which saves a division in the loop."""
     if GROUP == 0:
         return row
     else:
@@ -130,7 +130,7 @@ def _dot(left, right):
 def product(
     x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None, tiles: Tiles = RULES
 ) -> Tensor:  # fmt: skip
-    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is."""
+    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). If x is quantized, so is w."""
     if isinstance(w, QuantizedRows):
         y = _coded(x, w, dtype, tiles)
         return y if bias is None else y + bias
@@ -147,14 +147,14 @@ def _coded(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tiles: Tiles) -> Ten
 
 
 def goes_by_kernel(x: Matrix, w: QuantizedRows, dtype: torch.dtype) -> bool:
-    """Whether it is `coded_product` that computes it."""
+    """Return whether `coded_product` computes it."""
     if not block_k(x, w):
         return False
     return rows_of(x) < MANY_ROWS if isinstance(x, Tensor) else not scaled_mm_takes(x, w, dtype)
 
 
 def _as_floats(x: Tensor, w: QuantizedRows, dtype: torch.dtype) -> Tensor:
-    """Weights become floats of x's type, SLAB codes at a time."""
+    """Convert the weights to floats of x's type, SLAB codes at a time, and multiply."""
     n, rows = len(w.codes), max(1, SLAB // w.width)
     y = torch.empty((len(x), n), dtype=dtype, device=x.device)
     for first in range(0, n, rows):
@@ -163,7 +163,7 @@ def _as_floats(x: Tensor, w: QuantizedRows, dtype: torch.dtype) -> Tensor:
 
 
 def block_k(x: Matrix, w: QuantizedRows) -> int:
-    """How many inputs of a row go through `coded_product` at a time; 0: it does not take such groups."""
+    """Return the inputs per iteration of `coded_product`; 0: it does not support such groups."""
     integers = isinstance(x, QuantizedRows) and x.codes.dtype == torch.int8
     return _block_k(integers, w.halves, _parts(x), _parts(w))
 
@@ -194,29 +194,29 @@ def by_kernel(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tile: Tile) -> Te
 
 
 def _parts(x: Matrix) -> int:
-    """Neighbours that share a scale; 0: a row is one."""
+    """Return how many neighbors share a scale; 0: the whole row."""
     return x.group if isinstance(x, QuantizedRows) and x.group < x.width else 0
 
 
 def by_words(x: Matrix, w: QuantizedRows) -> bool:
-    """Whether halves become 16-bit floats eight at a time: rows of these, each whole words of 4 bytes."""
+    """Return whether INT4 is converted to 16-bit floats eight at a time: rows of whole 4-byte words, 16-bit inputs."""
     return w.halves and w.width % 8 == 0 and isinstance(x, Tensor)
 
 
 def is_whole(x: Matrix, w: QuantizedRows) -> bool:
-    """Whether products are floats that one scale for each row meets; integers stay exact as far as they are int32."""
+    """Return whether products are floats, with one scale per row; integers are exact as far as int32."""
     exact = isinstance(x, QuantizedRows) and x.codes.dtype == torch.int8
     return not (_parts(x) or _parts(w) or exact or w.minimums is not None)
 
 
 def scaled_mm_takes(x: QuantizedRows, w: QuantizedRows, dtype: torch.dtype) -> bool:
-    """Whether cuBLASLt takes them: many rows of E4M3 in multiples of 16, of which it makes bfloat16."""
+    """Return whether cuBLASLt takes them: many rows of E4M3, in multiples of 16, with bfloat16 results."""
     many = rows_of(x) >= MANY_ROWS and dtype == torch.bfloat16
     return many and x.codes.dtype == w.codes.dtype == E4M3 and x.width % 16 == rows_of(w) % 16 == 0
 
 
 def scaled_mm(x: QuantizedRows, w: QuantizedRows) -> Tensor:
-    """bfloat16; sums with fast accumulation, which some 14 bits of each partial sum take part in."""
+    """Multiply to bfloat16, with fast accumulation, which keeps some 14 bits of each partial sum."""
     return torch._scaled_mm(
         x.codes, w.codes.t(), scale_a=x.scales, scale_b=w.scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True
     )

@@ -1,8 +1,8 @@
-"""Products of one to eight rows with coded weights on a GPU, in Triton: for few users, who wait for all weights at
-each token.
+"""Quantized matmuls of one to eight rows on a GPU, in Triton: for few users, who wait for all weights at each token.
 
-As 16 rows of tensor cores they would be zeros most of all, and codes would go there through shared memory. Here one
-row of E4M3 is multiplied without them; codes of INT4 and INT8 are their 16 rows, with the few rows as eight columns.
+Padded to the 16 rows of tensor cores they would be mostly zeros, and codes would pass through shared memory. Here one
+row of E4M3 is multiplied without tensor cores; INT4 and INT8 weights take the side of 16 rows, with the few input rows
+as eight columns.
 """
 
 import torch
@@ -14,15 +14,15 @@ from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets
 from millrace.kernels.matmul.coded import Matrix, QuantizedRows
 from millrace.kernels.matmul.gpu_tiles import PREFETCH, Tile
 
-WARP_K = 512  # of one row of E4M3: 16 neighbours for each thread of a warp
-WARP_BYTES = 128  # of each row of codes, for each warp at a time
-BYTES_DEPTH = 64  # inputs of INT8 at most that are a unit: words of four threads, 16 bytes each
-# 16 with a unit of its own as last bit, in two 16-bit floats, and where its four bits after the first are.
+WARP_K = 512  # for one row of E4M3: 16 neighbors per thread of a warp
+WARP_BYTES = 128  # of each row of codes, per warp and iteration
+BYTES_DEPTH = 64  # most inputs of an INT8 unit: words of four threads, 16 bytes each
+# 16, with a unit of the last bit, in two 16-bit floats, and the place of the four bits after the first.
 POWER_BF16, PLACES_BF16 = tl.constexpr(0x41804180), tl.constexpr(0x00780078)
 POWER_FP16, PLACES_FP16 = tl.constexpr(0x4C004C00), tl.constexpr(0x03C003C0)
 _BITS_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")  # and, or
 _BITS_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
-# Of INT8 in bfloat16 the low seven bits behind 128, and 256 less 128 where it is negative; in float16 all behind 1,024.
+# INT8 in bfloat16: the low seven bits after 128, and 256 minus 128 if negative; in float16 all after 1,024.
 LOW_BF16, LOW_PLACES = tl.constexpr(0x43004300), tl.constexpr(0x007F007F)
 TOP_BF16, TOP_PLACES = tl.constexpr(0x43804380), tl.constexpr(0x00800080)
 BYTE_FP16, BYTE_PLACES = tl.constexpr(0x64806480), tl.constexpr(0x00FF00FF)
@@ -34,11 +34,11 @@ _BYTE_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64806480, 0x6A;")
 @triton.jit
 def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
             PDL: tl.constexpr):  # fmt: skip
-    """One program: a row x (1, K) times BLOCK_N of w (N, K), both of E4M3 with a scale for each row; y (1, N).
+    """One program: a row x (1, K) times BLOCK_N of w (N, K), both E4M3 with a scale per row; y (1, N).
 
-    A thread has the same 16 neighbours of x and of each row of w (BLOCK_K is WARP_K for each warp, or registers
-    would go through shared memory), so that all its loads are on their way at once; every fourth product meets in one
-    sum, and threads meet at the end.
+    A thread has the same 16 neighbors of x and of each row of w (BLOCK_K is WARP_K per warp, otherwise registers would
+    pass through shared memory), so that all its loads are in flight at once; every fourth product goes into one sum,
+    and threads are summed at the end.
     """
     lets_next_begin(PDL)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -63,28 +63,29 @@ def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: t
 
 @triton.jit
 def _in_four(x):
-    """x (n, 4 k) -> every fourth column, from each of the first four on."""
+    """x (n, 4 k) -> every fourth column, starting at each of the first four."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
     return a, b, c, d
 
 
-@triton.jit(do_not_specialize=["M"])  # that only says which rows there are
+@triton.jit(do_not_specialize=["M"])  # it is only a bound
 def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVES: tl.constexpr, GROUP: tl.constexpr,
                       ZERO: tl.constexpr, MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
                       UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
                       PREFETCH: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One program: up to eight rows x (M, K) of 16-bit floats times BLOCK_N of w (N, K), halves or int8; y (M, N).
+    """One program: up to eight rows x (M, K) of 16-bit floats times BLOCK_N of w (N, K), INT4 or int8; y (M, N).
 
-    A unit is DEPTH inputs, which share a scale. A warp has UNITS neighbours at a time for all columns, and each thread
-    words of w just where tensor cores want them: what it multiplies first of a row is not what comes first there, but
-    x is permuted alike. So nothing goes through shared memory before the end, where warps meet.
-    A half is the last bits of 16, which is taken away with the zero by what tensor cores start from: -(16 + zero) times
-    the sums of a unit's x, once for all columns. Any bits are such codes, so no mask asks for zeros. int8 likewise.
+    A unit is DEPTH inputs that share a scale. A warp has UNITS adjacent units at a time for all columns, and each
+    thread loads words of w where tensor cores need them: this permutes the inputs of a row, and x is permuted alike. So
+    nothing passes through shared memory before the end, where warps are summed.
+    An INT4 code is the last bits of 16 + code; 16 and the zero point are subtracted by the initial value of the sum:
+    -(16 + zero) times the sum of a unit's x, once for all columns. Any bits are valid codes, so no masks are needed.
+    The same holds for int8.
 
-    HALVES: eight codes of a word, or four | groups: scales of a row of w, each of GROUP inputs, 0: there is one
-    EVEN: all units are whole | AHEAD: words of the next units are asked for before those at hand are multiplied
+    HALVES: a word has eight codes, otherwise four | groups: scales per row of w, each of GROUP inputs; 0: a single one
+    EVEN: all units are complete | PREFETCH: load the next units' words before multiplying the current ones
     PLAIN: for the interpreter
     """
     lets_next_begin(PDL)
@@ -107,7 +108,7 @@ def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVE
                                      K, groups, EACH, GROUP, MINIMUMS, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
         if not AHEAD:
             these, by, plus = words, scale, least
-        tl.debug_barrier()  # or the compiler asks for rows of x first
+        tl.debug_barrier()  # otherwise the compiler loads rows of x first
         rows = _columns_of(x, first, M, K, HALVES, EVEN, DEPTH, UNITS, WARPS)
         behind: tl.constexpr = 16 + ZERO if HALVES else 384 if rows.dtype == tl.bfloat16 else 1152
         minus = tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -behind, tl.float32).to(rows.dtype)
@@ -135,14 +136,16 @@ def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVE
 
 @triton.jit
 def _column(line, between, BLOCK_N: tl.constexpr):
-    """Which of w's rows a line is of: eight of them are neighbours, the next eight come `between` times eight later."""
+    """Return which row of w a line is of: eight are adjacent, the next eight come `between` times eight later."""
     return tl.program_id(0) * BLOCK_N + line % 8 + line // (8 * between) * 8
 
 
 @triton.jit
 def _halves(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr, PLAIN: tl.constexpr):
-    """words (eight columns x units x ..., DEPTH / 8) of eight halves, the first the lowest -> (units, columns, DEPTH)
-    of 16 + code, exactly. Inputs in the order of `_columns_of`."""
+    """Convert words (eight columns x units x ..., DEPTH / 8) of eight INT4, the first the lowest, exactly.
+
+    -> (units, columns, DEPTH) of 16 + code. Inputs in the order of `_columns_of`.
+    """
     if dtype == tl.bfloat16:
         four = tl.join(tl.join(words << 3, words >> 1), tl.join(words >> 5, words >> 9))
         two = _two(four, _BITS_BF16, PLACES_BF16, POWER_BF16, PLAIN)
@@ -158,8 +161,10 @@ def _halves(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr
 @triton.jit
 def _bytes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr, TOP: tl.constexpr,
            PLAIN: tl.constexpr):  # fmt: skip
-    """words of four int8, as `_halves`, of what together is 384 + code in bfloat16 (TOP: of their highest bits), and
-    1,152 + code in float16."""
+    """Convert words of four int8, as `_halves`.
+
+    The parts add up to 384 + code in bfloat16 (TOP: the part of their highest bits), and to 1,152 + code in float16.
+    """
     both = tl.join(words, words >> 8)
     if dtype == tl.float16:
         two = _two(both, _BYTE_FP16, BYTE_PLACES, BYTE_FP16, PLAIN)
@@ -175,13 +180,13 @@ def _bytes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr,
 
 @triton.jit
 def _two(words, BITS: tl.constexpr, PLACES: tl.constexpr, POWER: tl.constexpr, PLAIN: tl.constexpr):
-    """words -> (..., 2) int16, low and high: their bits at places, by the instruction that BITS is.
+    """words -> (..., 2) int16, low and high: some of their bits in place, by the instruction BITS.
 
-    It is said to have effects because tensor cores' layout is chosen by the joins that it hides.
+    It is declared to have effects because the layout for tensor cores depends on the joins that it hides.
     """
     two = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
     if PLAIN:
-        two = (two & (PLACES & 0xFFFF)) ^ (POWER & 0xFFFF)  # as good as `or` for halves, whose bits are other ones
+        two = (two & (PLACES & 0xFFFF)) ^ (POWER & 0xFFFF)  # as good as `or` for INT4, which has other bits
     else:
         two = tl.inline_asm_elementwise(BITS, "=r,r", [two], dtype=tl.int16, is_pure=False, pack=2)
     return two
@@ -190,8 +195,11 @@ def _two(words, BITS: tl.constexpr, PLACES: tl.constexpr, POWER: tl.constexpr, P
 @triton.jit
 def _columns_of(x, first, M, K, HALVES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr,
                 WARPS: tl.constexpr):  # fmt: skip
-    """x (M, K) from `first` on -> (units, DEPTH, 8), where there are fewer rows the last one again. A thread has inputs
-    in eights: which eight, two bits of which in it, thread of four, and the bit that is a word's upper half."""
+    """Load x (M, K) from `first` on -> (units, DEPTH, 8); the last row is repeated if there are fewer.
+
+    A thread has inputs in eights: which eight, two bits of the index in it, thread of four, and the bit of a word's
+    upper half.
+    """
     of_thread: tl.constexpr = DEPTH // 32
     line, i = tl.arange(0, of_thread * UNITS * WARPS * 8), tl.arange(0, 32)
     unit = line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS
@@ -205,7 +213,7 @@ def _columns_of(x, first, M, K, HALVES: tl.constexpr, EVEN: tl.constexpr, DEPTH:
 
 @triton.jit
 def _times(codes, rows, start, PLAIN: tl.constexpr):
-    """In the interpreter of float32: it has no products of bfloat16."""
+    """Multiply; in float32 in the interpreter, which has no bfloat16 products."""
     if PLAIN:
         codes, rows = codes.to(tl.float32), rows.to(tl.float32)
     return tl.dot(codes, rows, start, input_precision="ieee" if PLAIN else None)
@@ -215,10 +223,10 @@ def _times(codes, rows, start, PLAIN: tl.constexpr):
 def _prefetch(lines, word, is_column, w_scales, minimums, first, N, K, groups, EACH: tl.constexpr, GROUP: tl.constexpr,
            MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr,
            BLOCK_N: tl.constexpr):  # fmt: skip
-    """Words from input `first` on, and scales and minimums where units have them; of what lies behind K, none."""
+    """Load words from input `first` on, and scales and minimums if units have them; nothing beyond K."""
     inside = (
         first // EACH + word * (not EVEN) < K // EACH
-    )  # not the number alone: the interpreter makes no mask of that
+    )  # not the number alone, of which the interpreter makes no mask
     words = tl.load(lines + first // EACH, mask=is_column & inside)
     scale, least = words, words
     if GROUP:
@@ -231,7 +239,7 @@ def _prefetch(lines, word, is_column, w_scales, minimums, first, N, K, groups, E
 @triton.jit
 def _of_units(scales, first, N, K, groups, GROUP: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
               UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """scales (N, groups) -> as four threads have each of eight columns: (columns x warps, 4 x units)."""
+    """scales (N, groups) -> as four threads have them for eight columns each: (columns x warps, 4 x units)."""
     line = tl.arange(0, WARPS * BLOCK_N)
     unit = first // DEPTH + (line // 8 % WARPS * UNITS)[:, None]
     which = (tl.arange(0, 4 * UNITS) % UNITS)[None, :]
@@ -243,13 +251,13 @@ def _of_units(scales, first, N, K, groups, GROUP: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def _by_columns(of_units, UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What `_of_units` found -> (units, columns, 4, 1) float32."""
+    """The result of `_of_units` -> (units, columns, 4, 1) float32."""
     result = tl.reshape(of_units.to(tl.float32), (BLOCK_N // 8, WARPS, 8, 4, UNITS))
     return tl.reshape(tl.permute(result, (4, 1, 0, 2, 3)), (UNITS * WARPS, BLOCK_N, 4, 1))
 
 
 def by_few_rows(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
-    """(M, N) of `dtype`. depth: inputs that share a scale, at most; of words alone"""
+    """Multiply -> (M, N) of `dtype`. depth: most inputs that share a scale, for words only"""
     rows = x.codes if isinstance(x, QuantizedRows) else x
     (m, k), (n, w_row), prefetch = rows.shape, w.codes.shape, PREFETCH if w.codes.shape[1] % 16 == 0 else 0
     assert 0 < m <= tile.rows, f"{m} rows by {tile}"
@@ -274,11 +282,13 @@ def by_few_rows(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tile: Tile, dep
 
 
 def registers(tile: Tile, halves: bool, depth: int) -> int | None:
-    """Of a thread, at most, so that a multiprocessor has two programs of eight warps; None: as many as it takes, which
-    are more where a thread's words are of several groups and go through shared memory."""
+    """Return the most registers of a thread with which a multiprocessor has two programs of eight warps.
+
+    None: no limit, if a thread's words are of several groups and pass through shared memory, which takes more.
+    """
     return 65536 // (2 * 32 * tile.warps) if tile.warps == 8 and depth == (128 if halves else BYTES_DEPTH) else None
 
 
 def group_of(w: QuantizedRows) -> int:
-    """Whose scales meet sums of units; 0: one scale for each row, which meets all at the end."""
+    """Return the group whose scales multiply sums of units; 0: one scale per row, applied at the end."""
     return 0 if w.group >= w.width and w.minimums is None else min(w.group, w.width)

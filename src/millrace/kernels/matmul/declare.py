@@ -26,16 +26,16 @@ KERNEL = Kernel(
         "i32 rows",
         "i32 n",
         "i32 k",
-        "i32 group",  # inputs of a scale of w
-        "i32 x_group",  # and of one of x
+        "i32 group",  # inputs per scale of w
+        "i32 x_group",  # inputs per scale of x
         "i32 format",
         "i32 weights",
         "i32 scaling",
         "i32 x_stride",
         "i32 y_stride",
         "i32 gated",
-        "i32 packed",  # y is rows of bfloat16, as another product reads them; y_stride counts its elements
-        "i32 tiles",  # bfloat16 products are summed as tdpbf16ps does it, not as vdpbf16ps
+        "i32 packed",  # y is rows of bfloat16, for another matmul; y_stride counts its elements
+        "i32 tiles",  # bfloat16 products are summed as by tdpbf16ps, not vdpbf16ps
         *EXPRESSION,
     ),
     (
@@ -77,9 +77,9 @@ KERNEL = Kernel(
         "gated == 0 or packed == 0 or y_stride * 2 >= n",
     ),
     (
-        Knob("tile_rows", 64),  # rows of one tile at most; of 8-bit activations from 16 on: tiles of AMX
-        Knob("task_panels", 1 << 20),  # panels of 32 outputs that a worker takes at a time
-        Knob("ahead", 1 << 20),  # how many bytes ahead of their use weights are fetched
+        Knob("tile_rows", 64),  # most rows of one tile; with 8-bit activations, from 16 on: AMX tiles
+        Knob("task_panels", 1 << 20),  # panels of 32 outputs per task of a worker
+        Knob("ahead", 1 << 20),  # how many bytes ahead weights are prefetched
     ),
     scratch="byte_tiles_floats(format, weights, k, x_group)",
 )

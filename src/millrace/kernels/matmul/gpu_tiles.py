@@ -1,6 +1,6 @@
-"""Tiles of the product with coded weights on a GPU: which there are, and by which of them each product goes.
+"""Tiles of the quantized matmul on a GPU, and the choice of a tile for each matmul.
 
-None of them changes what is summed in which order along a row's inputs, but for those of one row and of eight.
+The choice does not change the order of sums along a row's inputs, except for tiles of one row and of eight.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,17 @@ import torch
 
 from millrace.kernels.matmul.coded import E4M3, Matrix, QuantizedRows
 
-PREFETCH = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
+PREFETCH = 1024  # bytes of each row of codes that a program prefetches while previous kernels still run
 EIGHT = 8  # columns of a tensor core's product
-MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of weights
+MANY_ROWS = 64  # from here on arithmetic dominates, not reading weights
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and columns of a program, its warps, and how many blocks of weights are on their way at a time.
+    """Rows and columns of a program, its warps, and the blocks of weights in flight.
 
-    Of one row and of eight: of cuda_few.py's kernels, which hold their inputs themselves. One row has one stage
+    Tiles of one row and of eight belong to the kernels of cuda_few.py, which hold their inputs themselves. One row has
+    one stage
     """
 
     rows: int
@@ -30,8 +31,8 @@ class Tile:
 
 ONE_OF_E4M3 = (Tile(1, 4, 4, 1), Tile(1, 8, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 2, 1))
 EIGHT_OF_WORDS = (Tile(8, 16, 8, 2), Tile(8, 16, 4, 2), Tile(8, 16, 8, 1), Tile(8, 32, 4, 1))
-# The first is the rule: a tensor core's least rows, or what many fill without spilling. The others have more or fewer
-# programs for the multiprocessors, and more or fewer bytes on their way to each.
+# The first is the default rule: a tensor core's least rows, or what many rows fill without spilling. The others have
+# more or fewer programs per multiprocessor, and more or fewer bytes in flight.
 _FEW = (
     Tile(16, 32, 4, 5), Tile(16, 32, 4, 9), Tile(16, 32, 4), Tile(16, 32, 2, 5), Tile(16, 64, 8, 6), Tile(16, 64, 8, 4),
 )  # fmt: skip
@@ -40,16 +41,17 @@ _MANY = (Tile(64, 64, 8), Tile(64, 128, 8), Tile(128, 64, 8))
 
 
 def tiles(rows: int) -> tuple[Tile, ...]:
-    """That products of so many rows may go by; the first that takes them is the rule."""
+    """Return the tiles for matmuls of so many rows; the first that takes them is the default rule."""
     if rows <= EIGHT:
         return (*(ONE_OF_E4M3 if rows == 1 else ()), *EIGHT_OF_WORDS, *_FEW)
     return _FEW if rows <= 16 else _SOME if rows < MANY_ROWS else _MANY
 
 
 def takes(tile: Tile, x: Matrix, w: QuantizedRows) -> bool:
-    """Whether a tile is of a kernel for such rows and weights.
+    """Return whether a tile's kernel takes such rows and weights.
 
-    `one_row` is for E4M3, a scale for each row; `few_rows_of_words` for 16-bit floats, halves or int8 of whole words.
+    `one_row` takes E4M3 with a scale per row; `few_rows_of_words` takes 16-bit floats, with INT4 or INT8 in whole
+    words.
     """
     if tile.rows > EIGHT:
         return True
@@ -61,7 +63,7 @@ def takes(tile: Tile, x: Matrix, w: QuantizedRows) -> bool:
 
 
 def region_of(x: Matrix, w: QuantizedRows) -> str:
-    """What products have in common that a time holds for, but for the number of rows."""
+    """Return the name of the region: matmuls that differ in nothing but rows, and share timings."""
     return f"coded_product {len(w.codes)} x {w.width}, {_kind(w)} by {_kind(x)}"
 
 
@@ -79,14 +81,14 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """found: by region, for at most so many rows a tile, ascending; None, or what is not there: it goes by the rule."""
+    """found: by region, the tile for up to so many rows, ascending; without an entry the default rule applies."""
 
     result: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
 
     def of(self, x: Matrix, w: QuantizedRows) -> Tile:
         n = rows_of(x)
         for most, tile in self.result.get(region_of(x, w), ()) if self.result else ():
-            if n <= most:  # of no rows at all: not one that is for one row
+            if n <= most:  # except a tile for one row when there are none
                 return tile if tile and takes(tile, x, w) else rule(x, w)
         return rule(x, w)
 

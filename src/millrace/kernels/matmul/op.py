@@ -1,4 +1,4 @@
-"""The operators linear and gated_linear: a product with weights, and what its epilogue does."""
+"""The operators linear and gated_linear: a matmul with weights, and its epilogue."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from millrace.kernels.row_storage import Storage, storage_of
 
 PRODUCTS = ("linear", "gated_linear")
 SILU_MUL: Tree = ("mul", ("mul", 0, ("sigmoid", 0)), 1)
-BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4, WeightFormat.FP8: 8}  # of the codes that a checkpoint may hold
+BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4, WeightFormat.FP8: 8}  # of the codes that a checkpoint may have
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -77,17 +77,17 @@ def precision_of(node: Node) -> Precision:
 
 
 def group_of(node: Node) -> int:
-    """Inputs that share a scale in a product's weights; 0 where these have none."""
+    """Return how many inputs share a scale in a matmul's weights; 0: no scales."""
     return int_attr(node, "group") if "group" in node.attrs else 0
 
 
 def matrix_size(value: Value) -> tuple[int, int]:
-    """Rows and width of a constant."""
+    """Return rows and width of a constant."""
     return static_dim(value, 0), static_dim(value, 1)
 
 
 def transform_of(rows: Node | None) -> int:
-    """The groups in which weights are transformed, as the rows are that they meet. rows: what made these; 0: not"""
+    """Return the transformed groups of the input rows, and so of the weights; 0: none. rows: their node"""
     return storage_of(rows).hadamard_group if rows else 0
 
 
@@ -96,12 +96,12 @@ def is_silu_mul(node: Node) -> bool:
 
 
 def matrices_of(node: Node) -> tuple[Value, ...]:
-    """The weights of a product, or of the two that a gated one has."""
+    """Return the weights of a matmul, or both of a gated one."""
     return node.inputs[1:3] if node.operator is GATED_LINEAR else node.inputs[1:2]
 
 
 def product(values: EvaluationContext, node: Node, w: Value) -> Rows:
-    """The node's first input times w.T, as its numerics class means it."""
+    """Return the node's first input times w.T, in its numerics class."""
     x, precision, group = node.inputs[0], precision_of(node), group_of(node)
     value_rows = values.stored_value(x)
     if isinstance(value_rows, Quantised):
@@ -124,9 +124,9 @@ def _codes(values: EvaluationContext, w: Value, bits: int, group: int, *, hadama
 def codes_of(
     constant: Constant | None, load: Callable[[], NDArray[Any]], bits: int, group: int, hadamard_group: int = 0
 ) -> QuantisedMatrix:
-    """Weights in the checkpoint's own codes, or rounded here, of what `load` gives. group 0: E4M3
+    """Return the checkpoint's own codes, or quantize what `load` returns. group 0: E4M3
 
-    hadamard_group: for rows that are transformed in groups of so many; 0: they are not
+    hadamard_group: of the transformed input rows; 0: they are not transformed
     """
     if constant and constant.transformed and hadamard_group:
         return constant.transformed(bits, group, hadamard_group)
@@ -153,9 +153,9 @@ def _gated_reference(node: Node, values: EvaluationContext) -> StoredValue:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a product's matrix is packed.
+    """How a matmul's matrix is packed.
 
-    hadamard_group: of rows that are transformed in groups of so many; scaling: what makes weights of its codes
+    hadamard_group: of the transformed input rows; scaling: of its codes
     """
 
     format: WeightFormat
@@ -165,12 +165,12 @@ class Packing:
 
     @property
     def bits(self) -> int:
-        """Of its codes; 0: it has none."""
+        """Bits of its codes; 0: it has none."""
         return BITS.get(self.format, 0)
 
     @property
     def codes(self) -> QuantisedFormat | None:
-        """As a checkpoint would hold them; None: it has none, or of weights that are transformed."""
+        """The format of its codes in a checkpoint; None: it has none, or they are of transformed weights."""
         if not self.bits or self.hadamard_group:
             return None
         minimums, two_levels = self.scaling % 2 == 1, self.scaling >= Scaling.LEVELS
@@ -178,7 +178,7 @@ class Packing:
 
 
 def packing_of(node: Node, rows: Storage) -> Packing:
-    """Of a product whose rows lie like this."""
+    """Return the packing of a matmul with such input rows."""
     format, group, own = precision_of(node).weights, group_of(node), Scaling.PLAIN
     if format in BITS and not rows.hadamard_group:
         own = scaling_of([constant_of(v) for v in matrices_of(node)], BITS[format], group)
@@ -186,7 +186,7 @@ def packing_of(node: Node, rows: Storage) -> Packing:
 
 
 def _pack(values: tuple[Value, ...], how: Packing, name: str) -> PackedPlace:
-    """A matrix in panels; two of them are interleaved as gate and up."""
+    """Pack a matrix into panels; two matrices are interleaved as gate and up."""
     format, group = how.format, how.group
     constants, n, k = [constant_of(v) for v in values], static_dim(values[0], 0), static_dim(values[0], 1)
     gated = len(constants) == 2
@@ -240,7 +240,7 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
     writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
-_OPTIONS = frozenset({"precision", "x_group", "group"})  # by passes; the first two by users
+_OPTIONS = frozenset({"precision", "x_group", "group"})  # set by passes; the first two also by users
 
 LINEAR = KernelOperator(
     name="linear", inputs=(2, 4), attrs=_OPTIONS | {"bias", "residual", "tree", "storage"}, shapes=_shapes,

@@ -38,16 +38,16 @@ _R = TypeVar("_R")
 
 
 class SlabTask(Protocol):
-    """Does work on each slab of a matrix, by the number of its first row: map(), or several at a time as a pool's."""
+    """Runs work on each slab of a matrix, by the number of its first row: map(), or a pool's map."""
 
     def __call__(self, work: Callable[[int], _R], starts: Iterable[int], /) -> Iterator[_R]: ...
 
 
 def finite(array: NDArray[np.generic], dtype: np.dtype[_T]) -> NDArray[_T]:
-    """The array in another type. raises CheckpointError where something is not finite, or too large for the type"""
+    """Convert an array. raises CheckpointError if an element is not finite, or too large for the type"""
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
-    if not np.isfinite(cast.astype(np.float32, copy=False)).all():  # of bfloat16 itself it takes ten times as long
+    if not np.isfinite(cast.astype(np.float32, copy=False)).all():  # for bfloat16 itself it takes ten times as long
         raise CheckpointError(
             f"weights that are not finite, or too large for {dtype.name}", "numbers",
             "correct them, download the checkpoint again, or choose another",
@@ -56,25 +56,25 @@ def finite(array: NDArray[np.generic], dtype: np.dtype[_T]) -> NDArray[_T]:
 
 
 def kept_format(constant: Constant, bits: int, group: int) -> QuantisedFormat | None:
-    """In which the checkpoint's own codes are packed as they are; None where weights are rounded to such of our own."""
+    """Return the checkpoint's format if its own codes are packed unchanged; None if weights are quantized here."""
     stored = constant.format
     return stored if stored and stored.bits <= bits and stored.group == group else None
 
 
 def scaling_of(constants: Sequence[Constant], bits: int, group: int) -> Scaling:
-    """Of a packed matrix of these weights, which are of one kind unless all are symmetric."""
+    """Return the scaling of a matrix packed from these weights; all have one format, or are symmetric."""
     result = {scaling(kept_format(c, bits, group)) for c in constants}
     assert len(result) == 1, f"weights of {result} in one matrix"
     return result.pop()
 
 
 def scaling(format: QuantisedFormat | None) -> Scaling:
-    """None: codes of our own"""
+    """Return the scaling of a format. None: codes that are made here"""
     return Scaling(format.minimums + 2 * format.two_levels) if format else Scaling.PLAIN
 
 
 def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[QuantisedMatrix] | None:
-    """Weights (N, K) in the checkpoint's own codes; None where it does not hold all of them so."""
+    """Return the weights (N, K) in the checkpoint's own codes; None if it does not have them for all."""
     stored = [c.stored(bits, group) if c.stored else None for c in constants]
     matrices = [matrix for matrix in stored if matrix]
     for matrix in matrices:
@@ -84,15 +84,15 @@ def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[Q
 
 
 _LARGEST_E4M3, _LEAST_SCALE = np.float32(448), np.float32(2.0**-126)  # a smaller scale would be flushed to zero
-_COARSE = 0.1  # a scale is that far from what it should be: of such groups there may be a few, next to nothing
+_COARSE = 0.1  # relative error of a scale; groups beyond it must be a negligible part
 
 
 def rounded_codes(w: Array, bits: int, group: int, hadamard_group: int = 0) -> QuantisedMatrix:
     """w (N, K) -> codes of `bits` (4 or 8) with one scale per `group` inputs.
 
     The scale maps the group's element of largest magnitude to -2^(bits-1), so that the whole range of codes is used.
-    hadamard_group: for rows that are transformed in groups of so many; 0: they are not
-    raises CheckpointError for what is not finite, or so small that scales as float16 have them would change it
+    hadamard_group: of transformed input rows; 0: they are not transformed
+    raises CheckpointError for elements that are not finite, or so small that float16 scales would change them
     error: |w - dequantise| <= scale/2, one scale where the opposite extreme is clipped, plus the scale's own rounding
     """
     N, K = w.shape
@@ -108,8 +108,8 @@ def rounded_codes(w: Array, bits: int, group: int, hadamard_group: int = 0) -> Q
 def rounded_e4m3(w: Array) -> QuantisedMatrix:
     """w (N, K) -> the nearest codes, half to even, with the scales that map each row's largest magnitude to 448.
 
-    raises CheckpointError for what is not finite
-    error: |w - dequantise| <= |w| / 16, or half of 2^-9 scales for what is tiny beside its row
+    raises CheckpointError if an element is not finite
+    error: |w - dequantise| <= |w| / 16, or half of 2^-9 scales for elements that are tiny in their row
     """
     x = finite(w, np.dtype(np.float32))
     scales = np.maximum(np.abs(x).max(axis=1, keepdims=True) / _LARGEST_E4M3, _LEAST_SCALE)
@@ -118,7 +118,7 @@ def rounded_e4m3(w: Array) -> QuantisedMatrix:
 
 
 def _rounded(w: Array, bits: int, group: int, hadamard_group: int) -> tuple[QuantisedMatrix, float]:
-    """A slab, and the energy of those groups whose scales float16 does not hold."""
+    """Quantize a slab; also return the energy of groups whose scales float16 does not represent."""
     N, K = w.shape
     codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
     for inputs, groups in runs(K, group):
@@ -132,25 +132,25 @@ def _rounded(w: Array, bits: int, group: int, hadamard_group: int) -> tuple[Quan
 
 
 def runs(K: int, group: int) -> list[tuple[slice, slice]]:
-    """Inputs and the numbers of their groups: those of all whole groups, and those of the last one if it is shorter."""
+    """Return inputs and group numbers of all complete groups, and of the last one if it is shorter."""
     n_full = K // group
     result = [(slice(0, n_full * group), slice(0, n_full)), (slice(n_full * group, K), slice(n_full, n_full + 1))]
     return [(inputs, groups) for inputs, groups in result if inputs.start < inputs.stop]
 
 
 def _columns(w: Array, groups: slice) -> NDArray[np.float32]:
-    """(N, groups * n) -> (n, N * groups), a copy: a group is a column, as sums of whole rows are much faster."""
+    """Copy (N, groups * n) -> (n, N * groups): a group becomes a column, because summing whole rows is much faster."""
     grouped = w.astype(np.float32, copy=False).reshape(len(w) * (groups.stop - groups.start), -1)
     return np.array(grouped.T, order="C")
 
 
 def _rows(columns: NDArray[_T], N: int) -> NDArray[_T]:
-    """Back from `_columns`."""
+    """Undo `_columns`."""
     return np.ascontiguousarray(columns.T).reshape(N, -1)
 
 
 def _rounded_columns(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.int8], NDArray[np.float16], float]:
-    """x (n, C), which is overwritten -> codes (n, C), scales (C,), and the energy of what they lose."""
+    """x (n, C), which is overwritten -> codes (n, C), scales (C,), and the energy lost."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     top, bottom = x.max(axis=0), x.min(axis=0)
     exact = np.where(-bottom >= top, bottom, top) / np.float32(low)
@@ -166,7 +166,7 @@ def _rounded_columns(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.int8
 
 
 def _check_lost(lost: float, matrices: Sequence[Array], bits: int) -> None:
-    """raises CheckpointError where these lose more than next to nothing. lost: energy; a transform keeps it"""
+    """Check the energy lost, which a transform preserves. raises CheckpointError if it is not negligible"""
     if lost and lost > _COARSE**2 * sum(_energy(w[slab]) for w in matrices for slab in _slabs(*w.shape)):
         raise CheckpointError(
             "weights too small for the scales of their groups, in float16",
@@ -179,17 +179,17 @@ def _energy(w: Array) -> float:
     return float(np.square(w, dtype=np.float64).sum())
 
 
-# Inputs of a product in another basis, in which none of them stands out, before they are rounded to eight bits. One
-# outlier in a group decides the scale of all of it; a Hadamard matrix spreads it evenly. With H = H^T and H H = 1, x H
-# times (w H)^T is x times w^T, while the largest element of x H is about three times its root mean square whatever x
-# looks like. Weights are transformed once, when they are packed; activations where they are rounded (convert/).
-# source: QuaRot (arXiv:2404.00456), whose rotations span the model's width; here each group by itself
+# A basis of a matmul's inputs without outliers, for rounding to eight bits. One outlier in a group determines the scale
+# of all of it; a Hadamard matrix spreads it evenly. With H = H^T and H H = 1, x H times (w H)^T is x times w^T, while
+# the largest element of x H is about three times its root mean square for any x. Weights are transformed once, when
+# they are packed; activations when they are rounded (convert/). source: QuaRot (arXiv:2404.00456), whose rotations span
+# the model's width; here each group separately
 
 
 def hadamard(x: Array, group: int) -> NDArray[np.float32]:
-    """x (M, K): each group, in blocks of powers of two, the largest first, times the Hadamard matrix of its block.
+    """x (M, K): multiply each group, in blocks of powers of two, largest first, by the Hadamard matrix of the block.
 
-    In float32, step by step as the kernels do it: the bits are theirs.
+    Computed in float32, step by step like the kernels, with the same bits.
     """
     M, K = x.shape
     y = np.empty((M, K), np.float32)
@@ -202,7 +202,7 @@ def hadamard(x: Array, group: int) -> NDArray[np.float32]:
 
 
 def _transform(columns: NDArray[np.float32], group: int) -> None:
-    """Columns of one weights' group each, in place: each `group` of their elements, in blocks of powers of two."""
+    """Transform columns, each a group of weights, in place: in blocks of powers of two."""
     for start in range(0, len(columns), group):
         at, end = start, min(start + group, len(columns))
         while at < end:
@@ -212,7 +212,7 @@ def _transform(columns: NDArray[np.float32], group: int) -> None:
 
 
 def _transform_block(x: NDArray[np.float32]) -> None:
-    """Sylvester's matrix of size n over sqrt(n), times x (n, C), n a power of two, in place."""
+    """Multiply x (n, C), n a power of two, by Sylvester's matrix of size n over sqrt(n), in place."""
     n, now, other = len(x), x, np.empty_like(x)
     distance = 1
     while distance < n:
@@ -223,11 +223,11 @@ def _transform_block(x: NDArray[np.float32]) -> None:
     np.multiply(now, np.float32(1 / np.sqrt(n)), out=x)
 
 
-_SLAB = 1 << 18  # weights worked on at a time, which stay in a core's cache: they bound the memory beside the result
+_SLAB = 1 << 18  # weights per slab, which fit into a core's cache, and limit the temporary memory
 
 
 def _starts(N: int, K: int) -> range:
-    """The first rows of slabs of whole panels."""
+    """Return the first rows of slabs of whole panels."""
     return range(0, N, max(_SLAB // K // PANEL, 1) * PANEL)
 
 
@@ -245,11 +245,11 @@ def pack_matrix(
     up_: Array | None = None,
     run: SlabTask = map,
 ) -> NDArray[np.uint8]:
-    """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32, BF16 and FP8.
+    """Pack w (N, K) -> bytes, one-dimensional. `group` is 0 for F32, BF16 and FP8.
 
-    hadamard_group: for rows that are transformed in groups of so many
-    up_: w is the gate to this (N, K), and rows of both are interleaved
-    raises CheckpointError for what is not finite
+    hadamard_group: of transformed input rows
+    up_: (N, K); w is its gate, and rows of both are interleaved
+    raises CheckpointError if an element is not finite
     """
     matrices = [w] if up_ is None else [w, up_]
     K, N = w.shape[1], len(w) if up_ is None else 2 * up(len(w), 16)
@@ -271,7 +271,7 @@ def pack_matrix(
 
 
 def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: SlabTask = map) -> NDArray[np.uint8]:
-    """The packed bytes of codes and scales as they are. `format` W8 or W4, of as many bits as `q`, or FP8."""
+    """Pack codes and scales unchanged. `format`: W8 or W4, with as many bits as `q`, or FP8."""
     (N, K), pack = q.codes.shape, _pack_e4m3 if q.e4m3 else _pack_groups
 
     def packed(slab: slice) -> tuple[NDArray[np.uint8], float]:
@@ -283,9 +283,9 @@ def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: SlabTask = map) ->
 def _packed(
     packed: Callable[[slice], tuple[NDArray[np.uint8], float]], N: int, K: int, panel: int, run: SlabTask
 ) -> tuple[NDArray[np.uint8], float]:
-    """The bytes of all slabs, each put where it belongs when it is done, and the sum of what they lost.
+    """Return the bytes of all slabs, each written to its place when it is done, and the sum of what they lost.
 
-    panel: bytes of one
+    panel: bytes of one panel
     """
     out, starts = np.empty(up(N, PANEL) // PANEL * panel, np.uint8), _starts(N, K)
 
@@ -298,7 +298,7 @@ def _packed(
 
 
 def _float_rows(matrices: Sequence[Array], slab: slice) -> NDArray[np.float32]:
-    """Of the one matrix, or of two that are interleaved; the slab begins with a panel, and so ends with one of two."""
+    """Return a slab of one matrix, or of two interleaved ones; it begins with a panel, and so with a whole pair."""
     n = len(matrices)
     parts = [m[slab.start // n : slab.stop // n].astype(np.float32, copy=False) for m in matrices]
     return parts[0] if n == 1 else interleave_halves(*parts)
@@ -345,14 +345,14 @@ def _pack_groups(q: QuantisedMatrix) -> NDArray[np.uint8]:
 
 
 def _lines(q: QuantisedMatrix) -> list[NDArray[np.uint8]]:
-    """Codes (N, K) -> of each group (N/32, bytes)"""
+    """Return the lines (N/32, bytes) of each group of codes (N, K)."""
     zero = 0 if q.bits == 4 and q.minimums is not None else 1 << q.bits - 1
     N, K = q.codes.shape
     result: list[NDArray[np.uint8]] = []
     for inputs, groups in runs(K, q.group):
         part = q.codes[:, inputs].view(np.uint8).reshape(N, groups.stop - groups.start, -1)
         codes = np.full((*part.shape[:2], up(part.shape[2], 8)), zero, np.uint8)
-        np.add(part, np.uint8(zero), out=codes[:, :, : part.shape[2]])  # which wraps negative ones to what is meant
+        np.add(part, np.uint8(zero), out=codes[:, :, : part.shape[2]])  # wraps negative codes to the intended bytes
         words = codes.view(np.uint32)  # of four inputs
         if q.bits == 4:
             words = words[:, :, ::2] | words[:, :, 1::2] << np.uint32(4)
@@ -362,7 +362,7 @@ def _lines(q: QuantisedMatrix) -> list[NDArray[np.uint8]]:
 
 
 def _super_block(values: NDArray[np.uint8], levels: NDArray[np.int8], block: int, n_levels: int) -> NDArray[np.uint8]:
-    """Scales, as `_of_panels` has them, and their levels (N, G) of one super-block -> (N/32, bytes).
+    """Pack scales, as from `_of_panels`, and their levels (N, G) of one super-block -> (N/32, bytes).
 
     Groups beyond the last have zeros.
     """
@@ -379,7 +379,7 @@ def _of_panels(values: Array) -> NDArray[np.uint8]:
 
 
 def interleave_codes(gate: QuantisedMatrix, up_: QuantisedMatrix) -> QuantisedMatrix:
-    """As `interleave_halves`; both of one format."""
+    """Interleave codes as `interleave_halves`; both have one format."""
     return combined((gate, up_), lambda halves: interleave_halves(*halves))
 
 

@@ -9,18 +9,21 @@ from millrace.kernels.convert.ref import Quantised, to_bf16, to_e4m3
 
 
 def matmul(x: Array, w: Array) -> Array:
-    """x (M, K), w (N, K) -> (M, N) = x @ w.T, in the precision of x."""
+    """Multiply x (M, K), w (N, K) -> (M, N) = x @ w.T, in the precision of x."""
     return x @ w.T.astype(x.dtype)
 
 
 def matmul_bf16(x: Array, w: Array) -> Array:
-    """Both operands rounded to bfloat16, products summed in the precision of x."""
+    """Round both operands to bfloat16, and sum in the precision of x."""
     return to_bf16(x) @ to_bf16(w.astype(x.dtype)).T
 
 
 def matmul_q8(x: Quantised, w: QuantisedMatrix) -> NDArray[np.float64]:
-    """x (M, K) int8 groups, w (N, K) of the same groups or of several of these: per group of x an exact integer dot
-    product times both scales, and the sum of x's codes times its scale and w's minimum."""
+    """Multiply x (M, K) of int8 groups and w (N, K), whose groups are the same or unions of these.
+
+    Per group of x: an exact integer dot product times both scales, plus the sum of x's codes times its scale and w's
+    minimum
+    """
     assert w.group % x.group == 0
     K, size = x.codes.shape[1], x.group
     y = np.zeros((x.codes.shape[0], w.codes.shape[0]))
@@ -35,10 +38,10 @@ def matmul_q8(x: Quantised, w: QuantisedMatrix) -> NDArray[np.float64]:
 
 
 def matmul_a16(x: Array, w: QuantisedMatrix) -> NDArray[np.float64]:
-    """x rounded to bfloat16, weights as their codes and scales have them: integers with their groups', or E4M3."""
+    """Round x to bfloat16; weights are exactly their codes and scales: integers with their groups', or E4M3."""
     return to_bf16(x).astype(np.float64) @ w.dequantise().T
 
 
 def matmul_e4m3(x: Array, w: QuantisedMatrix) -> NDArray[np.float64]:
-    """The same with x rounded once more, to E4M3 by rows: what engines with FP8 arithmetic do, and no kernel here."""
+    """Round x to E4M3 by rows, too: as engines with FP8 arithmetic do, and no kernel here."""
     return to_e4m3(to_bf16(x)).astype(np.float64) @ w.dequantise().T

@@ -1,4 +1,4 @@
-"""Matrix products in plain PyTorch."""
+"""Matmuls in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from millrace.kernels.torch_operators import OperatorContext
 def product(
     x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None, tiles: Tiles = RULES
 ) -> Tensor:  # fmt: skip
-    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is. tiles: of no account here"""
+    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). If x is quantized, so is w. tiles: ignored"""
     if isinstance(w, Tensor):
         assert isinstance(x, Tensor), "coded rows meet coded weights"
         return functional.linear(x.to(dtype), w, bias)

@@ -1,8 +1,9 @@
-"""Panels read back into rows, exactly: the mirror of pack.py, for who wants weights in another order.
+"""Unpack panels into rows, exactly: the inverse of pack.py, for targets that need weights in another order.
 
 A panel is a table of units (`_unit` has their fields), and each field is lines of 32 outputs, which become columns of
-32 rows. NumPy turns 1.5 to 2.5 10^9 elements a second, the larger ones hardly slower, and half as many where their
-lines are not in a core's first cache. So words are turned, not bytes, and in blocks (docs/log.md has what was tried).
+32 rows. NumPy transposes 1.5 to 2.5 10^9 elements a second, larger elements hardly slower, and half as many if their
+lines are not in a core's first cache. So words are transposed, not bytes, and in blocks (docs/log.md has what was
+tried).
 """
 
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from millrace.kernels.matmul.pack import runs
 
 _T = TypeVar("_T", bound=np.generic)
 
-_BLOCK = 1 << 10  # bytes of a row that are turned at a time: their lines, 32 KB, stay in the first cache
-_SLAB = 1 << 20  # bytes of rows worked on at a time: of a quarter, a tenth to a fifth more time goes into calls
-_WORDS = {  # of a line: their type, and how many inputs one has
+_BLOCK = 1 << 10  # bytes of a row transposed at a time: their lines, 32 KB, stay in the first cache
+_SLAB = 1 << 20  # bytes of rows per slab: with a quarter of it, calls take 10 to 20 % more time
+_WORDS = {  # of a line: type, and inputs per word
     WeightFormat.F32: (np.uint32, 1),
     WeightFormat.BF16: (np.uint32, 2),
     WeightFormat.W8: (np.uint32, 4),
@@ -32,7 +33,7 @@ _WORDS = {  # of a line: their type, and how many inputs one has
 
 
 def unpack_floats(data: NDArray[np.uint8], format: WeightFormat, n: int, k: int) -> Array:
-    """The bytes of a whole matrix, one dimension -> (n, k) float32, or of BF16 ml_dtypes.bfloat16.
+    """Unpack a whole matrix, one-dimensional -> (n, k) float32, or ml_dtypes.bfloat16 for BF16.
 
     n: rows without padding to whole panels; of a gated matrix 2 * up(n, 16), for part_halves()
     """
@@ -45,9 +46,9 @@ def unpack_floats(data: NDArray[np.uint8], format: WeightFormat, n: int, k: int)
 def unpack_codes(
     data: NDArray[np.uint8], format: WeightFormat, n: int, k: int, group: int, scaling: Scaling
 ) -> QuantisedMatrix:
-    """The bytes of a whole matrix of W8, W4 or FP8 -> codes and scales as pack_codes() was given them.
+    """Unpack a whole matrix of W8, W4 or FP8 -> the codes and scales that pack_codes() packed.
 
-    n: as for unpack_floats(), and part_codes(); group: of FP8 0
+    n: as for unpack_floats(), and part_codes(); group: 0 for FP8
     """
     e4m3, bits = format == WeightFormat.FP8, 4 if format == WeightFormat.W4 else 8
     zero = 0 if e4m3 or (bits == 4 and scaling % 2) else 1 << bits - 1
@@ -63,12 +64,12 @@ def unpack_codes(
 
 
 def part_codes(q: QuantisedMatrix, n: int) -> tuple[QuantisedMatrix, QuantisedMatrix]:
-    """Gate and up, n outputs each, of what interleave_codes() made of them."""
+    """Split the result of interleave_codes() into gate and up, n outputs each."""
     return q.each(lambda rows: _half(rows, n, 0)), q.each(lambda rows: _half(rows, n, 1))
 
 
 def part_halves(rows: NDArray[_T], n: int) -> tuple[NDArray[_T], NDArray[_T]]:
-    """Gate and up (n, K) of what interleave_halves() made of them."""
+    """Split the result of interleave_halves() into gate and up (n, K)."""
     return _half(rows, n, 0), _half(rows, n, 1)
 
 
@@ -78,12 +79,12 @@ def _half(rows: NDArray[_T], n: int, which: int) -> NDArray[_T]:
 
 
 def _unit_inputs(format: WeightFormat, group: int, scaling: Scaling) -> int:
-    """Of what a panel repeats: a group, in two levels a super-block, where there are neither a word of each output."""
+    """Return the inputs of a unit that a panel repeats: a group, a super-block in two levels, or a word per output."""
     return SUPER_BLOCK if scaling >= Scaling.LEVELS else group or _WORDS[format][1]
 
 
 def _unit(format: WeightFormat, inputs: int, group: int, scaling: Scaling) -> np.dtype[np.void]:
-    """Its fields, as pack.py has them, by the names of QuantisedMatrix; `inputs` are fewer where a panel ends."""
+    """Return the fields of a unit, as in pack.py, named as in QuantisedMatrix; `inputs`: fewer at a panel's end."""
     word, size = _WORDS[format]
     lines = (padded_k(inputs, group) if group else up(inputs, size)) // size
     words: list[Any] = [("words", word, (lines, PANEL))]
@@ -100,7 +101,7 @@ def _unit(format: WeightFormat, inputs: int, group: int, scaling: Scaling) -> np
 
 
 def _empty_scales(format: WeightFormat, n: int, k: int, group: int, scaling: Scaling) -> dict[str, NDArray[Any]]:
-    """Room for what units have beside words, for rows of whole panels."""
+    """Allocate what units have besides words, for rows of whole panels."""
     inputs = _unit_inputs(format, group, scaling)
     unit = _unit(format, inputs, group, scaling)
     result: dict[str, NDArray[Any]] = {}
@@ -114,9 +115,9 @@ def _empty_scales(format: WeightFormat, n: int, k: int, group: int, scaling: Sca
 def _tables(
     data: NDArray[np.uint8], format: WeightFormat, rows: NDArray[Any], group: int, scaling: Scaling
 ) -> Iterator[tuple[NDArray[np.void], slice, slice, slice]]:
-    """Units (P, U) of P panels at a time, with their rows, their inputs and their numbers: whole ones, then a shorter.
+    """Yield units (P, U) of P panels at a time, with their rows, inputs and numbers: complete ones, then a shorter one.
 
-    rows: where they go, (N, K), N of whole panels
+    rows: the destination (N, K), N of whole panels
     """
     N, K = rows.shape
     assert data.nbytes == matrix_bytes(format, N, K, group, scaling), f"{data.nbytes} bytes of {format.name} {N, K}"
@@ -140,27 +141,27 @@ def _by_panel(rows: NDArray[_T]) -> NDArray[_T]:
 
 
 def _turn_scales(lines: NDArray[Any], rows: NDArray[Any], first: int) -> None:
-    """lines (P, U, PANEL), or of levels (P, U, L, PANEL) -> rows (P, PANEL, .), where unit `first` and these U belong.
+    """lines (P, U, PANEL), or levels (P, U, L, PANEL) -> rows (P, PANEL, .), at unit `first` and the next U.
 
     A super-block has levels for groups beyond the last.
     """
     P, U = lines.shape[:2]
-    lines = lines.reshape(P, -1, PANEL)  # levels are copied: so few at a time take as long as the codes
+    lines = lines.reshape(P, -1, PANEL)  # copies levels, of which so few at a time take as long as the codes
     start = first * lines.shape[1] // U
     target = rows[:, :, start : start + lines.shape[1]]
     target[:] = lines[:, : target.shape[2]].transpose(0, 2, 1)
 
 
 def _turn(words: NDArray[Any], rows: NDArray[np.uint8], zero: int = 0, *, halves: bool = False) -> None:
-    """words (P, U, L, PANEL) -> rows (P, PANEL, U * used): of each unit the first `used` bytes of its L words.
+    """words (P, U, L, PANEL) -> rows (P, PANEL, U * used): the first `used` bytes of each unit's L words.
 
-    zero: what to take from each byte
-    halves: a word has eight codes of four bits, each of which becomes a byte
+    zero: subtracted from each byte
+    halves: a word has eight INT4 codes, each of which becomes a byte
     """
     P, U, L = words.shape[:3]
-    lines = words.reshape(P, -1, PANEL)  # a copy where scales lie between: runs of four lines are slow to turn
+    lines = words.reshape(P, -1, PANEL)  # a copy if scales lie between: runs of four lines are slow to transpose
     word = np.dtype(np.uint64) if halves else words.dtype
-    if rows.shape[2] == U * L * word.itemsize:  # nothing is padded: then blocks are of any words
+    if rows.shape[2] == U * L * word.itemsize:  # nothing is padded, so blocks may have any words
         U, L = U * L, 1
     used = rows.shape[2] // U
     for units, blocks in runs(U, max(_BLOCK // (L * word.itemsize), 1)):
@@ -172,12 +173,12 @@ def _turn(words: NDArray[Any], rows: NDArray[np.uint8], zero: int = 0, *, halves
             _spread(turned)
         result = turned.view(np.uint8)
         if zero:
-            result -= np.uint8(zero)  # in place: NumPy's copy is faster to memory than its arithmetic
+            result -= np.uint8(zero)  # in place: NumPy's copy to memory is faster than its arithmetic
         target = rows[:, :, units.start * used : units.stop * used].reshape(P, PANEL, count, size, used)
         target.transpose(0, 2, 1, 3, 4)[:] = result.reshape(P, count, PANEL, size, -1)[..., :used]
 
 
 def _spread(words: NDArray[np.uint64]) -> None:
-    """Eight codes of four bits in the low half of each word -> in its bytes, in place."""
+    """Spread eight INT4 codes in the low half of each word over its bytes, in place."""
     words |= words << np.uint64(28)  # the high half of byte b becomes the low half of byte b + 4
     words &= np.uint64(0x0F0F0F0F0F0F0F0F)

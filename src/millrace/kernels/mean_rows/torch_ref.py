@@ -8,7 +8,7 @@ from millrace.kernels.torch_operators import OperatorContext
 
 
 def _mean_rows(node: Node, run: OperatorContext) -> Tensor:
-    """Of each text's rows. Nothing waits to see whether the lengths are right: they are those of the rows."""
+    """Return the mean of each text's rows. The lengths are not checked, which would synchronize."""
     x, lengths = (run.tensor(v) for v in node.inputs)
     return torch.segment_reduce(x.float(), "mean", lengths=lengths.long(), axis=0, unsafe=True)
 

@@ -1,4 +1,4 @@
-"""Normalising rows in plain PyTorch."""
+"""Normalization of rows in plain PyTorch."""
 
 from torch import Tensor
 from torch.nn import functional

@@ -2,7 +2,7 @@
 
 from millrace.kernels.declare import MAX_PARAM, Kernel, Operand
 
-MAX, MEAN, MEAN_INSIDE = 0, 1, 2  # kinds: the largest; the mean of a window; of what of it lies in the plane
+MAX, MEAN, MEAN_INSIDE = 0, 1, 2  # kinds: maximum; mean of a window; mean of its part within the plane
 _POSITIVE = ("kh", "kw", "stride_y", "stride_x", "dilation_y", "dilation_x")
 
 KERNEL = Kernel(

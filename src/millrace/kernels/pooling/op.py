@@ -1,4 +1,4 @@
-"""The operators max_pool and avg_pool: of windows in two dimensions."""
+"""The operators max_pool and avg_pool, over windows in two dimensions."""
 
 from collections.abc import Callable
 

@@ -6,7 +6,7 @@ from millrace.kernels.arrays import Array
 
 
 def max_pool(x: Array, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> Array:
-    """As torch.nn.functional.max_pool2d: x (N, C, H, W)."""
+    """Pool as torch.nn.functional.max_pool2d: x (N, C, H, W)."""
     result: Array = _windows(x, kernel, stride, padding, -np.inf).max(axis=(-2, -1))
     return result
 
@@ -14,7 +14,7 @@ def max_pool(x: Array, kernel: tuple[int, int], stride: tuple[int, int], padding
 def avg_pool(
     x: Array, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], *, count_include_pad: bool
 ) -> Array:
-    """As torch.nn.functional.avg_pool2d."""
+    """Pool as torch.nn.functional.avg_pool2d."""
     sums = _windows(x, kernel, stride, padding, 0.0).sum(axis=(-2, -1))
     counts = _windows(np.ones_like(x), kernel, stride, padding, 1.0 if count_include_pad else 0.0).sum(axis=(-2, -1))
     result: Array = sums / counts
@@ -24,6 +24,6 @@ def avg_pool(
 def _windows(
     x: Array, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], outside: float
 ) -> Array:
-    """(N, C, windows down, windows across, kernel height, width)."""
+    """Return the windows (N, C, windows down, windows across, kernel height, width)."""
     padded = np.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2), constant_values=outside)
     return np.lib.stride_tricks.sliding_window_view(padded, kernel, (2, 3))[:, :, :: stride[0], :: stride[1]]

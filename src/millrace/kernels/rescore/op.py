@@ -1,4 +1,4 @@
-"""The operator rescore: the `count` largest of the logits are computed again as x @ w.T in another precision."""
+"""The operator rescore: compute the `count` largest logits again as x @ w.T in another precision."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +41,13 @@ def _reference(node: Node, values: EvaluationContext) -> StoredValue:
 
 
 def _byte_codes(constant: Constant, group: int) -> QuantisedMatrix:
-    """For rows that are transformed in these groups: a head whose codes are kept is not computed in two steps."""
+    """Quantize for rows transformed in these groups: a head that keeps its codes is not computed in two steps."""
     assert group, "rows that are not transformed"
     return rounded_codes(constant.load().astype(np.float32), 8, group, group)
 
 
 def _pack(w: Value, group: int, name: str) -> PackedPlace:
-    """A matrix of 8-bit codes, output by output."""
+    """Pack a matrix of 8-bit codes, output by output."""
     constant, n, k = constant_of(w), static_dim(w, 0), static_dim(w, 1)
 
     def pack(_: SlabTask) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Weights of which single outputs are read: one output after the other, as the last part of a two-step head."""
+"""Pack weights of which single outputs are read, for the second step of a two-step head: output by output."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Reference of a two-step head: which logits are computed again, and from what."""
+"""Reference of a two-step head: the choice of logits that are computed again, and their values."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from millrace.kernels.matmul.ref import matmul_q8
 
 
 def largest(y: Array, count: int) -> NDArray[np.bool_]:
-    """y (M, N) -> (M, N): the `count` largest of each row; of equal ones those with lower ids."""
+    """Mark the `count` largest elements of each row of y (M, N) -> (M, N); among equals the lower ids."""
     order = np.argsort(-y, axis=1, kind="stable")[:, :count]
     candidates = np.zeros(y.shape, np.bool_)
     np.put_along_axis(candidates, order, True, axis=1)
@@ -18,5 +18,5 @@ def largest(y: Array, count: int) -> NDArray[np.bool_]:
 
 
 def rescore(y: Array, x: Quantised, w: QuantisedMatrix, count: int) -> NDArray[np.float64]:
-    """y (M, N) with its `count` largest logits a row taken from the 8-bit product x @ w.T instead."""
+    """Replace the `count` largest logits of each row of y (M, N) by those of the 8-bit product x @ w.T."""
     return np.where(largest(y, count), matmul_q8(x, w), y.astype(np.float64))

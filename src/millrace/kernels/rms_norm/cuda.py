@@ -1,4 +1,4 @@
-"""rms_norm on a GPU, in Triton, with the sum before it and the rounding behind it: a row is a program's."""
+"""rms_norm on a GPU, in Triton, with the sum before it and the quantization after it: one program per row."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ def normalise(x, w, y, eps, N: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.conste
     lets_next_begin(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = column < N
-    asks_for(w, row, 1, 4 * N, 1, 4 * WIDTH, PDL)  # the first row's program, for all
+    asks_for(w, row, 1, 4 * N, 1, 4 * WIDTH, PDL)  # by the first row's program, for all
     after_those_before(PDL)
     value = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, 0) / N + eps)
@@ -42,9 +42,9 @@ def add_normalise(
     x, residual, w, total, y, scales, eps, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, STAGES: tl.constexpr, CODED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x, y (rows, N), residual, total (rows, N) float32: total = residual + x, and y is that normalised by w (N,)
+    """x, y (rows, N), residual, total (rows, N) float32: total = residual + x, and y is its norm with w (N,)
 
-    CODED: y is of codes with scales (rows, groups). Tiles are as in convert/cuda.py
+    CODED: y is quantized, with scales (rows, groups). Tiles as in convert/cuda.py
     """
     lets_next_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -64,7 +64,7 @@ def add_normalise(
 def add_norm(
     x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coding: RowQuantization | None
 ) -> tuple[Tensor, Matrix]:  # fmt: skip
-    """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and that normalised, of `dtype` or coded."""
+    """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and its norm, of `dtype` or quantized."""
     x, residual = x.contiguous(), residual.contiguous()
     m, n = x.shape
     if coding and not is_made(coding, n):

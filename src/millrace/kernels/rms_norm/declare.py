@@ -25,5 +25,5 @@ KERNEL = Kernel(
         f"format != {RowFormat.F32} or y_stride >= runs * n * 4",
         f"format == {RowFormat.F32} or y_stride >= row_bytes(format, n, group)",
     ),
-    scratch="runs * n",  # a whole row before it is packed
+    scratch="runs * n",  # a row before it is packed
 )

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 def add_norm(
     x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coding: RowQuantization | None
 ) -> tuple[Tensor, Matrix]:  # fmt: skip
-    """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and that normalised, of `dtype` or coded."""
+    """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and its norm, of `dtype` or quantized."""
     total = residual + x.float()
     return total, as_wanted(rms_norm(total, w, eps, torch.float32), dtype, coding)
 

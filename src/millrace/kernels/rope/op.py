@@ -1,4 +1,4 @@
-"""The operator rope: heads rotated by their positions."""
+"""The operator rope: rotate heads by their positions."""
 
 import numpy as np
 
@@ -28,7 +28,7 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
 
 
 def rotated(values: EvaluationContext, x: Value, positions: Value, table: Value) -> Rows:
-    """x (T, H, D), rounded as the kernel leaves it."""
+    """Rotate x (T, H, D), and round as the kernel does."""
     y = rope(values.rows(x), values.numbers(positions), values.rows(table))
     return y.astype(np.float32).astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""Reference of rope (arXiv:2104.09864), halves rotated against each other."""
+"""Reference of rope (arXiv:2104.09864), which rotates the two halves of a head."""
 
 import numpy as np
 

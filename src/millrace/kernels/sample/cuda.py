@@ -1,9 +1,9 @@
-"""Tokens on a GPU, in Triton: the likeliest, and draws without sorting a vocabulary. A row is a program's.
+"""Sampling on a GPU, in Triton: the most likely token, and draws without sorting the vocabulary. One program per row.
 
-What top_k and top_p keep is all from some probability on, and the first few by their ids that have just this one. That
-probability is searched for as its bits, which as an integer order numbers that are not negative: each look at the row
-sums up what lies above a guess, and the next guess lies between two that some token has. A few tens of looks at what a
-multiprocessor finds in its cache, of whatever shape a row is; nothing depends on what comes out but how many they are.
+top_k and top_p keep all tokens above some probability, and the first few, by ids, of those that have exactly this one.
+That probability is searched by its bits, which order nonnegative numbers like integers: each pass over the row sums up
+what is above a guess, and the next guess is between two probabilities that occur. It takes a few tens of passes over a
+row in the multiprocessor's cache, for any distribution; only the number of passes depends on the data.
 """
 
 import torch
@@ -15,14 +15,14 @@ from millrace.kernels.gpu_launch import after_those_before, cdiv, lets_next_begi
 
 BLOCK = 2048  # tokens at a time
 WARPS = 8
-BEST_BLOCK, BEST_WARPS = 8192, 16  # of the likeliest: one look, so as much as possible is on its way
-_ONE = tl.constexpr(0x3FF0000000000000)  # the bits of 1.0, which no probability beside the likeliest's exceeds
-_SLACK = tl.constexpr(1e-12)  # that sums may lack of top_p, as in ref.py
+BEST_BLOCK, BEST_WARPS = 8192, 16  # of the most likely token: one pass, so as many loads in flight as possible
+_ONE = tl.constexpr(0x3FF0000000000000)  # the bits of 1.0, the largest probability
+_SLACK = tl.constexpr(1e-12)  # tolerance of sums compared with top_p, as in ref.py
 
 
 @triton.jit
 def best_rows(logits, tokens, wrong, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """logits (R, V) -> tokens (R,) int32: where the largest is, of equal ones the first; `wrong`: one is not finite"""
+    """logits (R, V) -> tokens (R,) int32: where the largest is, among equals the first; `wrong` if one is not finite"""
     lets_next_begin(PDL)
     row = tl.program_id(0)
     logits += row.to(tl.int64) * V
@@ -42,8 +42,10 @@ def best_rows(logits, tokens, wrong, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def argmax(logits: Tensor, wrong: int) -> Tensor:
-    """logits (R, V) of any floats -> (R,) int32: the likeliest token, of several the first; `wrong` where a logit is
-    not finite."""
+    """Map logits (R, V) of any float type -> (R,) int32: the most likely token; `wrong` if a logit is not finite.
+
+    Among equals it is the first one.
+    """
     logits = logits.contiguous()
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -54,10 +56,10 @@ def argmax(logits: Tensor, wrong: int) -> Tensor:
     return tokens
 
 
-# However many there are, and wherever in a step's inputs: compiled once.
+# Compiled once for any number of tokens and any alignment in a step's inputs.
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["at", "sampled", "rows"])
 def put_tokens(tokens, at, sampled, rows, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """tokens[at] = sampled[rows] (N,), 0 where that is none, which is negative."""
+    """Set tokens[at] = sampled[rows] (N,), 0 for a failed draw, which is negative."""
     lets_next_begin(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     after_those_before(PDL)
@@ -67,7 +69,7 @@ def put_tokens(tokens, at, sampled, rows, N, BLOCK: tl.constexpr, PDL: tl.conste
 
 
 def scatter_tokens(tokens: Tensor, at: Tensor, sampled: Tensor, rows: Tensor) -> None:
-    """tokens[at] = sampled[rows], 0 where that is none; all int32, each place once."""
+    """Set tokens[at] = sampled[rows], 0 for a failed draw; all int32, each place once."""
     n = len(at)
     put_tokens[(cdiv(n, 128),)](
         tokens, at, sampled, rows, n, BLOCK=128, **overlapping(tokens.device), enable_fp_fusion=True
@@ -76,13 +78,13 @@ def scatter_tokens(tokens: Tensor, at: Tensor, sampled: Tensor, rows: Tensor) ->
 
 @triton.jit
 def _keys(p, at, V):
-    """The bits of tokens' probabilities; below all others behind the last token."""
+    """Return the bits of the tokens' probabilities; below all others beyond the last token."""
     return tl.load(p + at, mask=at < V, other=-1.0).to(tl.int64, bitcast=True)
 
 
 @triton.jit
 def _above(p, V, key, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """From `key` on: their sum, or how many; the least key of these, and the greatest below."""
+    """Return the sum or the number of keys from `key` on; the least of these keys, and the greatest below them."""
     weight = tl.zeros((BLOCK,), tl.float64)
     least = tl.full((BLOCK,), _ONE + 1, tl.int64)
     most = tl.full((BLOCK,), -1, tl.int64)
@@ -98,7 +100,7 @@ def _above(p, V, key, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _greatest(p, V, low, want, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest key from which on there is as much as wanted, which is more than nothing; from `low` on there is."""
+    """Return the greatest key from which on there is at least `want`, which is positive; true for `low`."""
     high = tl.full((), _ONE + 1, tl.int64)
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -111,8 +113,10 @@ def _greatest(p, V, low, want, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _walk(p, V, key, ties, mark, BLOCK: tl.constexpr):
-    """By ids over what is allowed: above `key`, and the first `ties` of it. Their sum; the first token at which that
-    exceeds `mark`, V if at none; the last token."""
+    """Walk by ids over what is kept: all above `key`, and the first `ties` equal to it.
+
+    Return their sum; the first token at which the running sum exceeds `mark`, or V; the last kept token.
+    """
     total = tl.zeros((), tl.float64)
     equal = tl.zeros((), tl.int64)
     result = tl.full((), 0, tl.int32) + V
@@ -134,9 +138,9 @@ def _walk(p, V, key, ties, mark, BLOCK: tl.constexpr):
 
 @triton.jit
 def draw_rows(p, top_k, top_p, min_p, u, tokens, V, BLOCK: tl.constexpr):
-    """p (R, V) float64 from 0 to 1, which the likeliest has; of each row top_k, 0 for all, top_p, min_p and u in [0, 1)
+    """p (R, V) float64 from 0 to 1, the largest 1; per row top_k, 0 for all, top_p, min_p and u in [0, 1)
 
-    tokens (R,) int64: that in whose share of what is allowed u falls, ids ascending
+    tokens (R,) int64: the one whose share of what is kept contains u, ids ascending
     """
     row = tl.program_id(0)
     p += row.to(tl.int64) * V
@@ -165,7 +169,7 @@ def draw_rows(p, top_k, top_p, min_p, u, tokens, V, BLOCK: tl.constexpr):
 
 
 def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
-    """p (R, V) float64, each row's largest 1; of each row top_k int64, top_p, min_p and u float64 -> (R,) tokens."""
+    """p (R, V) float64, each row's largest 1; per row top_k int64, top_p, min_p and u float64 -> (R,) tokens."""
     p = p.contiguous()
     rows, vocab = p.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=p.device)
@@ -179,6 +183,6 @@ def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> T
         vocab,
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
         num_warps=WARPS,
-        enable_fp_fusion=False,  # each operation is rounded by itself, as the reference's are
+        enable_fp_fusion=False,  # each operation is rounded separately, like the reference's
     )
     return tokens

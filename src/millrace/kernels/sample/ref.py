@@ -1,4 +1,4 @@
-"""Reference of sampling, in float64: the order of vLLM, and the counter-based draws of the native core."""
+"""Reference of sampling, in float64: vLLM's order, and the native executor's counter-based generator."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ _ROUNDS = 10
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """In [0, 1), 53 bits: Philox 4x32-10 (Salmon et al., SC 2011), key = seed, counter = (position, choice, 0, 0)."""
+    """Return 53 bits in [0, 1): Philox 4x32-10 (Salmon et al., SC 2011), key seed, counter (position, choice, 0, 0)."""
     mask = 0xFFFFFFFF
     counter = [position & mask, choice & mask, 0, 0]
     key = [seed & mask, seed >> 32 & mask]
@@ -23,7 +23,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 def probabilities(
     logits: Array, temperature: float = 1, top_k: int = 0, top_p: float = 1, min_p: float = 0
 ) -> NDArray[np.float64]:
-    """logits (V,) -> (V,): temperature, min_p, top_k, then top_p over what is left; ties go to the lower id."""
+    """Map logits (V,) -> (V,): temperature, min_p, top_k, then top_p over the rest; ties go to the lower id."""
     p = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     order = np.lexsort((np.arange(len(p)), -p))
     order = order[p[order] >= min_p]
@@ -39,14 +39,14 @@ def probabilities(
 
 
 def draw(p: NDArray[np.float64], u: float) -> int:
-    """The token in whose share of [0, 1) u falls, ids ascending."""
+    """Return the token whose interval of [0, 1) contains u, ids ascending."""
     allowed = np.flatnonzero(p)
     at = int(np.searchsorted(np.cumsum(p[allowed]), u, side="right"))
     return int(allowed[min(at, len(allowed) - 1)])
 
 
 def unpacked(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.bool_]:
-    """mask (ceil(V / 32),) -> (V,): whether each token may be drawn, which is bit t % 32 of word t / 32."""
+    """Unpack a mask (ceil(V / 32),) -> (V,): bit t % 32 of word t / 32 says whether token t may be drawn."""
     tokens = np.arange(vocab)
     allowed: NDArray[np.bool_] = (mask[tokens // 32] >> (tokens % 32).astype(np.uint32) & 1).astype(np.bool_)
     return allowed
@@ -60,7 +60,7 @@ def penalised(
     presence: float,
     frequency: float,
 ) -> NDArray[np.float64]:
-    """repetition over prompt and output (x / r above 0, x * r below), presence and frequency over the output."""
+    """Apply penalties: repetition to prompt and output (x / r if x > 0, else x * r), others to the output."""
     y = logits.astype(np.float64)
     unique_ids = np.unique(np.concatenate([prompt, output]))
     y[unique_ids] = np.where(y[unique_ids] > 0, y[unique_ids] / repetition, y[unique_ids] * repetition)

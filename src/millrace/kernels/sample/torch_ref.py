@@ -5,19 +5,19 @@ from torch import Tensor
 
 
 def argmax(logits: Tensor, wrong: int) -> Tensor:
-    """logits (R, V) -> (R,) int32: the likeliest token, of several the first; `wrong` where a logit is not finite."""
+    """Map logits (R, V) -> (R,) int32: the most likely token, among equals the first; `wrong` if one is not finite."""
     return torch.where(logits.isfinite().all(1), logits.argmax(1), wrong).int()
 
 
 def scatter_tokens(tokens: Tensor, at: Tensor, sampled: Tensor, rows: Tensor) -> None:
-    """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once"""
+    """Set tokens[at] = sampled[rows], 0 for a failed draw; all int32, each place once."""
     tokens[at.long()] = sampled[rows.long()].clamp(min=0)
 
 
 def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
-    """p (R, V) float64, each row's largest 1; of each row top_k int64, top_p, min_p and u float64 -> (R,) tokens.
+    """p (R, V) float64, each row's largest 1; per row top_k int64, top_p, min_p and u float64 -> (R,) tokens.
 
-    That in whose share of what is kept u falls, ids ascending; kept is as kernels/sample/ref.py has it
+    The token whose share of the kept ones contains u, ids ascending; kernels/sample/ref.py defines which are kept
     """
     V = p.shape[1]
     sorted_p, order = p.sort(dim=1, descending=True, stable=True)

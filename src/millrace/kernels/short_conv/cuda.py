@@ -1,7 +1,7 @@
-"""Short causal convolutions on a GPU, in Triton: a token's columns, then what each sequence keeps.
+"""Short causal convolutions on a GPU, in Triton: the tokens' columns, then the state of each sequence.
 
-Two kernels, because a sequence's slot may be the same before and behind a step: the second one writes when every token
-has read.
+Two kernels, because a sequence's slot may be the same before and after a step: the second one writes after every token
+has been read.
 """
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from millrace.kernels.short_conv.slots import SequenceSlots
 
-BLOCK = 256  # columns of a program
+BLOCK = 256  # columns per program
 
 
 @triton.jit
 def _row(x, states, back, begin, slot, x_row, column, inside, N: tl.constexpr, TAPS: tl.constexpr):
-    """Columns of the row at place `back` of the step: a token's, or of the state if it lies before the sequence."""
-    at = tl.zeros_like(column) + back  # of each column: the interpreter takes no scalar for a mask
+    """Load columns of the row at index `back` of the step: a token's, or the state's if it precedes the sequence."""
+    at = tl.zeros_like(column) + back  # per column: the interpreter accepts no scalar mask
     slot_at = at * 0 + slot
     own = tl.load(x + at.to(tl.int64) * x_row + column, mask=inside & (at >= begin), other=0.0)
     line, is_kept = slot_at * (TAPS - 1) + at - begin + TAPS - 1, (at < begin) & (slot_at >= 0)
@@ -31,7 +31,7 @@ def convolve(
 ):  # fmt: skip
     """One program: BLOCK columns of one token. x (T, N) by its row stride, w (N, TAPS), bias (N,), y (T, N).
 
-    states (slots, TAPS - 1, N) | owner, starts, before: of SequenceSlots
+    states (slots, TAPS - 1, N) | owner, starts, before: as in SequenceSlots
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, sequence = column < N, tl.load(owner + token)
@@ -49,9 +49,9 @@ def convolve(
 def keep_rows(
     x, states, starts, before, behind, x_row, N: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program: BLOCK columns of the last TAPS - 1 rows of one sequence. As `convolve`.
+    """One program: BLOCK columns of the last TAPS - 1 rows of one sequence. Arguments as in `convolve`.
 
-    The slot may be the one that is read: each row comes from one behind it.
+    The slot may be the one that is read: each row comes from a later one.
     """
     sequence, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, begin, end = column < N, tl.load(starts + sequence), tl.load(starts + sequence + 1)
@@ -62,7 +62,7 @@ def keep_rows(
 
 
 def short_conv(x: Tensor, w: Tensor, bias: Tensor | None, slots: SequenceSlots, states: Tensor) -> Tensor:
-    """x (T, N), w (N, 1, taps), bias (N,) -> (T, N), of x's type, which states (slots, taps - 1, N) have, too."""
+    """x (T, N), w (N, 1, taps), bias (N,) -> (T, N), of x's type, as are states (slots, taps - 1, N)."""
     (T, N), taps, x = x.shape, w.shape[2], x.contiguous()
     y = torch.empty((T, N), dtype=x.dtype, device=x.device)
     shape = {"N": N, "TAPS": taps, "BLOCK": BLOCK, "enable_fp_fusion": True}

@@ -1,4 +1,4 @@
-"""The operator short_conv: a causal convolution over few tokens, of each column by itself; a sequence has a state."""
+"""The operator short_conv: a causal depthwise convolution over few tokens; each sequence has a state."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,7 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
 
 
 def _taps(weight: Value) -> PackedPlace:
-    """(taps, N) float32 of [N, 1, taps]."""
+    """Pack [N, 1, taps] as (taps, N) float32."""
     constant, shape = constant_of(weight), (static_dim(weight, 2), static_dim(weight, 0))
 
     def pack(_: SlabTask) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Reference of short_conv: one sequence."""
+"""Reference of short_conv, for one sequence."""
 
 import numpy as np
 
@@ -6,9 +6,10 @@ from millrace.kernels.arrays import Array
 
 
 def short_conv(x: Array, weight: Array, bias: Array | None) -> Array:
-    """Causal convolution of each column by itself (cross-correlation, as torch.nn.Conv1d with groups=N).
+    """Causal convolution of each column separately (cross-correlation, as torch.nn.Conv1d with groups=N).
 
-    x (taps - 1 + T, N), of which the first taps - 1 rows are those before; weight (N, taps); bias (N,) -> (T, N)
+    x (taps - 1 + T, N), whose first taps - 1 rows precede the sequence's new ones; weight (N, taps); bias (N,) -> (T,
+    N)
     """
     taps = weight.shape[1]
     T = x.shape[0] - taps + 1

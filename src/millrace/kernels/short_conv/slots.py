@@ -1,4 +1,4 @@
-"""Where a step's sequences have their states on a device: what short_conv takes."""
+"""The state slots of a step's sequences on a device, read by short_conv."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlots:
-    """All i32 on the device; T tokens of S sequences, one behind the other.
+    """State slots of T tokens of S sequences, packed; i32 on the device.
 
     owner (T,): the sequence of each token | starts (S + 1,)
-    before, behind (S,): its slot before this step, and behind it; before is -1 if the sequence begins with this step
+    before, behind (S,): the slots before and after this step; before is -1 if the sequence starts in this step
     """
 
     owner: Tensor

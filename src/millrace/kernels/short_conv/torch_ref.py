@@ -12,7 +12,7 @@ from millrace.kernels.torch_operators import OperatorContext
 
 
 def short_conv(x: Tensor, w: Tensor, bias: Tensor | None, slots: SequenceSlots, states: Tensor) -> Tensor:
-    """x (T, N), w (N, 1, taps), bias (N,) -> (T, N), of x's type; states (slots, taps - 1, N): a sequence at a time."""
+    """x (T, N), w (N, 1, taps), bias (N,) -> (T, N), of x's type; states (slots, taps - 1, N); by sequences."""
     y, taps = torch.empty_like(x), w.shape[2]
     starts, before, behind = slots.starts.tolist(), slots.before.tolist(), slots.behind.tolist()
     for s, (begin, end) in enumerate(pairwise(starts)):

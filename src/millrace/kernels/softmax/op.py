@@ -1,4 +1,4 @@
-"""The operator softmax: of the last dimension, whatever its size."""
+"""The operator softmax, over the last dimension."""
 
 import numpy as np
 

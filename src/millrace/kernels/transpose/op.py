@@ -1,4 +1,4 @@
-"""The operator transpose: a value's dimensions in another order."""
+"""The operator transpose: reorder a value's dimensions."""
 
 from typing import cast
 

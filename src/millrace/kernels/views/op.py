@@ -1,4 +1,4 @@
-"""The operators that compute nothing: their outputs are other views of what their input wrote."""
+"""Operators that compute nothing: their outputs are views of their input."""
 
 from dataclasses import replace
 
