@@ -1,9 +1,9 @@
 """Dimensions: numbers, symbols, and expressions of them, in one canonical form so that equal ones compare equal.
 
-    N*H/2         Product: an exact quotient; a run in which it leaves a remainder is refused
-    (H + 1)//2    Floor: what is counted of windows along a dimension; H - 2 is one by steps of 1
+N*H/2         Product: an exact quotient; a run in which it leaves a remainder is refused
+(H + 1)//2    Floor: the number of windows along a dimension; for H - 2 it is windows of stride 1
 
-Expressions are made with `*`, `/` (or `//`: exact, too) and window_count(); text is read by parse_dim().
+Expressions are made with `*`, `/` (or `//`, which is exact, too) and window_count(); text is read by parse_dim().
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from millrace.errors import GraphError
 
-MAX_TEXT_LENGTH, _MOST_LEVELS = 200, 16  # characters and brackets of a dimension that is read
+MAX_TEXT_LENGTH, _MOST_LEVELS = 200, 16  # characters and nested brackets of a dimension's text
 _TOKEN = re.compile(r"\s*(\d+|[^\W\d]\w*|//|[-+*/()])")
 
 
@@ -25,7 +25,7 @@ class NotWholeError(Exception):
 
 
 class _Dimension:
-    """The arithmetic of dimensions that are no numbers."""
+    """Arithmetic of dimensions that are not numbers."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ class _Dimension:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Symbol(_Dimension):
-    """A dimension known only when the graph runs. It belongs to the graph whose inputs have it; engines bound it."""
+    """A dimension known only at run time. It belongs to the graph whose inputs have it; engines set its bounds."""
 
     name: str
 
@@ -65,7 +65,7 @@ class Symbol(_Dimension):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Floor(_Dimension):
-    """(of + add) // by, rounded down; made by window_count() and parse_dim() alone."""
+    """(of + add) // by, rounded down; made only by window_count() and parse_dim()."""
 
     of: Symbol | Product
     add: int
@@ -80,7 +80,7 @@ class Floor(_Dimension):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Product(_Dimension):
-    """numerator / denominator times each factor to its power; factors in the order of their texts, powers not 0."""
+    """numerator / denominator times each factor to its power; factors sorted by their texts, powers not 0."""
 
     numerator: int
     denominator: int
@@ -104,19 +104,19 @@ def _bracketed(factor: Symbol | Floor) -> str:
 
 
 def times(a: Dim, b: Dim) -> Dim:
-    """a * b."""
+    """Return a * b."""
     return _product(a, b, 1)
 
 
 def divide(a: Dim, b: Dim) -> Dim:
-    """a / b, which must leave no remainder. raises GraphError for numbers that do, and for 0"""
+    """Return a / b, which must be exact. raises GraphError for numbers with a remainder, and for b = 0"""
     if _ratio(b) == 0:
         raise GraphError(f"the dimension {a!r} is divided by 0", "a divisor from 1 on", "correct the shape")
     return _product(a, b, -1)
 
 
 def product(dims: Iterable[Dim]) -> Dim:
-    """Of all of them: the elements of a shape."""
+    """Return the product of all, such as the elements of a shape."""
     result: Dim = 1
     for d in dims:
         result = times(result, d)
@@ -152,10 +152,10 @@ def _factors(d: Dim) -> tuple[tuple[Symbol | Floor, int], ...]:
 
 
 def floor_div(of: Dim, add: int, by: int) -> Dim:
-    """(of + add) // by, rounded down."""
+    """Return (of + add) // by, rounded down."""
     if isinstance(of, int):
         return (of + add) // by
-    if isinstance(of, Floor):  # of windows over windows: one count
+    if isinstance(of, Floor):  # windows over windows are a single count
         return floor_div(of.of, of.add + add * of.by, of.by * by)
     if isinstance(of, Product) and of.denominator == 1:
         shared = math.gcd(of.numerator, by)
@@ -172,10 +172,10 @@ def window_count(size: Dim, kernel: int, stride: int, padding: int, dilation: in
 
 
 def operands(d: Dim) -> tuple[Dim, ...]:
-    """Return the operands of the last operation of an expression; each comes before it in the sizes of a program.
+    """Return the operands of the last operation of an expression; each precedes it in the sizes of a program.
 
-    Of a number or a symbol none; of a Floor what it counts; of a Product two: those that are multiplied or, where it
-    has a divisor, what is above and below it.
+    A number or symbol has none; a Floor has what it counts; a Product has two: its factors or, with a divisor,
+    numerator and denominator.
     """
     if isinstance(d, Floor):
         return (d.of,)
@@ -190,17 +190,17 @@ def operands(d: Dim) -> tuple[Dim, ...]:
 
 
 def has_divisor(d: Product) -> bool:
-    """Whether it may turn out not to be an integer in a run."""
+    """Whether it may not be an integer in some run."""
     return d.denominator != 1 or any(power < 0 for _, power in d.factors)
 
 
 def times_itself(d: Dim, power: int) -> Dim:
-    """d to a power from 0 on."""
+    """Return d to a nonnegative power."""
     return product([d] * power)
 
 
 def symbols_of(d: Dim) -> Iterator[Symbol]:
-    """All that it depends on."""
+    """Yield the symbols that it depends on."""
     if isinstance(d, Symbol):
         yield d
     elif isinstance(d, Floor):
@@ -211,7 +211,7 @@ def symbols_of(d: Dim) -> Iterator[Symbol]:
 
 
 def value_of(d: Dim, sizes: Mapping[Symbol, int]) -> int:
-    """Its number in a run. raises NotWholeError"""
+    """Return its number in a run. raises NotWholeError"""
     if isinstance(d, int):
         return d
     if isinstance(d, Symbol):
@@ -230,7 +230,7 @@ def value_of(d: Dim, sizes: Mapping[Symbol, int]) -> int:
 
 
 def range_of(d: Dim, ranges: Mapping[Symbol, tuple[int, int]]) -> tuple[int, int]:
-    """(least, most) that it can be where symbols are within theirs, each from 1 on."""
+    """Return the least and the greatest value for symbols in the given ranges, each from 1 on."""
     if isinstance(d, int):
         return d, d
     if isinstance(d, Symbol):
@@ -247,12 +247,12 @@ def range_of(d: Dim, ranges: Mapping[Symbol, tuple[int, int]]) -> tuple[int, int
 
 
 def parse_dim(text: str) -> Dim:
-    """What repr() of a dimension wrote, in any equal form. raises GraphError"""
+    """Parse repr() of a dimension, in any equal form. raises GraphError"""
     return _Parser(text).result
 
 
 class _Parser:
-    """Of sum = term ["//" number] [("+" | "-") number], term = factor {("*" | "/") factor}; a factor may be (sum)."""
+    """Parses sum = term ["//" number] [("+" | "-") number], term = factor {("*" | "/") factor}; factor: also (sum)."""
 
     def __init__(self, text: str) -> None:
         self._text, self._tokens, at = text, list[str](), 0
@@ -276,7 +276,7 @@ class _Parser:
         )  # fmt: skip
 
     def _next(self, *expected: str) -> str:
-        """The next token, where it is one of these; "" otherwise."""
+        """Return the next token if it is one of these; otherwise ""."""
         if self._at < len(self._tokens) and self._tokens[self._at] in expected:
             self._at += 1
             return self._tokens[self._at - 1]

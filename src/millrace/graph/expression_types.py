@@ -1,8 +1,8 @@
 """Result types of element-wise expressions: PyTorch's promotion rules, except that integer division truncates.
 
-Types are ordered bool, i8, i32, i64, f16, f32; an operation gives the later one of its operands. A number that is a
-fraction makes whole operands f32, any other leaves them. Comparisons give bool. A tree is computed in int64, which
-wraps, where all that goes in is whole, and in float32 otherwise; it is rounded to its type once, at its end.
+Types are ordered bool, i8, i32, i64, f16, f32; an operation returns the later one of its operands. A number with a
+fraction converts integer operands to f32, others do not. Comparisons return bool. A tree is computed in int64, which
+wraps, if all inputs are integers, and in float32 otherwise; it is rounded to its type once, at its end.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from millrace.graph.expressions import COMPARISONS, WHERE, Tree, as_tree
 from millrace.graph.types import DType
 
 _ORDER = (DType.BOOL, DType.I8, DType.I32, DType.I64, DType.F16, DType.F32)
-_FRACTIONS = ("exp", "sigmoid", "tanh", "erf", "sqrt")  # operations whose results are no whole numbers
+_FRACTIONS = ("exp", "sigmoid", "tanh", "erf", "sqrt")  # operations whose results are not integers
 _OF_BOOLS = ("max", "min")  # or, and
-_EXACT = 1 << 24  # whole numbers up to here are float32 numbers, in which kernels hold them
+_EXACT = 1 << 24  # integers up to here are exact in float32, in which kernels hold them
 _MEND = "convert with ops.cast"
 
 
 def type_of(tree: Tree, types: Sequence[DType]) -> DType:
-    """What a verified tree of such inputs gives. raises GraphError for operands that an operation does not take"""
+    """Return the type of a verified tree of such inputs. raises GraphError for operands of unsupported types"""
     result = _type(tree, types, {})
     return DType.F32 if result is None else result
 
 
 def is_integer(tree: Tree, types: Sequence[DType]) -> bool:
-    """Whether it is computed in int64. raises GraphError for numbers that its kernel could not hold"""
+    """Return whether it is computed in int64. raises GraphError for numbers that its kernel cannot hold"""
     parts = list(_parts(tree))
     numbers = [part for part in parts if isinstance(part, float)]
     if any(t.is_float for t in types) or any(isinstance(p, tuple) and p[0] in _FRACTIONS for p in parts):
@@ -41,7 +41,7 @@ def is_integer(tree: Tree, types: Sequence[DType]) -> bool:
 
 
 def _parts(tree: Tree) -> list[Tree]:
-    """All of its parts, each once where it is shared."""
+    """Return all of its parts, each once even if shared."""
     visited, level = dict[int, Tree](), {id(tree): tree}
     while level:
         visited |= level
@@ -51,7 +51,7 @@ def _parts(tree: Tree) -> list[Tree]:
 
 
 def _type(tree: Tree, types: Sequence[DType], cache: dict[int, DType | None]) -> DType | None:
-    """None: numbers alone. known: of parts that were seen, by id"""
+    """Return the type; None for numbers only. cache: of parts seen before, by id"""
     if isinstance(tree, int):
         return types[tree]
     if isinstance(tree, float):

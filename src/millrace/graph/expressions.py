@@ -1,7 +1,7 @@
-"""Element-wise expressions as trees: what is done to each element, before any kernel.
+"""Element-wise expressions as trees, independent of kernels.
 
-A tree is an int (which input), a float (a number), or (operation, operand, ...). It is computed in floats, or in whole
-numbers of 64 bits where nothing in it is a fraction (graph/expression_types.py).
+A tree is an int (which input), a float (a number), or (operation, operand, ...). It is computed in floats, or in 64-bit
+integers if nothing in it is a fraction (graph/expression_types.py).
 """
 
 import math
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from millrace.errors import nearest
 
 Tree = int | float | tuple[object, ...]
-Floats = NDArray[Any]  # floating, or of int64
+Floats = NDArray[Any]  # float or int64
 
 UNARY = ("neg", "exp", "sigmoid", "tanh", "erf", "sqrt", "abs")
 BINARY = ("add", "sub", "mul", "div", "max", "min")
 COMPARISONS = ("less", "less_equal", "equal", "not_equal")
-WHERE = "where"  # (condition, value where it holds, value elsewhere)
+WHERE = "where"  # (condition, value if true, value if false)
 _DEEPEST = 32  # levels: more than a kernel's operations
-_LONGEST = 200  # characters of a formula's parts: what is shared is written as often as it is used
+_LONGEST = 200  # characters of a formula's parts: shared parts are written once per use
 _INFIX = {"add": ("+", 1), "sub": ("-", 1), "mul": ("*", 2), "div": ("/", 2)}
 _POWER, _ATOM = 3, 4
 
@@ -31,7 +31,7 @@ def _erf(x: Floats) -> Floats:
 
 
 def _quotient(x: Floats, y: Floats) -> Floats:
-    """Of whole numbers towards 0, as in C; nothing divided by 0 is 0."""
+    """Divide; integers are truncated towards 0, as in C, and division by 0 gives 0."""
     if x.dtype.kind == "f":
         return np.divide(x, y)
     value: Floats = np.where(y == 0, 0, np.sign(x) * np.sign(y) * (np.abs(x) // np.maximum(np.abs(y), 1)))
@@ -56,7 +56,7 @@ _NUMPY: dict[str, Callable[..., Floats]] = {
 
 
 def evaluate(tree: Tree, inputs: Sequence[Floats]) -> Floats:
-    """The tree's value in the precision of its inputs: what it means."""
+    """Return the tree's value in the precision of its inputs: the definition of its meaning."""
     if isinstance(tree, int):
         return inputs[tree]
     if isinstance(tree, float):
@@ -65,12 +65,12 @@ def evaluate(tree: Tree, inputs: Sequence[Floats]) -> Floats:
 
 
 def n_operands(operation: object) -> int:
-    """0: there is no such operation."""
+    """Return the number of operands; 0 for an unknown operation."""
     return 1 if operation in UNARY else 2 if operation in BINARY + COMPARISONS else 3 if operation == WHERE else 0
 
 
 def substitute(tree: Tree, inputs: Sequence[Tree]) -> Tree:
-    """The tree with each input replaced by a tree."""
+    """Return the tree with each input replaced by a tree."""
     if isinstance(tree, int):
         return inputs[tree]
     if isinstance(tree, float):
@@ -79,12 +79,12 @@ def substitute(tree: Tree, inputs: Sequence[Tree]) -> Tree:
 
 
 def formula(tree: Tree, names: Sequence[str]) -> str:
-    """The tree as people write it, inputs by name: "0.5 * x * (1 + erf(0.7071 * x))"; very long parts are "..."."""
+    """Format a tree with inputs by name: "0.5 * x * (1 + erf(0.7071 * x))"; very long parts become "..."."""
     return _infix(tree, names, {})[0]
 
 
 def _infix(tree: Tree, names: Sequence[str], cache: dict[int, tuple[str, int]]) -> tuple[str, int]:
-    """(text, how tightly it binds); `known` are parts that were written before, by id."""
+    """Return text and binding strength. cache: parts formatted before, by id"""
     if isinstance(tree, int):
         return names[tree], _ATOM
     if isinstance(tree, float):
@@ -112,18 +112,18 @@ def _operation(name: str, operands: Sequence[tuple[str, int]]) -> tuple[str, int
 
 
 def tuples(value: object, levels: int = _DEEPEST) -> object:
-    """JSON has lists only; those below a tree's deepest level stay what they are, and so are no trees."""
+    """Turn JSON's lists into tuples, down to a tree's deepest level; deeper lists stay, and so are no trees."""
     return tuple(tuples(f, levels - 1) for f in value) if isinstance(value, list) and levels else value
 
 
 def as_tree(value: object) -> Tree:
-    """Of a part of a tree, or a node's attribute, that was verified."""
+    """Narrow the type of a verified tree, part of a tree, or attribute."""
     assert isinstance(value, int | float | tuple)
     return value
 
 
 def faults(tree: object, n_inputs: int) -> Iterable[tuple[str, str]]:
-    """(what is wrong, what was expected) of anything that claims to be a tree."""
+    """Yield (what is wrong, what was expected) for anything that should be a tree."""
     level = [tree]
     for _ in range(_DEEPEST):
         below: list[object] = []
@@ -133,13 +133,13 @@ def faults(tree: object, n_inputs: int) -> Iterable[tuple[str, str]]:
                 yield wrong
                 return
             below += value[1:] if isinstance(value, tuple) else ()
-        level = list({id(t): t for t in below}.values())  # what is shared is looked at once
+        level = list({id(t): t for t in below}.values())  # shared parts are checked once
     if level:
         yield f"a tree of more than {_DEEPEST} levels", "what a kernel can hold"
 
 
 def _fault(tree: object, n_inputs: int) -> tuple[str, str] | None:
-    """Of its root."""
+    """Check the root of a tree."""
     if isinstance(tree, float):
         return None
     if isinstance(tree, int) and not isinstance(tree, bool):

@@ -1,8 +1,8 @@
-"""A graph as a plain table, and back: what an engine keeps of its model, for people and to be lowered again.
+"""A graph as a table and back: an engine stores it for inspection and to lower it again.
 
 {"inputs": [{"name", "shape", "dtype"}], "constants": {name: shape}, "nodes": [{"op", "inputs", "outputs", "shapes",
-"attrs", "origin"}], "outputs": [{"name", "value"}]}. Values are numbered, inputs first; constants go by the names that
-they have in the checkpoint; a dimension that only a run knows is a word, or an expression such as "N*H/2".
+"attrs", "origin"}], "outputs": [{"name", "value"}]}. Values are numbered, inputs first; constants have their names in
+the checkpoint; a dimension known at run time is a symbol, or an expression such as "N*H/2".
 "constant_types" has the types of constants that are not f32, by name; all other types follow from the operators.
 """
 
@@ -20,7 +20,7 @@ Table = dict[str, Any]
 
 
 def graph_table(graph: Graph) -> Table:
-    """JSON-able."""
+    """Return a JSON-able table."""
     numbers: dict[Value, int] = {port.value: i for i, port in enumerate(graph.inputs)}
 
     def ref(value: Value) -> int | str:
@@ -61,7 +61,7 @@ def _shape(shape: object) -> list[int | str]:
 
 
 def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
-    """The graph again, its constants without their content; verified. `table` is as graph_table() made it."""
+    """Return the verified graph, its constants without contents. `table`: from graph_table()"""
     inputs = tuple(Port(p["name"], Value(_dims(p["shape"]), DType(p["dtype"]))) for p in table["inputs"])
     values: dict[int | str, Value] = {i: port.value for i, port in enumerate(inputs)}
     for name, shape in table["constants"].items():

@@ -1,4 +1,4 @@
-"""Where a graph falls into pieces that run one after the other, with one value handed from each to the next."""
+"""Splits a graph into pieces that run one after the other, with one value passed from each to the next."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from millrace.graph.rewrite import prune
 from millrace.graph.types import Graph, Port, Value
 
-CARRIED = "carried"  # the value between two pieces: an output of the one, an input of the other
+CARRIED = "carried"  # the value between two pieces: an output of one, an input of the other
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Behind the node of this number, `value` alone is computed and still wanted."""
+    """A place after the node of this number, where `value` is the only computed value that is still needed."""
 
     behind: int
     value: Value
 
 
 def cut(graph: Graph) -> tuple[Graph, ...]:
-    """The pieces, in their order; the graph itself where it has no such places.
+    """Return the pieces in order; the graph itself if it has no such places.
 
-    graph: its expressions grown (the pass fuse_elementwise), or a chain of operations would count as several readers.
-    All pieces have the graph's inputs, so that they are run alike; all but the first have CARRIED besides, all but the
-    last give it: a row for each of what the graph's first input counts. It is cut where two at least read what is
-    carried, as the residual stream of a transformer is read: passes take up only what one alone reads, so none would
-    have reached across, and the pieces compute the same bits.
+    graph: with its expressions fused (the pass fuse_elementwise), otherwise a chain of operations counts as several
+    readers. All pieces have the graph's inputs, so that they are run alike; all but the first also have CARRIED, all
+    but the last output it: a row per element of the graph's first input. A cut needs at least two readers of the
+    carried value, like the residual stream of a transformer: passes merge only values with one reader, so none would
+    have merged across the cut, and the pieces compute the same bits.
     """
     graph = prune(graph)
     pieces: list[Graph] = []

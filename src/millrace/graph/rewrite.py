@@ -1,4 +1,4 @@
-"""Helpers of the passes: making nodes, replacing values, listing a graph as text."""
+"""Helpers of passes: make nodes, replace values, list a graph as text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,25 +10,25 @@ LOGITS = "logits"  # an output of this name is a ranking: only the order of its 
 
 
 def make_node(operator: Operator, inputs: Inputs, attrs: Attrs, origin: tuple[str, ...]) -> Node:
-    """A node whose outputs have the shapes and types that the operator gives."""
+    """Make a node, with the operator's output shapes and types."""
     return Node(operator, inputs, operator.results(inputs, attrs), dict(attrs), origin)
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """`nodes` take a node's place, and `values` that of its outputs."""
+    """`nodes` replace a node, and `values` its outputs."""
 
     nodes: tuple[Node, ...]
     values: tuple[Value, ...]
 
     @classmethod
     def of(cls, *nodes: Node) -> "Replacement":
-        """The outputs of the last of them stand for the old ones."""
+        """Replace the old outputs by those of the last node."""
         return cls(nodes, nodes[-1].outputs)
 
 
 class GraphView:
-    """The graph as it stands in the middle of a rewrite: what a rule may ask of its neighbours."""
+    """The graph in the middle of a rewrite: what a rule can see of a node's neighbors."""
 
     def __init__(self, graph: Graph) -> None:
         self._producers: dict[Value, Node] = {}
@@ -38,15 +38,15 @@ class GraphView:
         self._moved: dict[Value, Value] = {}
 
     def producer(self, value: Value) -> Node | None:
-        """The node that computes `value` now, itself perhaps already rewritten; None for constants and inputs."""
+        """Return the node that computes `value` now, perhaps already rewritten; None for constants and inputs."""
         return self._producers.get(value)
 
     def read_once(self, value: Value) -> bool:
-        """Whether one node alone reads it (an output of the graph counts as a reader)."""
+        """Return whether exactly one node reads it (an output of the graph counts as a reader)."""
         return self._readers.get(value, 0) == 1
 
     def now(self, value: Value) -> Value:
-        """What stands for it by now."""
+        """Return what replaces a value at this point."""
         return self._moved.get(value, value)
 
     def place(self, node: Node) -> None:
@@ -60,9 +60,9 @@ class GraphView:
 
 
 def rewrite(graph: Graph, rule: Callable[[Node, GraphView], Replacement | None]) -> Graph:
-    """Puts what `rule` gives in the place of each node; None leaves it.
+    """Replace each node by the result of `rule`; None keeps it.
 
-    The rule sees inputs already replaced. Nodes that nobody reads afterwards are dropped.
+    The rule sees inputs already replaced. Nodes that are not read afterwards are dropped.
     """
     live = GraphView(graph)
     nodes: list[Node] = []
@@ -81,7 +81,7 @@ def rewrite(graph: Graph, rule: Callable[[Node, GraphView], Replacement | None])
 
 
 def head_of(graph: Graph) -> Node | None:
-    """The linear layer that gives the logits, whatever the model calls it; scaled or capped, they are still its."""
+    """Return the linear layer that makes the logits, whatever its name; they may be scaled or capped."""
     at = find(graph.outputs, LOGITS)
     if at is None:
         return None
@@ -95,7 +95,7 @@ def head_of(graph: Graph) -> Node | None:
 
 
 def prune(graph: Graph) -> Graph:
-    """Drops the nodes whose results nobody reads."""
+    """Drop the nodes whose results are not read."""
     needed = graph.results
     remaining: list[Node] = []
     for node in reversed(graph.nodes):
@@ -106,7 +106,7 @@ def prune(graph: Graph) -> Graph:
 
 
 def listing(graph: Graph) -> str:
-    """The graph as lines that a person can read: `%3 = rms_norm(%2, input_layernorm.weight) eps=1e-05`."""
+    """Return the graph as readable lines: `%3 = rms_norm(%2, input_layernorm.weight) eps=1e-05`."""
     names: dict[Value, str] = {p.value: p.name for p in graph.inputs}
 
     def name(value: Value) -> str:
@@ -124,10 +124,10 @@ def listing(graph: Graph) -> str:
 
 
 def joined_origins(*nodes: Node) -> tuple[str, ...]:
-    """The modules that these nodes came from, each once."""
+    """Return the modules that these nodes came from, each once."""
     return tuple(dict.fromkeys(o for n in nodes for o in n.origin))
 
 
 def tree_of(node: Node) -> Tree:
-    """The expression of an element-wise node."""
+    """Return the expression of an element-wise node."""
     return as_tree(node.attrs["tree"])

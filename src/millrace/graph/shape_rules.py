@@ -1,4 +1,4 @@
-"""What the operators' shape rules share, and how an operator is found by its name."""
+"""Common parts of operators' shape rules, and the lookup of operators by name."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def illegal(op: str, what: str, expected: str) -> GraphError:
 
 
 def named(operators: Operators, name: str) -> Operator:
-    """As models may write it. raises GraphError where there is none of that name"""
+    """Return an operator that models may use. raises GraphError for an unknown name"""
     operator = operators.get(name)
     if operator is None or operator.fused:
         what = "is written by the compiler's passes only" if operator else "is no operator"
@@ -24,12 +24,12 @@ def named(operators: Operators, name: str) -> Operator:
 
 
 def same_shape(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
-    """The first input's."""
+    """Return the first input's shape."""
     return (inputs[0].shape,)
 
 
 def broadcast_shape(op: str, shapes: Sequence[Shape]) -> Shape:
-    """By NumPy's rules: dimensions are compared from the last on, equal or one of them 1. raises GraphError
+    """Broadcast by NumPy's rules: dimensions are compared from the last on, equal or one of them 1. raises GraphError
 
     A symbol is never broadcast, because it may not be 1; other operands of size 1 are broadcast to it.
     """
@@ -46,7 +46,7 @@ def broadcast_shape(op: str, shapes: Sequence[Shape]) -> Shape:
 
 
 def rows_of_matrix(op: str, inputs: Inputs, index: str) -> tuple[Shape, ...]:
-    """One row of the matrix's width for each element of an i32 row; `index` names that in errors."""
+    """Return the shape of one row of a matrix per element of an i32 row; `index` names that row in errors."""
     x, each = inputs
     if len(x.shape) != 2 or each.dtype != DType.I32 or len(each.shape) != 1:
         raise illegal(op, f"x {x} and {index} {each}", f"x [T, width] and i32 {index}, one for each row that comes out")
@@ -54,12 +54,12 @@ def rows_of_matrix(op: str, inputs: Inputs, index: str) -> tuple[Shape, ...]:
 
 
 def check_tree(op: str, attrs: Attrs, n_inputs: int) -> None:
-    """The attribute `tree` is an expression of so many inputs."""
+    """Check that the attribute `tree` is an expression of so many inputs."""
     for what, expected in faults(attrs.get("tree"), n_inputs):
         raise illegal(op, what, expected)
 
 
 def check_positions(op: str, positions: Value, x: Value) -> None:
-    """One number for each row of x."""
+    """Check that there is a position for each row of x."""
     if positions.dtype != DType.I32 or positions.shape != x.shape[:1]:
         raise illegal(op, f"x {x} and its positions {positions}", "i32, one for each of its rows")

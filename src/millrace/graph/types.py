@@ -1,6 +1,6 @@
 """The graph: named inputs and outputs, and between them nodes and values, each value assigned once.
 
-A graph says what is computed. How it is computed (precision, where rows lie, in which steps) is the compiler's affair.
+A graph defines what is computed. How it is computed (precision, storage of rows, calls) is decided by the compiler.
 """
 
 import math
@@ -21,7 +21,7 @@ Array = NDArray[np.generic]
 
 
 class DType(StrEnum):
-    """Of a value's elements, as a model means them: engines may hold float32 in fewer bits."""
+    """The type of a value's elements in the model; engines may store float32 in fewer bits."""
 
     F32 = "f32"
     I32 = "i32"
@@ -46,11 +46,11 @@ Shape = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """Weights, read only when they are packed. `load` gives the array of `shape`; `origin` names where it came from.
+    """Weights, read only when they are packed. `load` returns the array of `shape`; `origin` names its source.
 
-    stored: of (bits, group), the integers that the checkpoint itself holds, where it has them in such codes
-    format: of these integers, known before they are read; None where there are none, or in several formats
-    transformed: of (bits, group, groups of rows), what an engine has rounded for rows that are transformed in such
+    stored: of (bits, group), the checkpoint's own integers, if it has such codes
+    format: of these integers, known before they are read; None if there are none, or several formats
+    transformed: of (bits, group, groups of rows), the codes that an engine has made for transformed rows
     """
 
     load: Callable[[], Array]
@@ -70,7 +70,7 @@ class Value:
 
     @property
     def width(self) -> int:
-        """Elements of one row: everything behind the first dimension. raises GraphError where a run alone knows"""
+        """Elements of one row: all dimensions after the first. raises GraphError if they are known only at run time"""
         result = product(self.shape[1:])
         if not isinstance(result, int):
             raise GraphError(
@@ -85,12 +85,12 @@ class Value:
 
     @property
     def rows(self) -> Dim:
-        """How many dense runs of `run` elements there are: the first dimension, and all up to the last symbol."""
+        """Number of dense runs of `run` elements: the first dimension, and all up to the last symbol."""
         return product(self.shape[: self._run_axis])
 
     @property
     def run(self) -> int:
-        """Elements behind the last dimension that is no number, and behind the first one."""
+        """Elements after the last dimension that is not a number, and after the first."""
         return math.prod(d for d in self.shape[self._run_axis :] if isinstance(d, int))
 
     @property
@@ -109,12 +109,12 @@ Attrs = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """What a node may be: how many inputs it has, which attributes, and the shapes that come out.
+    """A kind of node: its number of inputs, its attributes, and its output shapes.
 
-    inputs: (at least, at most)
-    shapes: those of the outputs; raises GraphError for inputs that it does not take
-    dtypes: of the outputs; None: all are f32, and so are the inputs, but for those of i32 that `integers` numbers
-    fused: only the compiler's passes write it, no model does
+    inputs: (minimum, maximum)
+    shapes: return the outputs' shapes; raise GraphError for inputs that it does not take
+    dtypes: of the outputs; None: all are f32, and so are the inputs, except the i32 inputs numbered in `integers`
+    fused: only the compiler's passes make such nodes
     """
 
     name: str
@@ -126,7 +126,7 @@ class Operator:
     integers: frozenset[int] = frozenset()
 
     def results(self, inputs: Inputs, attrs: Attrs) -> tuple["Value", ...]:
-        """Fresh values for its outputs. raises GraphError for inputs that it does not take"""
+        """Return new values for its outputs. raises GraphError for inputs that it does not take"""
         if not self.inputs[0] <= len(inputs) <= self.inputs[1]:
             raise GraphError(
                 f"{self.name} of {len(inputs)} inputs", f"{self.inputs[0]} to {self.inputs[1]}", "correct the call"
@@ -159,19 +159,19 @@ class Node:
 
     @property
     def op(self) -> str:
-        """Its operator's name."""
+        """Name of its operator."""
         return self.operator.name
 
     @property
     def output(self) -> Value:
-        """Of an operator that has one."""
+        """The output of an operator that has one."""
         (only,) = self.outputs
         return only
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Where a value goes in or comes out, by name."""
+    """A named input or output."""
 
     name: str
     value: Value
@@ -187,19 +187,19 @@ class Graph:
 
     @property
     def symbols(self) -> tuple[Symbol, ...]:
-        """The names in its dimensions, in the order in which the inputs name them."""
+        """The symbols in its dimensions, in the order of its inputs."""
         return tuple(dict.fromkeys(s for port in self.inputs for d in port.value.shape for s in symbols_of(d)))
 
     @property
     def results(self) -> set[Value]:
-        """What is asked of it: the values of its outputs."""
+        """The values of its outputs."""
         return {port.value for port in self.outputs}
 
     def producers(self) -> dict[Value, Node]:
         return {v: n for n in self.nodes for v in n.outputs}
 
     def consumers(self) -> dict[Value, list[Node]]:
-        """Who reads each value; the graph's outputs are read by nobody in here."""
+        """Return the readers of each value; being an output of the graph is not counted."""
         readers: dict[Value, list[Node]] = {}
         for n in self.nodes:
             for v in n.inputs:
@@ -207,7 +207,7 @@ class Graph:
         return readers
 
     def last_reads(self) -> list[tuple[Value, ...]]:
-        """For each node, the values that nothing reads after it: inputs, and what nodes gave that is no output."""
+        """Return, for each node, the values that nothing reads after it: inputs, and results that are not outputs."""
         last = {v: i for i, node in enumerate(self.nodes) for v in (*node.outputs, *node.inputs) if not v.constant}
         result: list[list[Value]] = [[] for _ in self.nodes]
         for value, at in last.items():
@@ -216,7 +216,7 @@ class Graph:
         return [tuple(values) for values in result]
 
     def constants(self) -> Iterator[Value]:
-        """Every constant once, in the order of first use."""
+        """Yield every constant once, in the order of first use."""
         visited: set[Value] = set()
         for n in self.nodes:
             for v in n.inputs:

@@ -1,4 +1,4 @@
-"""What a legal graph is, checked after tracing and after every pass."""
+"""The definition of a legal graph, checked after tracing and after every pass."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ _NAME = re.compile(r"\w+(\.\w+)*")
 
 
 def verify(graph: Graph, after: str) -> Graph:
-    """Gives the graph back, or raises GraphError naming the pass and the node."""
+    """Return the graph, or raise GraphError naming the pass and the node."""
     for ports, kind in ((graph.inputs, "inputs"), (graph.outputs, "outputs")):
         _check_names(ports, kind, after)
     symbols = {d for port in graph.inputs for d in port.value.shape if isinstance(d, Symbol)}
@@ -49,7 +49,7 @@ def _check_names(ports: tuple[Port, ...], kind: str, after: str) -> None:
 
 
 def _check_symbols(graph: Graph, bare: set[Symbol], after: str) -> None:
-    """Each has a name that can be read again, and is a dimension of an input by itself: else no run would know it."""
+    """Check that each symbol has a readable name, and is a dimension of an input, which determines it in a run."""
     for symbol in graph.symbols:
         if symbol in bare and parse_dim(symbol.name) == symbol:
             continue
@@ -76,7 +76,7 @@ def _check_node(node: Node, after: str) -> None:
 
 
 def _free(after: str, node: Node, free: Symbol, graph: Graph) -> GraphError:
-    """A dimension that would be counted by nobody."""
+    """Return the error for a symbol that no input determines."""
     inputs = ", ".join(f"{p.name} {list(p.value.shape)}" for p in graph.inputs)
     return GraphError(
         f"after {after}: {node.op} of {_place(node)}: its output has a dimension {free} that no input has",
