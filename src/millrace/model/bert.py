@@ -36,7 +36,7 @@ class BertSelfAttention(Module):
 
 
 class BertOutput(Module):
-    """Back to the hidden size, added to what went in, and normalised: BERT's norms come last."""
+    """Project to the hidden size, add the input, and normalize: BERT's norms come last."""
 
     def __init__(self, n_in: int, c: EncoderConfig) -> None:
         self.dense = Linear(n_in, c.hidden_size, bias=True)
@@ -86,7 +86,7 @@ class BertEncoder(Module):
 
 
 class BertSentences(Module):
-    """BertModel with what sentence-transformers puts behind it: here the mean of a text's rows, perhaps normalised."""
+    """BertModel with the pooling of sentence-transformers: here the mean of a text's rows, optionally normalized."""
 
     signature = ENCODER
 
@@ -122,7 +122,7 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 
 
 def parameter_name(tensor: str) -> str | None:
-    """The parameter that a tensor of a checkpoint is; None for parts that no vector of a text depends on."""
+    """Return the parameter of a checkpoint's tensor; None for parts that do not affect a text's vector."""
     if _HEADS.match(tensor):
         return None
     name = tensor.removeprefix("bert.")

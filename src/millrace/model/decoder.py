@@ -1,6 +1,6 @@
-"""The parts of decoders: attention with rotary positions, gated MLP, and what stands around the layers.
+"""Common parts of decoders: attention with rotary positions, gated MLP, embedding and head.
 
-T tokens of a step, S sequences, R rows whose logits are wanted, H query heads, K key/value heads, D head size.
+T tokens of a step, S sequences, R rows for which logits are computed, H query heads, K key/value heads, D head size.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from millrace.model.tensor import Tensor
 
 
 class Attention(Module):
-    """Grouped queries (arXiv:2305.13245); `head_norms`: each query and key head is normalised before the rotation.
+    """Grouped queries (arXiv:2305.13245); `head_norms`: normalize each query and key head before the rotation.
 
-    layer: whose window it has (arXiv:2310.06825 section 2), unless no sequence is longer than that
-    offset: of the weights of these norms, as RMSNorm's
+    layer: determines the window (arXiv:2310.06825 section 2), unless no sequence is longer
+    offset: of the weights of these norms, as in RMSNorm
     """
 
     def __init__(self, c: ModelConfig, layer: int, *, head_norms: bool = False, offset: float = 0.0) -> None:
@@ -80,7 +80,7 @@ class Decoder(Module):
 
 
 class CausalLM(Module):
-    """A decoder with its head, which may be the embedding again. norm_name: of the last norm, in checkpoints"""
+    """A decoder with its head, which may be the embedding. norm_name: of the last norm, in checkpoints"""
 
     signature = DECODER
 

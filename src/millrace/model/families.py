@@ -1,4 +1,4 @@
-"""Which class builds which architecture, and which tensors of old checkpoints are known to be no weights."""
+"""The class of each architecture, and tensors of old checkpoints that are not weights."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
 }
 ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {"BertModel": bert_sentences}
 
-HEAD = "lm_head"  # what every family calls its head, as Hugging Face's checkpoints do
+HEAD = "lm_head"  # the head's name in every family, as in Hugging Face's checkpoints
 
 _ROTARY_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # saved by early versions of transformers; computed here
 
@@ -52,7 +52,7 @@ def _family_names(families: Mapping[str, Family], architecture: str) -> Family:
 
 
 def parameter_of(tensor: str, config: ModelConfig | EncoderConfig) -> str | None:
-    """The parameter that a checkpoint's tensor is; None for one that the model rightly ignores."""
+    """Return the parameter of a checkpoint's tensor; None for one that is safely ignored."""
     if isinstance(config, EncoderConfig):
         return parameter_name(tensor)
     tied_head = config.tie_embeddings and tensor == f"{HEAD}.weight"

@@ -1,6 +1,6 @@
 """Gemma (arXiv:2403.08295): GeGLU, norms that store weight - 1, embeddings scaled by sqrt(hidden), a tied head.
 
-Gemma 2 (arXiv:2408.00118) has windows in every other layer, norms before and behind each part of a layer, and soft caps
+Gemma 2 (arXiv:2408.00118) has windows in every other layer, norms before and after each part of a layer, and soft caps
 of scores and logits. Gemma 3 (arXiv:2503.19786) has windows in five of six layers, with rotary angles of their own, and
 norms of each query and key head in place of the caps of scores.
 """
@@ -35,7 +35,7 @@ class GemmaForCausalLM(CausalLM):
 
 
 class Gemma2Layer(Module):
-    """head_norms: as of Gemma 3"""
+    """head_norms: for Gemma 3"""
 
     def __init__(self, c: ModelConfig, layer: int, *, head_norms: bool = False) -> None:
         self.input_layernorm = gemma_norm(c)

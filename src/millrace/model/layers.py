@@ -1,4 +1,4 @@
-"""The parts that every family shares: linear, embedding, norm, rotary angles. Names follow the checkpoints'."""
+"""Layers shared by all families: linear, embedding, norm, rotary angles. Names follow the checkpoints'."""
 
 import math
 
@@ -56,7 +56,7 @@ class LayerNorm(Module):
 
 
 class Conv2d(Module):
-    """Named as torch.nn.Conv2d; weight (n_out, n_in / groups, kh, kw)."""
+    """As torch.nn.Conv2d; weight (n_out, n_in / groups, kh, kw)."""
 
     def __init__(
         self, n_in: int, n_out: int, kernel: ops.Pair, *, stride: ops.Pair = 1, padding: ops.Pair = 0,
@@ -77,7 +77,7 @@ class Conv2d(Module):
 
 
 class BatchNorm2d(Module):
-    """Named as torch.nn.BatchNorm2d, in evaluation mode."""
+    """As torch.nn.BatchNorm2d, in evaluation mode."""
 
     def __init__(self, n: int, eps: float = 1e-5) -> None:
         self.weight, self.bias = Parameter(n), Parameter(n)
@@ -89,7 +89,7 @@ class BatchNorm2d(Module):
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, context: int) -> Table:
-    """(context, head_dim) float32: cosines of the first half's angles, then sines; computed in float64."""
+    """Return cosines of the first half's angles, then sines (context, head_dim) float32; computed in float64."""
     return Table((context, head_dim), lambda: rotary_angles(rope, head_dim, context))
 
 
@@ -99,7 +99,7 @@ def rotary_angles(rope: RopeConfig, head_dim: int, context: int) -> NDArray[np.f
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
-    """(head_dim / 2,) radians per position; arXiv:2104.09864, and for llama3 the reference code of Llama 3.1."""
+    """Return radians per position (head_dim / 2,); arXiv:2104.09864, for llama3 the reference code of Llama 3.1."""
     plain: NDArray[np.float64] = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.divisors:
         plain = plain / np.array(rope.divisors)

@@ -1,6 +1,6 @@
-"""LFM2 (arXiv:2511.23404): short convolutions with gates in most layers, grouped attention in the others.
+"""LFM2 (arXiv:2511.23404): gated short convolutions in most layers, grouped-query attention in the others.
 
-A layer with a convolution keeps the last rows that went into it, which do not grow with the sequence.
+A convolution layer keeps its last input rows, whose number does not grow with the sequence.
 """
 
 from millrace.checkpoint.config.model_config import ModelConfig
@@ -38,7 +38,7 @@ class GatedConvolution(Module):
 
 
 class Lfm2Attention(Module):
-    """Grouped queries; each query and key head is normalised before the rotation."""
+    """Grouped queries; each query and key head is normalized before the rotation."""
 
     def __init__(self, c: ModelConfig) -> None:
         self._heads, self._kv_heads, self._size = c.n_heads, c.n_kv_heads, c.head_dim

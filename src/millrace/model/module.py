@@ -1,4 +1,4 @@
-"""Module, ModuleList and Parameter: a model is written as its paper writes it, and traced into a graph."""
+"""Module, ModuleList and Parameter: models are written like their papers, and traced into a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Stored = Callable[[int, int], QuantisedMatrix | None]
 
 
 class Parameter(Tensor):
-    """A tensor of the checkpoint, named by where it hangs in the model: `layers.0.mlp.up_proj.weight`."""
+    """A tensor of the checkpoint, named by its path in the model: `layers.0.mlp.up_proj.weight`."""
 
     __slots__ = ("_dtype", "_shape", "name")
 
@@ -39,7 +39,7 @@ class Parameter(Tensor):
 
 
 class Table(Parameter):
-    """A constant that the model computes itself (rotary angles), instead of reading it from the checkpoint."""
+    """A constant that the model computes (rotary angles), instead of reading it from the checkpoint."""
 
     __slots__ = ("compute",)
 
@@ -50,10 +50,10 @@ class Table(Parameter):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a network takes and gives: its inputs' shapes and types by name, in forward()'s order; its outputs' names.
+    """The inputs and outputs of a network: shapes and types of inputs by name, in forward()'s order; output names.
 
-    A dimension that is known only when it runs is a word: {"pixels": ("images", 784)}; one that follows from such is an
-    expression, as graph/dims.py has them: {"mask": ("N", "H*W/2")}.
+    A dimension known at run time is a symbol: {"pixels": ("images", 784)}; one that follows from symbols is an
+    expression, as in graph/dims.py: {"mask": ("N", "H*W/2")}.
     """
 
     inputs: Mapping[str, tuple[str | Dim, ...]]
@@ -69,19 +69,19 @@ class Signature:
         )
 
 
-# A step of a language model: T tokens of S sequences, packed; `rows` are the tokens behind which logits are wanted.
+# A step of a language model: T tokens of S sequences, packed; `rows`: the tokens for which logits are computed.
 DECODER = Signature(
     {"tokens": ("T",), "positions": ("T",), "lengths": ("S",), "rows": ("R",)}, ("logits",),
     dict.fromkeys(("tokens", "positions", "lengths", "rows"), I32),
 )  # fmt: skip
 
-# Whole sequences, packed, each becoming one vector; `types` tell apart the two texts of a pair.
+# Whole sequences, packed, each becoming one vector; `types` distinguish the two texts of a pair.
 ENCODER = Signature(
     {"tokens": ("T",), "types": ("T",), "positions": ("T",), "lengths": ("S",)}, ("embeddings",),
     dict.fromkeys(("tokens", "types", "positions", "lengths"), I32),
 )  # fmt: skip
 
-# The same, with the row of each sequence's first token: `rows` are where in the step these lie.
+# The same, with the index of each sequence's first token in `rows`.
 ENCODER_OF_FIRST = Signature({**ENCODER.inputs, "rows": ("S",)}, ENCODER.outputs, {**ENCODER.dtypes, "rows": I32})
 
 
@@ -118,7 +118,7 @@ class Module:
                 yield name, value
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Every parameter once, under its first name; a parameter shared by two modules is one tensor."""
+        """Yield every parameter once, under its first name; a parameter shared by two modules is one tensor."""
         visited: set[int] = set()
         for path, module in self.modules():
             for name, child in module.children():
@@ -127,7 +127,7 @@ class Module:
                     yield f"{path}.{name}" if path else name, child
 
     def modules(self, path: str = "") -> Iterator[tuple[str, Module]]:
-        """Itself and all its parts, each with where it hangs."""
+        """Yield the module and all its parts, each with its path."""
         yield path, self
         for name, child in self.children():
             if isinstance(child, Module):
@@ -155,11 +155,11 @@ class ModuleList(Module):
 
 
 class Weights:
-    """What trace() needs of a checkpoint: the shape of each tensor, and a way to load one.
+    """What trace_model() needs of a checkpoint: the shape of each tensor, and a way to load one.
 
-    stored: of (name, bits, group), a matrix that the checkpoint holds in such codes already; None for any other
-    formats: by name, of the matrices that it holds so
-    given: they are arrays of the caller's own, and no checkpoint's: what is wrong with them is said accordingly
+    stored: of (name, bits, group), a matrix that the checkpoint has in such codes; None for any other
+    formats: of these matrices, by name
+    given: the weights are the user's arrays, not a checkpoint's, which changes the errors
     """
 
     def __init__(
@@ -185,12 +185,12 @@ def trace_model(
     *,
     keep: Sequence[str] = (),
 ) -> Graph:
-    """The graph of the model with its signature's inputs, each parameter bound to its tensor of the checkpoint.
+    """Return the graph of the model with its signature's inputs, each parameter bound to its tensor.
 
-    operators: what the model's operators are, by name
-    keep: modules whose results are outputs too, by their names; any other value by its number in `inspect --graph`
-    raises CheckpointError for a missing tensor, a wrong shape, or one that the model does not use (ConfigError where
-    the weights are the caller's own), GraphError for what is no legal graph
+    operators: the model's operators by name
+    keep: modules, by name, whose results become outputs; any other value by its number in `inspect --graph`
+    raises CheckpointError for a missing tensor, a wrong shape, or an unused tensor (ConfigError if the weights are the
+    user's own), GraphError for an illegal graph
     """
     trace = Trace({id(module): path for path, module in model.modules()}, operators)
     for name, parameter in model.parameters():
@@ -213,7 +213,7 @@ def _result_of(trace: Trace, name: str, n_inputs: int) -> Value:
         return trace.results[name]
     computed = [
         value for node in trace.nodes for value in node.outputs
-    ]  # numbered behind the inputs (graph/graph_json.py)
+    ]  # numbered after the inputs (graph/graph_json.py)
     if name.isdecimal() and 0 <= (number := int(name[:9]) - n_inputs) < len(computed):
         return computed[number]
     raise ConfigError(
@@ -233,7 +233,7 @@ def _signature(model: Module) -> Signature:
 
 
 def _named(model: Module, results: object) -> tuple[Port, ...]:
-    """What forward() gave, by the signature's names."""
+    """Name the results of forward() by the signature."""
     names = model.signature.outputs
     tensors = results if isinstance(results, tuple) else (results,)
     if len(tensors) != len(names) or not all(isinstance(t, Tensor) for t in tensors):
@@ -246,7 +246,7 @@ def _named(model: Module, results: object) -> tuple[Port, ...]:
 
 
 def _check_tensors(model: Module, weights: Weights) -> None:
-    """Each parameter has its tensor, each tensor its parameter."""
+    """Check that each parameter has its tensor, and each tensor its parameter."""
     needed = {name: p.shape for name, p in model.parameters() if not isinstance(p, Table)}
     unused = sorted(weights.shapes.keys() - needed.keys())
     whose, name = type(model).__name__, "correct the names"

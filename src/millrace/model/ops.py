@@ -1,13 +1,13 @@
 """The operators as plain functions on symbolic tensors. A new one is a function like these, in any file.
 
-Sequences lie packed, one behind the other: T tokens in all, S sequences of which each has its `lengths` tokens here.
-H query heads, K key/value heads, D head size, R chosen rows, N outputs.
+Sequences are packed: T tokens in all, S sequences, of which each has `lengths` tokens in the step. H query heads, K
+key/value heads, D head size, R chosen rows, N outputs.
 """
 
 from millrace.graph.types import DType
 from millrace.model.tensor import Number, Tensor, elementwise
 
-Pair = int | tuple[int, int]  # of height and width; one number is both
+Pair = int | tuple[int, int]  # height and width; one number for both
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,10 +47,10 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Causal attention of q (T, H, D) over k, v (T, K, D) of its sequence so far -> (T, H, D).
 
-    scale: D ** -0.5 unless given. Each call of a model has its own cache; calls with the very same k, v and window
-    share one, as layers do that read another layer's cache.
-    window: of how many tokens at most, the own one among them; 0: of all
-    softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118 section 2); 0: they stay as they are
+    scale: D ** -0.5 by default. Each call in a model has its own cache; calls with the very same k, v and window share
+    one, for layers that read another layer's cache.
+    window: keys that a row attends to, its own included; 0: all
+    softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118 section 2); 0: unchanged
     """
     caches = q.trace.caches
     layer = caches.setdefault((k.value, v.value, window), len(caches))
@@ -62,7 +62,7 @@ def attention(
 def short_conv(x: Tensor, weight: Tensor, positions: Tensor, lengths: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, N), weight (N, 1, taps) -> (T, N): each column convolved with its last `taps` rows (causal, depthwise).
 
-    The rows before a sequence's first one here are kept from step to step: each call of a model has its own.
+    The rows before a sequence's first one are kept between steps: each call in a model has its own.
     """
     layer = x.trace.n_states
     x.trace.n_states += 1
@@ -80,7 +80,7 @@ def convolution(
 
 
 def max_pool(x: Tensor, kernel: Pair, *, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
-    """x (N, C, H, W) -> (N, C, H', W'), as torch.nn.functional.max_pool2d. stride: the kernel's size unless given"""
+    """x (N, C, H, W) -> (N, C, H', W'), as torch.nn.functional.max_pool2d. stride: by default the kernel's size"""
     return x.trace.add("max_pool", (x,), _windows(kernel, stride, padding))
 
 
@@ -89,7 +89,7 @@ def avg_pool(
 ) -> Tensor:
     """x (N, C, H, W) -> (N, C, H', W'), as torch.nn.functional.avg_pool2d.
 
-    stride: the kernel's size unless given. count_include_pad: padding counts in the mean
+    stride: by default the kernel's size. count_include_pad: include padding in the mean
     """
     return x.trace.add("avg_pool", (x,), {**_windows(kernel, stride, padding), "count_include_pad": count_include_pad})
 
@@ -109,7 +109,7 @@ def _windows(kernel: Pair, stride: Pair | None, padding: Pair) -> dict[str, tupl
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of q (T, H, D) over all k, v (T, K, D) of its sequence, which is here whole -> (T, H, D)."""
+    """Attention of q (T, H, D) over all k, v (T, K, D) of its sequence, which is complete -> (T, H, D)."""
     return q.trace.add("full_attention", (q, k, v, lengths), {"scale": _scale(q, scale)})
 
 
@@ -130,7 +130,7 @@ def mean_rows(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: DType | str) -> Tensor:
-    """x in another type. To whole numbers: cut towards 0, from these they wrap; to bool: whether it is not 0."""
+    """Convert x to another type. To integers: floats are truncated towards 0, integers wrap; to bool: x != 0."""
     return x.trace.add("cast", (x,), {"dtype": str(dtype)})
 
 
@@ -140,12 +140,12 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def batched_matmul(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., M, K), w (..., K, N), or one (K, N) for all -> (..., M, N) = x @ w; both are computed."""
+    """x (..., M, K), w (..., K, N), or one (K, N) for all -> (..., M, N) = x @ w; both are computed values."""
     return x.trace.add("batched_matmul", (x, w))
 
 
 def where(condition: Tensor, x: Tensor | Number, y: Tensor | Number) -> Tensor:
-    """x where the condition, of bool, holds, and y elsewhere."""
+    """x if the bool condition holds, otherwise y, for each element."""
     return elementwise("where", condition, x, y)
 
 

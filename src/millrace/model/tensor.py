@@ -20,7 +20,7 @@ Number = int | float
 
 @dataclass(slots=True)
 class Trace:
-    """The graph under construction, and the module that is speaking."""
+    """The graph under construction, and the module that is being traced."""
 
     names: Mapping[int, str]  # of the model's modules, by their id
     operators: Operators
@@ -28,17 +28,17 @@ class Trace:
     scope: list[str] = field(default_factory=list)
     caches: dict[tuple[Value, Value, int], int] = field(default_factory=dict)  # keys, values, window -> cache
     n_states: int = 0
-    results: dict[str, Value] = field(default_factory=dict)  # what each module gave, by where it hangs
+    results: dict[str, Value] = field(default_factory=dict)  # results of the modules, by path
 
     def add(self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None) -> Tensor:
-        """The one output of an operator."""
+        """Add an operator with one output, and return it."""
         (output,) = self.add_all(op, inputs, attrs)
         return output
 
     def add_all(
         self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, ...]:
-        """All outputs of an operator. raises GraphError for what it does not take"""
+        """Add an operator, and return all outputs. raises GraphError for inputs that it does not take"""
         operator, where = named(self.operators, op), self.scope[-1]
         try:
             node = make_node(operator, tuple(t.value for t in inputs), attrs or {}, (where,))
@@ -77,22 +77,22 @@ class Tensor:
         return self._value.shape
 
     def reshape(self, *shape: Dim) -> Tensor:
-        """The same elements in another shape, e.g. (T, H*D) to (T, H, D) or (N, H*W/2, 2*C); one -1: the rest."""
+        """Return the same elements in another shape, as (T, H*D) to (T, H, D) or (N, H*W/2, 2*C); one -1: the rest."""
         if -1 in (numbers := [d for d in shape if isinstance(d, int)]) and numbers.count(-1) == 1:
             rest = divide(product(self.shape), product(d for d in shape if d != -1))
             shape = tuple(rest if d == -1 else d for d in shape)
         return self.trace.add("reshape", (self,), {"shape": tuple(shape)})
 
     def flatten(self, first: int = 0) -> Tensor:
-        """Dimension `first` and those behind it as one."""
+        """Merge dimension `first` and all after it."""
         return self.reshape(*self.shape[:first], product(self.shape[first:]))
 
     def transpose(self, *order: int) -> Tensor:
-        """Its dimensions in another order: that of this number in `order` comes first, and so on."""
+        """Reorder the dimensions: output dimension i is input dimension `order[i]`."""
         return self.trace.add("transpose", (self,), {"order": tuple(order)})
 
     def split(self, *widths: int) -> tuple[Tensor, ...]:
-        """(T, N) by its columns: (T, width) of each, which add up to N."""
+        """Split (T, N) by columns: (T, width) for each width; the widths add up to N."""
         return self.trace.add_all("split", (self,), {"widths": tuple(widths)})
 
     def __add__(self, other: Tensor | Number) -> Tensor:
@@ -123,7 +123,7 @@ class Tensor:
         return elementwise("neg", self)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: object) -> Tensor:
-        """NumPy's numbers may stand beside a tensor; its functions may not: nothing is computed here."""
+        """Accept NumPy's numbers as operands, but not its functions: nothing is computed here."""
         if ufunc not in _OF_NUMPY or method != "__call__":
             raise _foreign(f"numpy.{ufunc.__name__} is called on a tensor of the model")
         return elementwise(_OF_NUMPY[ufunc], *operands)
@@ -143,7 +143,7 @@ def _foreign(what: str) -> GraphError:
 
 
 def elementwise(op: str, *operands: Tensor | Number) -> Tensor:
-    """One operation on each element; the node's tree is (op, operand, ...)."""
+    """Apply one operation to each element; the node's tree is (op, operand, ...)."""
     tensors: list[Tensor] = []
     tree: list[Tree | str] = [op]
     for x in operands:
