@@ -1,11 +1,11 @@
-"""Control groups: a process may have what its own group allows, and every group around it.
+"""Control groups: the limits of a process's own group, and of every group around it.
 
-    version 2    one tree at /sys/fs/cgroup, or at /sys/fs/cgroup/unified beside version 1
-    version 1    a tree for each controller, at /sys/fs/cgroup/memory and /sys/fs/cgroup/cpu
+version 2    one tree at /sys/fs/cgroup, or at /sys/fs/cgroup/unified beside version 1
+version 1    a tree for each controller, at /sys/fs/cgroup/memory and /sys/fs/cgroup/cpu
 
 /proc/self/cgroup names this process's group in each tree, in lines "number:controllers:/path"; version 2 is the line
-without controllers. In a container the tree may begin at the container's own group, where the host's path leads
-nowhere: groups that are not there are passed over.
+without controllers. In a container the tree may begin at the container's own group, where the host's path does not
+exist: missing groups are skipped.
 source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html beside it
 """
 
@@ -15,22 +15,22 @@ from pathlib import Path
 
 _TREES = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
-_NO_LIMIT = 1 << 60  # version 1 says "none" with the largest number of whole pages
+_NO_LIMIT = 1 << 60  # version 1 represents "no limit" by the largest number of whole pages
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Of one group, and all groups within it together."""
+    """The limit of one group, including all groups within it."""
 
     limit_bytes: int
-    left_bytes: int  # below the limit, when the page cache that nobody reads is given back
+    left_bytes: int  # below the limit, if inactive page cache is dropped
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Of every group that has one."""
+    """Return the limits of all groups that have one."""
     result = []
     for group in _groups(None):
-        limits = [_number(group / "memory.max"), _number(group / "memory.high")]  # beyond "high" a process is stalled
+        limits = [_number(group / "memory.max"), _number(group / "memory.high")]  # beyond "high" a process is throttled
         result.append(_limit(group, limits, "memory.current", "inactive_file"))
     for group in _groups("memory"):
         limits = [_number(group / "memory.limit_in_bytes")]
@@ -48,7 +48,7 @@ def _limit(group: Path, limits: list[int | None], used_file: str, cache_name: st
 
 
 def cpu_quotas() -> list[float]:
-    """Cores' worth of time, of every group that has a limit."""
+    """Return the CPU quotas in cores, of every group that has one."""
     pairs = [_text(group / "cpu.max").split() for group in _groups(None)]
     for group in _groups("cpu"):
         pairs.append([_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
@@ -56,7 +56,7 @@ def cpu_quotas() -> list[float]:
 
 
 def _groups(controller: str | None) -> Iterator[Path]:
-    """Folders of this process's groups, outermost first; None: of version 2."""
+    """Yield the folders of this process's groups, outermost first; None: of version 2."""
     trees = [_TREES, _TREES / "unified"] if controller is None else [_TREES / controller]
     lines = [line.split(":", 2) for line in _text(_MEMBERSHIP).splitlines()]
     path = next((line[2] for line in lines if (controller or "") in line[1].split(",")), "/")

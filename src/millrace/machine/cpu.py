@@ -1,4 +1,4 @@
-"""This machine's processor and memory, as far as this process may use them: affinity and control groups included."""
+"""This machine's processor and memory, as far as this process may use them, by affinity and control groups."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def cpu_model() -> str:
-    """The name that the kernel gives the processor; the architecture where it gives none."""
+    """Return the kernel's name of the processor, or its architecture if there is none."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -22,7 +22,7 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the kernel says this processor can do ("avx512f", "avx512_vnni", ...); empty where it says nothing."""
+    """Return the processor's flags ("avx512f", "avx512_vnni", ...); empty if the kernel does not list them."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -33,37 +33,37 @@ def cpu_flags() -> frozenset[str]:
 
 
 def affinity_cores() -> int:
-    """Cores that this process may be scheduled on."""
+    """Return how many cores this process may be scheduled on."""
     return len(os.sched_getaffinity(0))
 
 
 def quota_cores() -> float | None:
-    """Cores' worth of time that the control groups allow; None: no limit."""
+    """Return the CPU quota of the control groups in cores; None: no limit."""
     return min(cpu_quotas(), default=None)
 
 
 def usable_cores() -> int:
-    """Cores by affinity, or fewer by a control group's quota."""
+    """Return the number of cores by affinity, or less by a control group's quota."""
     quota = quota_cores()
     return affinity_cores() if quota is None else min(affinity_cores(), max(1, int(quota)))
 
 
 def machine_name() -> str:
-    """What times of whole programs hold for, short."""
+    """Return a short name of the machine for which timings of whole programs are valid."""
     return f"{cpu_model()}, {usable_cores()} cores"
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One level of the caches, as one core sees it. Instruction caches are left out."""
+    """One level of the caches, as seen by one core, without instruction caches."""
 
     level: int
     nbytes: int
-    shared_by: int  # cores, of which this process may use some or all
+    shared_by: int  # number of cores, including those that this process may not use
 
 
 def caches() -> tuple[Cache, ...]:
-    """Of the first core that this process may use, smallest level first; empty where the kernel does not tell."""
+    """Return the caches of the first usable core, smallest level first; empty if the kernel does not list them."""
     result = []
     for folder in sorted((_CPUS / f"cpu{min(os.sched_getaffinity(0))}" / "cache").glob("index*")):
         try:
@@ -78,26 +78,26 @@ def caches() -> tuple[Cache, ...]:
 
 
 def _kib(text: str) -> int:
-    """ "48K" or "32M" in bytes."""
+    """Convert "48K" or "32M" to bytes."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
 
 
 def _cpus_in(text: str) -> int:
-    """How many are in "0-3,8"."""
+    """Count the CPUs in "0-3,8"."""
     ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
     return sum(e[-1] - e[0] + 1 for e in ends)
 
 
 def load() -> float:
-    """Processes that wanted to run, on average over the last minute, on the whole machine."""
+    """Return the load average of the last minute, on the whole machine."""
     return os.getloadavg()[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     total_bytes: int
-    available_bytes: int  # what a process can take now without swapping, or what its control groups leave
+    available_bytes: int  # that a process can allocate without swapping, within its control groups
 
 
 def memory() -> Memory:
@@ -114,7 +114,7 @@ def memory() -> Memory:
 
 
 def huge_pages() -> str:
-    """The system's setting for transparent huge pages: "always", "madvise", "never" or "unknown"."""
+    """Return the system's setting for transparent huge pages: "always", "madvise", "never" or "unknown"."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -123,5 +123,5 @@ def huge_pages() -> str:
 
 
 def fingerprint(isa: str) -> dict[str, str | int]:
-    """What an engine's choices depend on: written into it, compared when it is opened. `isa`: the best one here."""
+    """Return what an engine's choices depend on: stored in it, compared when it is opened. isa: the best one here"""
     return {"cpu": cpu_model(), "isa": isa, "cores": usable_cores()}

@@ -1,6 +1,6 @@
-"""Accelerators and processors as their vendors state them, and which precisions they multiply.
+"""Specifications of accelerators and processors by their vendors, and the precisions that they multiply.
 
-What an NVIDIA GPU at hand multiplies follows from its compute capability: that of its architecture.
+What a local NVIDIA GPU multiplies follows from the architecture of its compute capability.
 
 Peaks are dense: vendors' pages and most tables on the web quote twice as much, for 2:4 sparse weights. Sources: the
 vendors' datasheets.
@@ -14,24 +14,24 @@ from types import MappingProxyType
 
 from millrace.errors import ConfigError, nearest
 
-PROCESSOR = "CPU"  # the architecture of a machine without more
-GB, TERA = 1e9, 1e12  # decimal, as memory and peaks are sold
+PROCESSOR = "CPU"  # the architecture of a machine without accelerators
+GB, TERA = 1e9, 1e12  # decimal, as memory and peaks are advertised
 
 
 class Link(StrEnum):
-    """How the devices of one machine reach each other."""
+    """How the devices of one machine are connected."""
 
-    SWITCH = "switch"  # all with all, at full rate
-    BRIDGE = "bridge"  # in pairs; pairs over PCIe
+    SWITCH = "switch"  # all to all, at full rate
+    BRIDGE = "bridge"  # in pairs; between pairs over PCIe
     PCIE = "pcie"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """memory in bytes (0: whatever is put into the machine); rates in bytes and operations a second
+    """memory in bytes (0: depends on the machine); rates in bytes and operations per second
 
-    peaks: dense, by precision ("fp16", "bf16", "fp8", "int8", "fp4"); what is not there is not multiplied natively
-    link_rate: of all links of a device together, both ways
+    peaks: dense, by precision ("fp16", "bf16", "fp8", "int8", "fp4"); other precisions have no native multiplication
+    link_rate: of all links of a device together, in both directions
     """
 
     name: str
@@ -45,7 +45,7 @@ class Device:
     aliases: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float:
-        """raises ConfigError for a precision that it does not multiply"""
+        """Return the peak of a precision. raises ConfigError if the device does not multiply it"""
         if precision not in self.peaks:
             raise ConfigError(
                 f"{self.name} ({self.architecture}) does not multiply {precision}",
@@ -59,7 +59,7 @@ def _device(
     name: str, architecture: str, memory_gb: float, gb_s: float, tera: tuple[float, ...], link: tuple[Link, float],
     watts: int, *aliases: str,
 ) -> Device:  # fmt: skip
-    """tera: 10^12 operations/s of fp16, bf16, int8, fp8, fp4 as far as it has them; 0 where it skips one"""
+    """tera: 10^12 operations/s of fp16, bf16, int8, fp8, fp4, as far as it has them; 0: it lacks that one"""
     peaks = {p: t * TERA for p, t in zip(("fp16", "bf16", "int8", "fp8", "fp4"), tera, strict=False) if t}
     kind, rate = link
     return Device(
@@ -100,7 +100,7 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device:
-    """By its name, or what nvidia-smi calls it, without regard to case and vendor. raises ConfigError"""
+    """Find a device by its name or nvidia-smi's, ignoring case and vendor. raises ConfigError"""
     named = {_spelt(alias): device for device in DEVICES for alias in (device.name, *device.aliases)}
     normalized = _spelt(name)
     if normalized not in named:
@@ -110,36 +110,39 @@ def find_device(name: str) -> Device:
 
 
 def _spelt(name: str) -> str:
-    """As all spellings of a name have it: "NVIDIA H100 SXM", "h100-sxm" and "H100_SXM" are one."""
+    """Normalize a name: "NVIDIA H100 SXM", "h100-sxm" and "H100_SXM" are the same."""
     return re.sub(r"[\s_-]+", " ", name.casefold()).strip().removeprefix("nvidia ")
 
 
-# The least compute capability of each architecture of NVIDIA's.
+# The least compute capability of each NVIDIA architecture.
 CAPABILITIES: Mapping[tuple[int, int], str] = MappingProxyType({
     (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell",
 })  # fmt: skip
-LEAST_CAPABILITY = (8, 0)  # that Triton compiles our kernels for
+LEAST_CAPABILITY = (8, 0)  # the least for which Triton compiles our kernels
 
 
 def multiplied(architecture: str) -> tuple[str, ...]:
-    """The precisions that devices of it multiply, in the order of their tables."""
+    """Return the precisions that an architecture's devices multiply, in the order of their tables."""
     return tuple(dict.fromkeys(p for d in DEVICES if d.architecture == architecture for p in d.peaks))
 
 
 def check_multiplies(gpu: str, capability: tuple[int, int], needed: Collection[str]) -> None:
-    """gpu: its name; needed: of "fp16", "bf16", "int8", "fp8". raises ConfigError where it lacks one, naming those"""
+    """Check a GPU's precisions. needed: of "fp16", "bf16", "int8", "fp8".
+
+    raises ConfigError, naming GPUs that have them
+    """
     check_architecture(*match_device_name(gpu, capability), needed)
 
 
 def match_device_name(gpu: str, capability: tuple[int, int]) -> tuple[str, str]:
-    """How a GPU that was found is named, and its architecture."""
+    """Return the catalog name of a local GPU, and its architecture."""
     own = max((least for least in CAPABILITIES if least <= capability), default=None)
     architecture = CAPABILITIES[own] if own else "before Volta"
     return f"{gpu} ({architecture}, sm_{capability[0]}{capability[1]})", architecture
 
 
 def check_architecture(about: str, architecture: str, needed: Collection[str]) -> None:
-    """As `check_multiplies`, of any GPU of an architecture. about: how it is named"""
+    """Check any GPU of an architecture, as `check_multiplies`. about: its name in messages"""
     ours = {least: name for least, name in CAPABILITIES.items() if least >= LEAST_CAPABILITY}
     if architecture not in ours.values():
         (a, b), first = min(ours.items())

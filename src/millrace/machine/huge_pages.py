@@ -1,4 +1,4 @@
-"""Whether a large allocation really gets huge pages: asked, touched, and read back from the kernel's own books."""
+"""Checks whether a large allocation gets huge pages: allocate, touch, and read the kernel's counters."""
 
 import mmap
 from pathlib import Path
@@ -7,7 +7,7 @@ HUGE = 2 << 20
 
 
 def huge_page_share(nbytes: int = 32 << 20) -> float:
-    """Share of a test allocation that lies on huge pages, 0 to 1, with the same advice that the engine gives."""
+    """Return the share of a test allocation on huge pages, 0 to 1, with the same madvise as the engine's."""
     with mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         before = _anonymous_huge_bytes()
@@ -17,7 +17,7 @@ def huge_page_share(nbytes: int = 32 << 20) -> float:
 
 
 def _anonymous_huge_bytes() -> int:
-    """Of this process. 0 where the kernel does not tell."""
+    """Return this process's bytes on huge pages; 0 if the kernel does not report them."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""This process, and others, as the system sees them."""
+"""Age and memory of this process, and of others."""
 
 import ctypes
 import os
@@ -7,23 +7,22 @@ from pathlib import Path
 
 
 def age_s() -> float:
-    """Seconds since this process was started (to 10 ms), interpreter and imports included."""
-    # field 22 of /proc/self/stat; the name in field 2 may hold spaces and brackets, so count from its end
+    """Return the seconds since this process was started (to 10 ms), interpreter and imports included."""
+    # field 22 of /proc/self/stat; the name in field 2 may contain spaces and brackets, so count from its end
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 0.0)
 
 
 def resident_bytes(of: int | str = "self") -> int:
-    """Memory of a process that lies in RAM. of: its id. raises OSError where it is gone"""
+    """Return the resident memory of a process. of: its id. raises OSError if it has ended"""
     return int(Path(f"/proc/{of}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def release_free_memory() -> None:
-    """Return freed memory that the C library keeps to the system. Other threads run meanwhile.
+    """Return freed memory that the C library holds to the system. Other threads run meanwhile.
 
-    glibc returns by itself only what lies at the end of its heap. Other C libraries have no `malloc_trim`, and keep
-    less.
+    glibc by itself returns only memory at the end of its heap. Other C libraries have no `malloc_trim`, and hold less.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

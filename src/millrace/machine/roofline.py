@@ -1,6 +1,6 @@
-"""What this machine can do at most, measured: bytes a second from each level of its memory, operations a second.
+"""The measured roofline of this machine: bytes per second from each memory level, operations per second.
 
-The probes themselves are native code of a later room, so they are arguments here (`engine/roofline_probe.py` has them).
+The probes are native code of a later room (`engine/roofline_probe.py`), and so are arguments here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +9,10 @@ from typing import Any
 
 from millrace.machine.cpu import Cache
 
-ReadProbe = Callable[[int, int], Sequence[float]]  # threads, bytes a thread -> bytes/s of all, one figure a round
-RateProbe = Callable[[str, int], Sequence[float]]  # precision, threads -> operations/s of all, one figure a round
+ReadProbe = Callable[[int, int], Sequence[float]]  # threads, bytes per thread -> bytes/s of all, one figure per round
+RateProbe = Callable[[str, int], Sequence[float]]  # precision, threads -> operations/s of all, one figure per round
 
-DRAM_LOW, DRAM_HIGH = 128 << 20, 1 << 30  # the buffer that stands for DRAM: well beyond the caches, quick to fill
+DRAM_LOW, DRAM_HIGH = 128 << 20, 1 << 30  # bounds of the buffer for DRAM: much larger than caches, but fast to fill
 KIB = 1024
 
 
@@ -20,8 +20,8 @@ KIB = 1024
 class Rate:
     """One measured rate per second: `usual` is the upper quartile of the rounds.
 
-    Other processes only ever slow a round down, so the best are nearest to the machine; the very best may be a
-    clock's mistake on a virtual machine.
+    Other processes only slow a round down, so the fastest rounds are nearest to the machine's rate; the single fastest
+    one may be a clock error on a virtual machine.
     """
 
     usual: float
@@ -31,27 +31,27 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLevel:
-    """Reading from one level of the memory."""
+    """The read rate of one memory level."""
 
     name: str  # "L1", "L2", "L3", "DRAM"
-    capacity_bytes: int | None  # of all caches of this level that our threads use together; None: DRAM
+    capacity_bytes: int | None  # of all caches of this level that our threads use; None: DRAM
     one_thread: Rate
     all_threads: Rate
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Multiplying in one precision; a multiply and an add count as two operations."""
+    """The rate of one precision; a multiply and an add count as two operations."""
 
     precision: str  # "fp32", "bf16", "w8a8", "w4a8"
     one_thread: Rate
     all_threads: Rate
-    peak: Rate | None  # of the instructions alone, all threads; None: there are none here, or our kernels beat it
+    peak: Rate | None  # of the instructions alone, all threads; None: this CPU lacks them, or our kernels are faster
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The least time that some work takes here, and what bounds it."""
+    """The least time of some work here, and what limits it."""
 
     seconds: float
     by: str  # "reading from L3", "bf16 arithmetic"
@@ -64,16 +64,18 @@ class Roofline:
     compute: tuple[Compute, ...]
 
     def level_of(self, working_set: int) -> MemoryLevel:
-        """The fastest level whose caches hold so many bytes."""
+        """Return the fastest level whose caches hold so many bytes."""
         for level in self.levels:
             if level.capacity_bytes is None or working_set <= level.capacity_bytes:
                 return level
         return self.levels[-1]
 
     def bound(self, nbytes: int, operations: Mapping[str, float]) -> Bound:
-        """For work on all threads that reads `nbytes` once and does operations by precision (at the peak of the
-        instructions where there is one: what our own kernels reach is no limit of the machine). A precision that was
-        not measured bounds nothing."""
+        """Return the bound of work on all threads that reads `nbytes` once and computes operations by precision.
+
+        Peaks of instructions count if measured, because our own kernels do not limit the machine. A precision that was
+        not measured does not limit anything.
+        """
         level = self.level_of(nbytes)
         reading_s = nbytes / level.all_threads.usual
         rates = {c.precision: (c.peak or c.all_threads).usual for c in self.compute}
@@ -83,7 +85,7 @@ class Roofline:
         return Bound(compute_s, f"{'/'.join(sorted(operations))} arithmetic")
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; rates in GB/s (10^9 bytes) and Gop/s."""
+        """Return a JSON-able dict; rates in GB/s (10^9 bytes) and Gop/s."""
 
         def plain(rate: Rate | None) -> dict[str, float] | None:
             return {k: round(getattr(rate, k) / 1e9, 2) for k in ("usual", "best", "median")} if rate else None
@@ -108,7 +110,7 @@ def measure_roofline(
     caches: Sequence[Cache], threads: int, available_bytes: int, read: ReadProbe, kernels: RateProbe, peaks: RateProbe,
     precisions: Mapping[str, str],
 ) -> Roofline:  # fmt: skip
-    """`precisions`: our kernels' precision -> that of the instructions below it, {"w8a8": "int8", ...}."""
+    """Measure the roofline. precisions: our kernels' precision -> that of its instructions, {"w8a8": "int8", ...}"""
     levels = tuple(
         MemoryLevel(name, capacity, _rate(read(1, one)), _rate(read(threads, each)))
         for name, capacity, one, each in working_sets(caches, threads, available_bytes)
@@ -117,14 +119,17 @@ def measure_roofline(
     compute = []
     for name, below in precisions.items():
         peak, ours = instructions[below], _rate(kernels(name, threads))
-        holds = peak.best > 0 and peak.usual >= ours.usual  # else it was measured in a slower moment, and is none
+        holds = peak.best > 0 and peak.usual >= ours.usual  # otherwise it was measured in a slower moment
         compute.append(Compute(name, _rate(kernels(name, 1)), ours, peak if holds else None))
     return Roofline(threads, levels, tuple(compute))
 
 
 def working_sets(caches: Sequence[Cache], threads: int, available_bytes: int) -> list[tuple[str, int | None, int, int]]:
-    """(level, capacity, bytes for one thread alone, bytes for each of all threads): half of a cache each, so that it
-    stays in it; DRAM: four times the last cache. A level that leaves a thread less than the one before is left out."""
+    """Return (level, capacity, bytes for one thread alone, bytes per thread if all read) of each level.
+
+    Half of a cache each, so that the data stays in it; DRAM: four times the last cache. A level that leaves a thread
+    less than the previous one is left out.
+    """
     result: list[tuple[str, int | None, int, int]] = []
     last_total = smallest = 0
     for cache in caches:
