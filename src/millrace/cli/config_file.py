@@ -76,12 +76,12 @@ def read_config_file(file: Path, command: click.Command) -> dict[str, Any]:
         if param is None or param.is_eager or param.name is None:
             value = entry.value if isinstance(entry.value, str | int | float) else None
             expected, fix = hint(f"--{_key(entry.name)}", None if value is None else str(value), flags)
-            what = f"there is no flag for the key {entry.name!r}"
-            mistakes.append(_Mistake(entry.line, what, expected, fix or "correct the key"))
+            message = f"there is no flag for the key {entry.name!r}"
+            mistakes.append(_Mistake(entry.line, message, expected, fix or "correct the key"))
             continue
         if param.name in lines:
-            what = f"{entry.name} sets {opt} again, which line {lines[param.name]} sets"
-            mistakes.append(_Mistake(entry.line, what, "each flag once, not twice", "remove one of the lines"))
+            message = f"{entry.name} sets {opt} again, which line {lines[param.name]} sets"
+            mistakes.append(_Mistake(entry.line, message, "each flag once, not twice", "remove one of the lines"))
             continue
         lines[param.name] = entry.line
         if entry.error:

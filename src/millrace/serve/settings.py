@@ -51,8 +51,8 @@ class ServerSettings:
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "0 to 65535", "choose another port")
         if self.reuse_port and (not self.port or self.uds is not None):
-            what = "reuse_port is given with " + ("a Unix socket" if self.port else "any free port")
-            raise ConfigError(what, "one port that several servers have", "name it")
+            message = "reuse_port is given with " + ("a Unix socket" if self.port else "any free port")
+            raise ConfigError(message, "one port that several servers have", "name it")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given, and ssl_certfile is not", "the certificate of that key", "name it")
         if self.log_format not in ("text", "json"):

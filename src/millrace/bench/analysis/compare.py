@@ -266,8 +266,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                     raise ConfigError(f"{path} has more than {MAX_LINES} lines", "at most so many", "measure fewer")
                 yield number, line
     except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}"
-        raise ConfigError(what, "a result of millrace bench -o", "check the path") from None
+        message = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(message, "a result of millrace bench -o", "check the path") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8", f"{REQUESTS} of millrace bench -o", "check the path") from None
 

@@ -101,8 +101,10 @@ class HttpTransport:
             raise MachineError(f"{self._target.url}: {answer.detail}", "a server that listens there", "start it")
         metadata = _object(answer)
         if metadata is None:
-            what = f'{self._target.url} tells nothing of the model "{self._target.model}": {answer.detail or "no JSON"}'
-            raise MachineError(what, f"KServe's metadata at {self._path}", "correct --model or the URL")
+            message = (
+                f'{self._target.url} tells nothing of the model "{self._target.model}": {answer.detail or "no JSON"}'
+            )
+            raise MachineError(message, f"KServe's metadata at {self._path}", "correct --model or the URL")
         return parse_model(metadata, _object(await self._client.get(f"{self._path}/config", ASIDE_S)))
 
     async def statistics(self) -> Mapping[str, Any] | None:

@@ -204,18 +204,18 @@ async def calibrate_words(client: Client, extra: Mapping[str, object]) -> Prompt
 
 
 def _no_answer(target: BenchTarget, answer: BenchRecord) -> MachineError:
-    what = f"{target.url} gives no answer to a first question: {answer.failure} ({answer.detail})"
+    message = f"{target.url} gives no answer to a first question: {answer.failure} ({answer.detail})"
     match answer.failure:
         case Failure.UNREACHABLE:
-            return MachineError(what, "a server that listens there", "start it, or correct the URL")
+            return MachineError(message, "a server that listens there", "start it, or correct the URL")
         case Failure.STATUS if answer.status in (401, 403):
-            return MachineError(what, "a key that it takes", '-H "authorization:Bearer KEY"')
+            return MachineError(message, "a key that it takes", '-H "authorization:Bearer KEY"')
         case Failure.STATUS if answer.status in (400, 404, 422):
             return MachineError(
-                what, f"a model of this name at {target.path}", "correct --model, --endpoint or the URL"
+                message, f"a model of this name at {target.path}", "correct --model, --endpoint or the URL"
             )
     protocol = "KServe's" if target.path.startswith("/v2/") else "OpenAI's"
-    return MachineError(what, f"what {target.path} answers by {protocol} protocol", "its log says more")
+    return MachineError(message, f"what {target.path} answers by {protocol} protocol", "its log says more")
 
 
 def parse_headers(texts: Sequence[str]) -> dict[str, str]:

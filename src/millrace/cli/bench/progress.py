@@ -54,12 +54,12 @@ async def _tick(running: list[Run], tell: Progress) -> None:
         if running:
             run = running[-1]
             n, load = len(run.records), run.load
-            what = f"run {len(running)}: " * (len(running) > 1) + f"{n} answers, {run.n_running} running"
+            message = f"run {len(running)}: " * (len(running) > 1) + f"{n} answers, {run.n_running} running"
             if load.n_sessions is not None:
-                tell(what, min(n, load.n_sessions), load.n_sessions)
+                tell(message, min(n, load.n_sessions), load.n_sessions)
             elif load.duration_s is not None:
                 passed_s, whole_s = time.perf_counter() - run.started_s, round(load.duration_s)
-                tell(what, min(round(passed_s), whole_s), whole_s)
+                tell(message, min(round(passed_s), whole_s), whole_s)
             else:
-                tell(what, n, 0)
+                tell(message, n, 0)
         await asyncio.sleep(0.1)

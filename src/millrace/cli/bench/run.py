@@ -90,8 +90,8 @@ def _check_no_engine(*groups: Settings) -> None:
     """Refuse settings of an in-process engine if there is none. raises ConfigError"""
     for settings in groups:
         if settings.changed_fields:
-            what = f"{flag_of(settings.changed_fields[0])} is given for a server"
-            raise ConfigError(what, "--engine MODEL, which runs here", "leave it out")
+            message = f"{flag_of(settings.changed_fields[0])} is given for a server"
+            raise ConfigError(message, "--engine MODEL, which runs here", "leave it out")
 
 
 async def _measure(plan: BenchPlan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:

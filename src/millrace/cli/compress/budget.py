@@ -124,11 +124,11 @@ def _show(result: SearchResult, out: Path, seconds: float) -> None:
     job, cost = result.result.job, partial(_cost, result.goal)
     heading(f"{out}: the cheapest that was found within {bound.format_value(bound.bound)} ({bound.kind})")
     rows = "one row" if goal.rows == 1 else f"{goal.rows} rows"
-    what = f"of a step of {rows}, on {goal.threads} threads ({goal.isa})" if goal.rows else "in bytes"
+    basis = f"of a step of {rows}, on {goal.threads} threads ({goal.isa})" if goal.rows else "in bytes"
     _frontier(result, cost)
     formats = ", ".join(f"{n} {format}" for format, n in _formats(result).items())
     pairs([
-        ("cost", f"{cost(result.mix.cost)} {what}, all linear layers; as floats {cost(result.floats)}"),
+        ("cost", f"{cost(result.mix.cost)} {basis}, all linear layers; as floats {cost(result.floats)}"),
         ("layers", formats),
         ("bytes", f"{size(job.bytes_before)} -> {size(job.bytes_after)}, {job.bits_per_weight:.3f} bits a weight of "
                   "what is compressed"),

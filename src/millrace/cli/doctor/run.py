@@ -61,8 +61,8 @@ def run(env: Env, threads: int | None, isa: str | None, device: str | None, as_j
         return
     _show(facts, isa or usable[0], roofline)
     note(f"Kept in {saved_in}: /metrics of `millrace serve` has it." if saved_in else f"Not kept: {why_not}.")
-    for what, mend in warnings:
-        note(f"{click.style('warning:', fg='yellow', bold=True)} {what}\n  to mend: {mend}")
+    for message, mend in warnings:
+        note(f"{click.style('warning:', fg='yellow', bold=True)} {message}\n  to mend: {mend}")
 
 
 def _facts(usable: list[str], share: float) -> dict[str, Any]:

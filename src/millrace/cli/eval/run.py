@@ -35,8 +35,8 @@ def run(env: Env, /, model: str, task: str, as_json: bool, **options: Any) -> No
     task_options = _task_options(kind, options)
     build, run = make_settings(BuildSettings, options), make_settings(RunSettings, options)
     if run.device != CPU:
-        what = f"--device is {run.device}, and --task {kind} reads logits as the CPU's executor keeps them"
-        raise ConfigError(what, "the CPU", "leave --device out")
+        message = f"--device is {run.device}, and --task {kind} reads logits as the CPU's executor keeps them"
+        raise ConfigError(message, "the CPU", "leave --device out")
     _TASKS[kind](EvalOptions(model=model, task=task, build=build, run=run, env=env, as_json=as_json, **task_options))
 
 
@@ -51,8 +51,8 @@ def _task_options(kind: str, options: dict[str, Any]) -> dict[str, Any]:
                 "of a task's options " + ", ".join(map(flag_of, takes)), "leave it out, or choose another --task",
             )  # fmt: skip
     if "data" in takes and named["data"] is None:
-        what = "MMLU's folder" if kind == "mmlu" else "a text file"
-        raise ConfigError(f"--task {kind} has no --data", what, "name it: nothing is downloaded")
+        message = "MMLU's folder" if kind == "mmlu" else "a text file"
+        raise ConfigError(f"--task {kind} has no --data", message, "name it: nothing is downloaded")
     definitions = _DEFINITIONS.get(kind, ())
     if named["definition"] is None and definitions:
         named["definition"] = definitions[0]

@@ -23,22 +23,22 @@ def repository_model(
     RepositoryContext.from_flags(operations)
     if not flags.model_repository:
         if guards != RestrictionFlags():
-            what = "parts of KServe's protocols are restricted or headers forwarded, and there are no tensor models"
-            raise ConfigError(what, "--model-repository DIR", "name one, or leave these flags out")
+            message = "parts of KServe's protocols are restricted or headers forwarded, and there are no tensor models"
+            raise ConfigError(message, "--model-repository DIR", "name one, or leave these flags out")
         if operations != OperationFlags():
-            what = "it is said how tensor models are operated, and there are none"
-            raise ConfigError(what, "--model-repository DIR", "name one, or leave these flags out")
+            message = "it is said how tensor models are operated, and there are none"
+            raise ConfigError(message, "--model-repository DIR", "name one, or leave these flags out")
         if flags.grpc_port is not None:
-            what = f"--grpc-port {flags.grpc_port} is for tensor models, and there are none"
-            raise ConfigError(what, "--model-repository DIR", "name one, or leave --grpc-port out")
+            message = f"--grpc-port {flags.grpc_port} is for tensor models, and there are none"
+            raise ConfigError(message, "--model-repository DIR", "name one, or leave --grpc-port out")
         chosen = flags.load_model or flags.model_config_name or flags.model_namespacing
         if chosen or flags.model_control_mode != "none":
-            what = "models of a repository are chosen, and there is none"
-            raise ConfigError(what, "--model-repository DIR", "name one, or leave the other flags out")
+            message = "models of a repository are chosen, and there is none"
+            raise ConfigError(message, "--model-repository DIR", "name one, or leave the other flags out")
         return None
     if flags.load_model and flags.model_control_mode != "explicit":
-        what = f"--load-model with --model-control-mode {flags.model_control_mode}"
-        raise ConfigError(what, "--model-control-mode explicit", "add it, or leave --load-model out")
+        message = f"--load-model with --model-control-mode {flags.model_control_mode}"
+        raise ConfigError(message, "--model-control-mode explicit", "add it, or leave --load-model out")
     if flags.grpc_port is not None:
         check_grpc("--grpc-port", "leave --grpc-port out")
     source = flags.repositories  # read, so that a mistake is said before a port is taken

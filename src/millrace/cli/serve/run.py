@@ -96,16 +96,16 @@ def _repository(options: Mapping[str, Any]) -> RepositoryModel | None:
 def _check_traces(traces: TraceFlags, settings: ServerSettings, repository: RepositoryModel | None) -> None:
     """Refuse trace settings that have no effect. raises ConfigError"""
     if traces.settings and traces.otlp is None and repository is None:
-        what = f"{FLAG} {settings.trace_config[0]} writes files of tensor models' requests, and there are no such"
-        raise ConfigError(what, "mode=opentelemetry, or --model-repository DIR", f"add it, or leave {FLAG} out")
+        message = f"{FLAG} {settings.trace_config[0]} writes files of tensor models' requests, and there are no such"
+        raise ConfigError(message, "mode=opentelemetry, or --model-repository DIR", f"add it, or leave {FLAG} out")
 
 
 def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -> None:
     """Check that all ports are free before the model is loaded. raises ConfigError"""
     check_tls(settings)
     if settings.reuse_port and repository is not None and repository.flags.model_control_mode == "explicit":
-        what, mend = "--reuse-port with --model-control-mode explicit", "leave one out"
-        raise ConfigError(what, "poll: a client's load would reach one of the servers only", mend)
+        message, mend = "--reuse-port with --model-control-mode explicit", "leave one out"
+        raise ConfigError(message, "poll: a client's load would reach one of the servers only", mend)
     if settings.uds is not None:
         with unix_socket(Path(settings.uds)):
             pass
@@ -139,8 +139,8 @@ def _to_serve(
     if isinstance(opened, OpenedEncoder):
         for name, value in (("--record", flags.record), ("--profile", profile)):
             if value is not None:
-                what = f"{name} is given for {opened.name}, which is an encoder"
-                raise ConfigError(what, "a language model", "leave it out")
+                message = f"{name} is given for {opened.name}, which is an encoder"
+                raise ConfigError(message, "a language model", "leave it out")
         if warm:
             raise ConfigError(
                 f"--warm-prompts is given for {opened.name}, which is an encoder", "a language model",
@@ -186,8 +186,8 @@ def _engine(loop: EngineLoop, options: ServiceOptions, record: str | None) -> As
 
 def _warm_prompts(file: str | None, run: RunSettings) -> tuple[WarmPrompt, ...]:
     if file is not None and not run.prefix_cache:
-        what, mend = "--warm-prompts and --no-prefix-cache are both given", "leave one out"
-        raise ConfigError(what, "a cache to keep the prompts in", mend)
+        message, mend = "--warm-prompts and --no-prefix-cache are both given", "leave one out"
+        raise ConfigError(message, "a cache to keep the prompts in", mend)
     return () if file is None else read_warm_prompts(Path(file))
 
 

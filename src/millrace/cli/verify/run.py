@@ -51,9 +51,13 @@ def _error_parts(
     differs: list[str], receipt: dict[str, Any], now: dict[str, Any], compared: dict[str, tuple[Any, Any]]
 ) -> tuple[str, str, str]:
     if "engine" in differs:
-        what = f"the receipt is of the engine {sanitize(str(receipt['engine']))}, and this one is {now['engine']}"
+        message = f"the receipt is of the engine {sanitize(str(receipt['engine']))}, and this one is {now['engine']}"
         releases = f" (release {sanitize(str(receipt['release']))}; this is {__version__})"
-        return what + releases, "the same engine", "name the engine folder that answered, or build it with that release"
+        return (
+            message + releases,
+            "the same engine",
+            "name the engine folder that answered, or build it with that release",
+        )
     if "prompt" in differs:
         return "the request has another prompt", "the request that was answered", "name the file of that request"
     if "answers" in differs:
@@ -63,8 +67,10 @@ def _error_parts(
         return "the response's choices are not what its tokens say", "the response as it came", "do not trust that file"
     name = differs[0]
     computed, claimed = compared[name]
-    what = f"the response's {name} is {sanitize(_json(claimed))[:200]}, and should be {sanitize(_json(computed))[:200]}"
-    return what, "the response as it came", "do not trust that file"
+    message = (
+        f"the response's {name} is {sanitize(_json(claimed))[:200]}, and should be {sanitize(_json(computed))[:200]}"
+    )
+    return message, "the response as it came", "do not trust that file"
 
 
 def _name_flags(request: dict[str, Any], response: dict[str, Any]) -> tuple[str, ...]:

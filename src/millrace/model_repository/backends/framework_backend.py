@@ -106,8 +106,8 @@ def import_package(name: str, extra: str = "") -> Any:
         return import_module(name)
     except ImportError as error:
         extra = extra or name
-        what = f"backend '{extra}' needs a package that cannot be imported: {error}"
-        raise StatusError(Code.UNSUPPORTED, f"{what}; pip install 'millrace[{extra}]'") from None
+        message = f"backend '{extra}' needs a package that cannot be imported: {error}"
+        raise StatusError(Code.UNSUPPORTED, f"{message}; pip install 'millrace[{extra}]'") from None
 
 
 @contextmanager
@@ -135,8 +135,8 @@ def check_size(file: Path, n_bytes: int | None = None) -> None:
     if n_bytes is None:
         n_bytes = file.stat().st_size if file.is_file() else _folder_bytes(file)
     if n_bytes > memory().total_bytes:
-        what = f"{file.parent.name}/{file.name} has {n_bytes} bytes, more than this machine's memory"
-        raise StatusError(Code.UNAVAILABLE, f"{what}, {memory().total_bytes} bytes")
+        message = f"{file.parent.name}/{file.name} has {n_bytes} bytes, more than this machine's memory"
+        raise StatusError(Code.UNAVAILABLE, f"{message}, {memory().total_bytes} bytes")
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -165,8 +165,8 @@ def refuse_accelerators(config: ModelConfig) -> None:
     accelerators = config.optimization.execution_accelerators if config.optimization else None
     if accelerators and accelerators.cpu_execution_accelerator:
         name = accelerators.cpu_execution_accelerator[0].name
-        what = f"execution accelerator '{name}' of model '{config.name}' is not supported"
-        raise StatusError(Code.UNSUPPORTED, what)
+        message = f"execution accelerator '{name}' of model '{config.name}' is not supported"
+        raise StatusError(Code.UNSUPPORTED, message)
 
 
 def set_parameters(
@@ -278,8 +278,8 @@ def merge_signature(
 def _config_tensor(nothing: T, tensor: TensorSignature, has_batches: bool) -> T:
     """Convert a signature to a configuration's tensor. raises StatusError for an unsupported type"""
     if not tensor.kind:
-        what = f"tensor '{tensor.name}' has the type {tensor.shown or 'unknown'}, which is not supported"
-        raise StatusError(Code.UNSUPPORTED, what)
+        message = f"tensor '{tensor.name}' has the type {tensor.shown or 'unknown'}, which is not supported"
+        raise StatusError(Code.UNSUPPORTED, message)
     if tensor.dims is None:
         raise invalid(f"tensor '{tensor.name}' has any number of dimensions: say its dims in config.pbtxt")
     dims = tensor.dims[1:] if has_batches else tensor.dims
@@ -303,8 +303,8 @@ def check_signatures(
     for declared, there, side in sides:
         by_name = {tensor.name: tensor for tensor in there}
         if side == "input" and len(declared) != len(there):
-            what = f"unable to load model '{config.name}', configuration expects {len(declared)} inputs"
-            raise invalid(f"{what}, model provides {len(there)}")
+            message = f"unable to load model '{config.name}', configuration expects {len(declared)} inputs"
+            raise invalid(f"{message}, model provides {len(there)}")
         for one in declared:
             if one.name not in by_name:
                 names = ", ".join(by_name)
@@ -318,8 +318,8 @@ def check_signatures(
 
 def _check_flat(config: ModelConfig, signature: TensorSignature) -> None:
     if signature.dims not in ((-1,), None):
-        what = "for ragged batches the shape should have one dimension, -1; but shape expected by the model is"
-        raise invalid(f"model '{config.name}', tensor '{signature.name}': {what} {list(signature.dims)}")
+        message = "for ragged batches the shape should have one dimension, -1; but shape expected by the model is"
+        raise invalid(f"model '{config.name}', tensor '{signature.name}': {message} {list(signature.dims)}")
 
 
 def _check_type(config: ModelConfig, declared: ModelInput | ModelOutput, signature: TensorSignature) -> None:
@@ -343,9 +343,9 @@ def _check_shape(config: ModelConfig, declared: ModelInput | ModelOutput, signat
             f"at least 1 dimension and the first dimension must be -1; but shape expected by the model is {dims}"
         )
     if len(full) != len(dims) or not all(a in (b, -1) or b == -1 for a, b in zip(full, dims, strict=True)):
-        what = (
+        message = (
             f"model '{config.name}', tensor '{declared.name}': the model expects {len(dims)} dimensions (shape {dims})"
         )
-        what += f" but the model configuration specifies {len(full)} dimensions"
+        message += f" but the model configuration specifies {len(full)} dimensions"
         batch = "an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making "
-        raise invalid(f"{what} ({batch}complete shape {full})" if has_batches else f"{what} (shape {full})")
+        raise invalid(f"{message} ({batch}complete shape {full})" if has_batches else f"{message} (shape {full})")

@@ -303,8 +303,8 @@ def _place(folder: Path) -> Path:
     there = sorted(folder.iterdir())
     candidates = [p for p in there if is_gguf(p) or any((p / name).is_file() for name in _CHECKPOINT)]
     if len(candidates) != 1:
-        what = f"{folder.name}/ holds {len(candidates)} checkpoints, engines or GGUF files, and one is expected"
-        raise StatusError(Code.INTERNAL, f"{what}; or name a bundled or built model by the parameter 'model'")
+        message = f"{folder.name}/ holds {len(candidates)} checkpoints, engines or GGUF files, and one is expected"
+        raise StatusError(Code.INTERNAL, f"{message}; or name a bundled or built model by the parameter 'model'")
     return candidates[0]
 
 

@@ -100,8 +100,8 @@ def _properties(config: ModelConfig) -> Properties:
 
     def refused(key: str, text: str) -> None:
         if key == "CPU_EXTENSION_PATH" or choice(config, key, text, _YES_NO) == "YES":
-            what = f"parameter '{key}' of model '{config.name}' is not supported"
-            raise StatusError(Code.UNSUPPORTED, f"{what}: {_INSTEAD[key]}")
+            message = f"parameter '{key}' of model '{config.name}' is not supported"
+            raise StatusError(Code.UNSUPPORTED, f"{message}: {_INSTEAD[key]}")
 
     def device(key: str, text: str) -> None:
         choice(config, key, text, ("CPU",))

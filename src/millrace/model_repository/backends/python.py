@@ -101,8 +101,8 @@ class PythonBackend(ModelBackend):
         except PythonModelError as error:
             raise StatusError(Code.INTERNAL, str(error)) from error
         except (KeyError, TypeError, ValueError) as error:  # invalid values in the model's dictionary
-            what = f"auto_complete_config of model '{config.name}' made a configuration that cannot be read"
-            raise StatusError(Code.INTERNAL, f"{what}: {model_runner.error_text(error)}") from error
+            message = f"auto_complete_config of model '{config.name}' made a configuration that cannot be read"
+            raise StatusError(Code.INTERNAL, f"{message}: {model_runner.error_text(error)}") from error
 
 
 def _number(folder: Path) -> int:

@@ -59,8 +59,10 @@ class PytorchBackend(FrameworkBackend):
         """Read the signatures of a torch.export program; TorchScript does not declare its tensors."""
         loaded = _load(file)
         if isinstance(loaded, _Script):
-            what = f"model '{config.name}' must say its inputs and outputs in config.pbtxt: TorchScript does not know"
-            raise invalid(f"{what} types and shapes; forward is {loaded.schema}")
+            message = (
+                f"model '{config.name}' must say its inputs and outputs in config.pbtxt: TorchScript does not know"
+            )
+            raise invalid(f"{message} types and shapes; forward is {loaded.schema}")
         return loaded.inputs, loaded.outputs
 
 
@@ -145,8 +147,8 @@ class _Network(FrameworkModel):
     def _array(self, name: str, kind: str, place: int | str, results: Mapping[int | str, Any]) -> Array:
         """Return one output as an array. raises StatusError with Triton's text"""
         if place not in results:
-            what = f"The output {name} in the model configuration refers to an output index which doesn't exist"
-            raise invalid(f"{what}. This model has {len(results)} outputs")
+            message = f"The output {name} in the model configuration refers to an output index which doesn't exist"
+            raise invalid(f"{message}. This model has {len(results)} outputs")
         value = results[place]
         if isinstance(value, list) and all(isinstance(text, str) for text in value):
             converted, provided = objects([text.encode() for text in value]), "STRING"
@@ -163,8 +165,8 @@ class _Network(FrameworkModel):
         else:
             raise invalid(f"output '{name}' is {type(value).__name__}, neither a tensor nor a list of strings")
         if kind != f"TYPE_{provided}":
-            what = f"configuration expects datatype {kind} for output '{name}', model provides TYPE_{provided}"
-            raise invalid(what)
+            message = f"configuration expects datatype {kind} for output '{name}', model provides TYPE_{provided}"
+            raise invalid(message)
         return converted
 
     def close(self) -> None:
@@ -279,8 +281,8 @@ def _input_places(config: ModelConfig, loaded: _Loaded) -> dict[str, int | str]:
     if not least <= n <= most or beyond is not None:
         provides = f"at most {most}" if n > most or beyond is not None else f"at least {least}"
         beyond_ = f", and has no place for '{beyond}'" if beyond is not None else ""
-        what = f"unable to load model '{config.name}', configuration expects {n} inputs, model provides {provides}"
-        raise invalid(what + beyond_)
+        message = f"unable to load model '{config.name}', configuration expects {n} inputs, model provides {provides}"
+        raise invalid(message + beyond_)
     return {tensor.name: place for tensor, place in zip(config.input, places, strict=True)}
 
 
@@ -297,8 +299,8 @@ def _output_places(config: ModelConfig, loaded: _Loaded) -> list[int | str]:
         (output.name for output, i in zip(config.output, places, strict=True) if names and i >= len(names)), None
     )
     if beyond is not None:
-        what = f"The output {beyond} in the model configuration refers to an output index which doesn't exist"
-        raise invalid(f"{what}. This model has {len(names)} outputs")
+        message = f"The output {beyond} in the model configuration refers to an output index which doesn't exist"
+        raise invalid(f"{message}. This model has {len(names)} outputs")
     return list(places)
 
 

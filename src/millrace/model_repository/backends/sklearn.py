@@ -53,8 +53,8 @@ class SklearnBackend(FrameworkBackend):
         """Determine the signatures by computing a row of zeros."""
         estimator = _load(config, file)
         if not config.input and not hasattr(estimator, "n_features_in_"):
-            what = f"model '{config.name}' must say its input in config.pbtxt: its estimator"
-            raise invalid(f"{what}, {type(estimator).__name__}, does not know how many features it takes")
+            message = f"model '{config.name}' must say its input in config.pbtxt: its estimator"
+            raise invalid(f"{message}, {type(estimator).__name__}, does not know how many features it takes")
         has = [m for m in _METHODS if hasattr(estimator, m)]
         methods = [m for m in has if m in _USUAL] or has[:1]
         rows = _zeros(config) if config.input else np.zeros((1, estimator.n_features_in_))
@@ -119,8 +119,8 @@ class _Estimator(FrameworkModel):
         for method, array in results.items():
             kind, output = _kind(array), self._outputs[method]
             if f"TYPE_{kind}" != output.data_type.name:
-                what = f"configuration expects datatype {output.data_type.name} for output '{method}'"
-                raise invalid(f"{what}, model provides TYPE_{kind}")
+                message = f"configuration expects datatype {output.data_type.name} for output '{method}'"
+                raise invalid(f"{message}, model provides TYPE_{kind}")
         return {name: column(encode_texts(array), self.config, self._outputs[name]) for name, array in results.items()}
 
     def close(self) -> None:
@@ -142,9 +142,9 @@ def _load(config: ModelConfig, file: Path) -> Any:
         trusted = [name.strip() for name in trusted_types.split(",") if name.strip()]
         untrusted = sorted(set(io.get_untrusted_types(file=file)).difference(trusted))
         if untrusted:
-            what = f"failed to load {file.parent.name}/{file.name}: it has types that are not trusted"
+            message = f"failed to load {file.parent.name}/{file.name}: it has types that are not trusted"
             mend = f"where you trust the file, parameter '{TRUSTED}' of config.pbtxt may have them"
-            raise invalid(f"{what}: {', '.join(untrusted[:8])}; {mend}")
+            raise invalid(f"{message}: {', '.join(untrusted[:8])}; {mend}")
         return io.load(file, trusted=trusted)
 
 

@@ -70,8 +70,8 @@ class _SessionOptions:
 
         def own(key: str, text: str) -> None:
             if not flag(config, key, text):
-                what = f"parameter '{key}' of model '{config.name}' is not supported as false"
-                raise StatusError(Code.UNSUPPORTED, f"{what}: each session has threads of its own")
+                message = f"parameter '{key}' of model '{config.name}' is not supported as false"
+                raise StatusError(Code.UNSUPPORTED, f"{message}: each session has threads of its own")
 
         set_parameters(config, {
             "TF_NUM_INTRA_THREADS": intra, "TF_NUM_INTER_THREADS": inter, "TF_USE_PER_SESSION_THREADS": own,
@@ -116,8 +116,8 @@ class _Network(FrameworkModel):
 
 def _refuse_graphdef(config: ModelConfig) -> None:
     if config.platform == _GRAPHDEF:
-        what = f"platform '{_GRAPHDEF}' of model '{config.name}' is not supported"
-        raise StatusError(Code.UNSUPPORTED, f"{what}: a graph says nothing of its inputs; save it as a SavedModel")
+        message = f"platform '{_GRAPHDEF}' of model '{config.name}' is not supported"
+        raise StatusError(Code.UNSUPPORTED, f"{message}: a graph says nothing of its inputs; save it as a SavedModel")
 
 
 class _Signature:

@@ -60,8 +60,8 @@ def check_script(file: Path) -> bool:
             if name.startswith("code/") and name.endswith(".py"):
                 match = _FILES.search(_text(file, archive, entry))
                 if match:
-                    what = f"calls {match[1]}, which is about files" if match[1] else f"has the class {match[2]}"
-                    raise _refusal(file, f"{what}: nothing of a network needs it")
+                    message = f"calls {match[1]}, which is about files" if match[1] else f"has the class {match[2]}"
+                    raise _refusal(file, f"{message}: nothing of a network needs it")
     return True
 
 

@@ -66,8 +66,10 @@ class _PredictOptions:
             try:
                 return float(text)
             except ValueError:
-                what = f"failed to parse parameter '{key}' of model '{config.name}': '{text:.40}', a number is expected"
-                raise invalid(what) from None
+                message = (
+                    f"failed to parse parameter '{key}' of model '{config.name}': '{text:.40}', a number is expected"
+                )
+                raise invalid(message) from None
 
         set_parameters(config, {
             "model_type": sets("model_type", lambda c, key, text: choice(c, key, _type(c, text), _TYPES)),
@@ -80,11 +82,11 @@ class _PredictOptions:
 def _type(config: ModelConfig, text: str) -> str:
     """Return a supported model_type. raises StatusError for FIL models outside of XGBoost's open formats"""
     if text.lower() == "xgboost":
-        what = f"model type 'xgboost' of model '{config.name}' is XGBoost's old binary format, which is not read"
-        raise StatusError(Code.UNSUPPORTED, f"{what}; save it with save_model('xgboost.ubj'), and say xgboost_ubj")
+        message = f"model type 'xgboost' of model '{config.name}' is XGBoost's old binary format, which is not read"
+        raise StatusError(Code.UNSUPPORTED, f"{message}; save it with save_model('xgboost.ubj'), and say xgboost_ubj")
     if text.lower() in ("lightgbm", "treelite_checkpoint"):
-        what = f"model type '{text.lower()}' of model '{config.name}' is not supported"
-        raise StatusError(Code.UNSUPPORTED, f"{what}; models of XGBoost are, or the backend 'python' loads it")
+        message = f"model type '{text.lower()}' of model '{config.name}' is not supported"
+        raise StatusError(Code.UNSUPPORTED, f"{message}; models of XGBoost are, or the backend 'python' loads it")
     return text
 
 

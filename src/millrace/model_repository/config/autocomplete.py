@@ -123,29 +123,29 @@ def backend_violation(config: ModelConfig) -> RuleViolation | None:
     if config.platform == ENSEMBLE:
         return None
     if not config.backend and config.platform:
-        what = f"unexpected platform type '{config.platform}' for {config.name}"
+        message = f"unexpected platform type '{config.platform}' for {config.name}"
         known_platforms = ", ".join([*(k.platform for k in BACKEND_FILES if k.platform), ENSEMBLE])
-        return RuleViolation(at, what, f"one of: {known_platforms}", 'correct it, or name a backend: "..."')
+        return RuleViolation(at, message, f"one of: {known_platforms}", 'correct it, or name a backend: "..."')
     if not config.backend:
-        what = f"must specify 'platform' or 'backend' for '{config.name}'"
+        message = f"must specify 'platform' or 'backend' for '{config.name}'"
         files = dict.fromkeys(k.file for k in BACKEND_FILES)
-        return RuleViolation((), what, f"a backend, or one of {', '.join(files)}", 'add backend: "..."')
+        return RuleViolation((), message, f"a backend, or one of {', '.join(files)}", 'add backend: "..."')
     platforms = {k.platform for k in BACKEND_FILES if k.backend == config.backend}
     if platforms and config.platform not in platforms:
-        what = f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}"
+        message = f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}"
         expected = " or ".join(sorted(platforms - {""})) or "no platform"
-        return RuleViolation(("platform",), what, expected, "remove platform: backend says enough")
+        return RuleViolation(("platform",), message, expected, "remove platform: backend says enough")
     if config.platform == GRAPHDEF:
-        what = f"platform '{GRAPHDEF}' of model '{config.name}' is not supported: a graph says nothing of its inputs"
-        return RuleViolation(("platform",), what, "tensorflow_savedmodel", "export it as a SavedModel")
+        message = f"platform '{GRAPHDEF}' of model '{config.name}' is not supported: a graph says nothing of its inputs"
+        return RuleViolation(("platform",), message, "tensorflow_savedmodel", "export it as a SavedModel")
     if config.backend in GPU_ONLY:
         return RuleViolation(
             at, f"backend {config.backend} needs a GPU", "a backend for the CPU", "export the model to ONNX"
         )
     if config.backend == VLLM:
-        what = "backend vllm is not run here: vLLM wants a GPU, and a process and packages of its own"
+        message = "backend vllm is not run here: vLLM wants a GPU, and a process and packages of its own"
         mend = (
             'say backend: "millrace", which serves a checkpoint under the same names (text_input, text_output, stream)'
         )
-        return RuleViolation(at, what, "a backend for the CPU", mend)
+        return RuleViolation(at, message, "a backend for the CPU", mend)
     return None

@@ -48,18 +48,20 @@ def _steps(scheduling: EnsembleScheduling, name: str) -> Iterator[RuleViolation]
     for i, step in enumerate(scheduling.step):
         path = (_TOP, "step", i)
         if step.model_namespace:
-            what = f"'model_namespace' in step {i} of ensemble '{name}' is reserved"
-            yield RuleViolation((*path, "model_namespace"), what, "the model beside it, or the only one", "remove it")
+            message = f"'model_namespace' in step {i} of ensemble '{name}' is reserved"
+            yield RuleViolation(
+                (*path, "model_namespace"), message, "the model beside it, or the only one", "remove it"
+            )
         for field in ("model_name", "input_map", "output_map"):
             if not getattr(step, field):
-                what = f"must specify '{field}' in step {i} of ensemble '{name}'"
-                yield RuleViolation(path, what, "model_name, input_map and output_map", f"add {field}")
+                message = f"must specify '{field}' in step {i} of ensemble '{name}'"
+                yield RuleViolation(path, message, "model_name, input_map and output_map", f"add {field}")
         for key, tensor in step.output_map.items():
             if tensor in produced:
-                what = (
+                message = (
                     f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble '{name}' step {i}"
                 )
-                yield RuleViolation((*path, "output_map", key), what, "a name of its own", "rename one of them")
+                yield RuleViolation((*path, "output_map", key), message, "a name of its own", "rename one of them")
             produced.add(tensor)
 
 
@@ -70,20 +72,20 @@ def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[RuleV
     producers = {tensor: i for i, step in enumerate(steps) for tensor in step.output_map.values()}
     for i, input_tensor in enumerate(config.input):
         if input_tensor.name not in consumed:
-            what = f"ensemble input '{input_tensor.name}' for ensemble {name} is not used"
-            yield RuleViolation(("input", i), what, "a step with it in its input_map", "use or remove it")
+            message = f"ensemble input '{input_tensor.name}' for ensemble {name} is not used"
+            yield RuleViolation(("input", i), message, "a step with it in its input_map", "use or remove it")
     ready = _ready(config, scheduling)
     for i, output_tensor in enumerate(config.output):
         if output_tensor.name not in consumed | producers.keys():
-            what = f"ensemble output '{output_tensor.name}' for ensemble {name} is not used"
-            yield RuleViolation(("output", i), what, "a step with it in its output_map", "make or remove it")
+            message = f"ensemble output '{output_tensor.name}' for ensemble {name} is not used"
+            yield RuleViolation(("output", i), message, "a step with it in its output_map", "make or remove it")
         elif output_tensor.name not in ready:
-            what, why = (
+            message, why = (
                 f"output '{output_tensor.name}' for ensemble '{name}' is not written",
                 _missing(output_tensor.name, producers, config),
             )
             missing = f": at least one of its depending tensors, '{why}', is not connected" if why else ""
-            yield RuleViolation(("output", i), what + missing, "a step that makes it", "connect it")
+            yield RuleViolation(("output", i), message + missing, "a step that makes it", "connect it")
 
 
 def _ready(config: ModelConfig, scheduling: EnsembleScheduling) -> set[str]:
@@ -115,9 +117,9 @@ def _unused(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Rul
     there = producers.keys() | {t.name for t in config.input}
     for tensor in sorted((consumed | producers.keys()) - {t.name for t in config.output}):
         if tensor not in there or tensor not in consumed:
-            what = f"ensemble tensor '{tensor}' is unused in ensemble '{config.name}'"
+            message = f"ensemble tensor '{tensor}' is unused in ensemble '{config.name}'"
             expected = "a step that wants it" if tensor in there else "a step, or an input, that makes it"
-            yield RuleViolation((_TOP, "step", producers.get(tensor, 0)), what, expected, "connect or remove it")
+            yield RuleViolation((_TOP, "step", producers.get(tensor, 0)), message, expected, "connect or remove it")
 
 
 def _missing(tensor: str, producers: dict[str, int], config: ModelConfig) -> str:

@@ -51,14 +51,14 @@ class ParsedConfig:
     def place(self, path: Path_) -> SourcePosition | None:
         return place_of(self.places, path)
 
-    def add(self, level: Level, place: SourcePosition | None, what: str, expected: str, mend: str) -> None:
+    def add(self, level: Level, place: SourcePosition | None, message: str, expected: str, mend: str) -> None:
         """Add a problem. raises TooManyProblems"""
         before = self._counts[level]
         self._counts[level] += 1
         if before == MAX_PROBLEMS:
-            what, expected, mend = MORE
+            message, expected, mend = MORE
         if before <= MAX_PROBLEMS:
-            self.problems.append(ConfigProblem(level, self.file, place, what, expected, mend))
+            self.problems.append(ConfigProblem(level, self.file, place, message, expected, mend))
         if before >= MAX_PROBLEMS and level is Level.ERROR:
             raise TooManyProblems
 
@@ -102,13 +102,13 @@ def _message(read: ParsedConfig, cls: type, block: PbtxtBlock, path: Path_) -> A
         first = first_fields.setdefault(field.name, field)
         many = spec.repeated or spec.kind == "map"
         if first is not field and not many:
-            what = f"{field.name} a second time; it stands in line {first.place.line}"
-            read.add(Level.ERROR, field.place, what, "one of them", "remove the other")
+            message = f"{field.name} a second time; it stands in line {first.place.line}"
+            read.add(Level.ERROR, field.place, message, "one of them", "remove the other")
             continue
         other = groups.setdefault(spec.oneof, field) if spec.oneof else field
         if other.name != field.name:
-            what = f"{field.name} beside {other.name} of line {other.place.line}"
-            read.add(Level.ERROR, field.place, what, "one of them", "remove the other")
+            message = f"{field.name} beside {other.name} of line {other.place.line}"
+            read.add(Level.ERROR, field.place, message, "one of them", "remove the other")
             continue
         if first is field:
             _report_unused(read, spec, field)
@@ -167,8 +167,8 @@ def _keep(
         return
     value = _scalar(spec, item) if isinstance(item, PbtxtScalar) else None
     if value is None:
-        what = f"{item.text:.60} for {spec.name}" if isinstance(item, PbtxtScalar) else f"a block for {spec.name}"
-        read.add(Level.ERROR, item.place, what, _expected(spec, item), "correct it")
+        message = f"{item.text:.60} for {spec.name}" if isinstance(item, PbtxtScalar) else f"a block for {spec.name}"
+        read.add(Level.ERROR, item.place, message, _expected(spec, item), "correct it")
         return
     keep(value)
 
@@ -190,8 +190,8 @@ def _entry(
     before = len(read.problems)
     for field in item.fields:
         if field.name not in parts:
-            what = f'"{field.name}" is no part of {spec.name}'
-            read.add(Level.ERROR, field.place, what, nearest(field.name, parts), "remove it, or correct its name")
+            message = f'"{field.name}" is no part of {spec.name}'
+            read.add(Level.ERROR, field.place, message, nearest(field.name, parts), "remove it, or correct its name")
         elif field.name in entry:
             read.add(Level.ERROR, field.place, f"{field.name} a second time", "one of them", "remove the other")
         else:
@@ -201,8 +201,10 @@ def _entry(
         return
     key = entry.get("key", spec.key.default)
     if key in into:
-        what = f"the key {key!r} of {spec.name} a second time: the value of line {read.places[here].line} is not used"
-        read.add(Level.WARNING, item.place, what, "each key once", "remove the one that is not meant")
+        message = (
+            f"the key {key!r} of {spec.name} a second time: the value of line {read.places[here].line} is not used"
+        )
+        read.add(Level.WARNING, item.place, message, "each key once", "remove the one that is not meant")
     read.places[here] = item.place
     value = entry.get("value", spec.value_type.default)
     into[key] = spec.value_type.value_type() if value is None and spec.value_type.kind == "message" else value

@@ -75,9 +75,9 @@ def read_text(data: bytes) -> PbtxtBlock:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         text = data[: error.start].decode("utf-8")
-        what = f"byte 0x{data[error.start]:02x} is not UTF-8"
+        message = f"byte 0x{data[error.start]:02x} is not UTF-8"
         raise PbtxtSyntaxError(
-            _Tokens(text).place(len(text)), what, "UTF-8 text", "convert the file with iconv"
+            _Tokens(text).place(len(text)), message, "UTF-8 text", "convert the file with iconv"
         ) from None
     tokens = _Tokens(text.removeprefix("\ufeff"))
     tokens.split()
@@ -134,13 +134,13 @@ class _Tokens:
 
     def _check_number(self, at: int, end: int) -> None:
         if end - at > _MAX_NUMBER_LENGTH:
-            what = f"a number of {end - at:,} characters"
-            raise PbtxtSyntaxError(self.place(at), what, f"at most {_MAX_NUMBER_LENGTH}", "write it shorter")
+            message = f"a number of {end - at:,} characters"
+            raise PbtxtSyntaxError(self.place(at), message, f"at most {_MAX_NUMBER_LENGTH}", "write it shorter")
         after = self.text[end : end + 1]
         if after.isalnum() or after in ("_", "."):
-            what = f"{self.text[at : end + 8].split()[0]} is no number"
+            message = f"{self.text[at : end + 8].split()[0]} is no number"
             raise PbtxtSyntaxError(
-                self.place(at), what, "a number, and a space behind it", "correct it, or quote it as a string"
+                self.place(at), message, "a number, and a space behind it", "correct it, or quote it as a string"
             )
 
     def _no_token(self, at: int) -> NoReturn:

@@ -66,8 +66,10 @@ def orphaned_ensembles(entries: ModelIndex, model_id: ModelId, read: ModelFolder
             steps = [new if step[0] == model_id else step for step in member_configs]
             broken = next(tensor_mismatches(other, ensemble.config, steps), None)
             if broken is not None:
-                what = f"ensemble '{other}' would be unloaded: {broken.what}"
-                yield ConfigProblem(Level.WARNING, read.file or read.folder, None, what, broken.expected, broken.mend)
+                message = f"ensemble '{other}' would be unloaded: {broken.what}"
+                yield ConfigProblem(
+                    Level.WARNING, read.file or read.folder, None, message, broken.expected, broken.mend
+                )
                 break
 
 

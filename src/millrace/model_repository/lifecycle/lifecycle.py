@@ -176,8 +176,8 @@ class ModelRepository:
 
     def _check_mode(self) -> None:
         if self.flags.model_control_mode != "explicit":
-            what = "explicit model load / unload is not allowed if polling is enabled"
-            raise StatusError(Code.UNAVAILABLE, what)
+            message = "explicit model load / unload is not allowed if polling is enabled"
+            raise StatusError(Code.UNAVAILABLE, message)
 
     async def _load_requested(self, name: str, config: bytes | None, files: Files | None, owner: str) -> None:
         """Load all models of a name. raises StatusError naming each model that cannot be loaded"""

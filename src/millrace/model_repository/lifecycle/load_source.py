@@ -45,10 +45,10 @@ def read_for_dry_run(
     for step_id, step in repositories.steps_of(read, model_id, served).items():
         errors = (p for p in [*step.problems, *missing_backend_problems(step)] if p.level is Level.ERROR)
         if step_id not in served and step_id != model_id and (problem := next(errors, None)) is not None:
-            what = f"ensemble '{model_id}' depends on '{step_id}', which cannot be loaded: "
-            what += f"{problem.location}: {problem.what}"
+            message = f"ensemble '{model_id}' depends on '{step_id}', which cannot be loaded: "
+            message += f"{problem.location}: {problem.what}"
             read.problems.append(
-                ConfigProblem(Level.ERROR, read.file or read.folder, None, what, problem.expected, problem.mend)
+                ConfigProblem(Level.ERROR, read.file or read.folder, None, message, problem.expected, problem.mend)
             )
     return file_stamp, read
 

@@ -33,10 +33,10 @@ class LoadFailedError(Exception):
     def to_status_error(self, model_id: ModelId) -> StatusError:
         """Return the error that the load reports."""
         word = _CODE_NAMES.get(self.error.code, self.error.code.name.capitalize())
-        what = (
+        message = (
             f"load failed for model '{model_id}': version {self.version} is at UNAVAILABLE state: {word}: {self.error};"
         )
-        return StatusError(Code.INTERNAL, what)
+        return StatusError(Code.INTERNAL, message)
 
 
 class Loader:
@@ -91,8 +91,8 @@ class Loader:
             return lambda version: Ensemble(version_source(version), find, loop)
         backend = create_backend(config.backend)
         if (config.batch_input or config.batch_output) and not backend.takes_batch_io:
-            what = f"batch_input and batch_output are not taken by backend '{config.backend}'"
-            raise StatusError(Code.UNSUPPORTED, what)
+            message = f"batch_input and batch_output are not taken by backend '{config.backend}'"
+            raise StatusError(Code.UNSUPPORTED, message)
         config = await run_in_daemon_thread(model_id.name, partial(backend.complete_config, config, read.folder))
         self._bls = bls = self._bls or BlsExecutor(self._repository, self._custom, loop)
         if config.sequence_batching is None or config.sequence_batching.iterative_sequence:

@@ -73,8 +73,8 @@ class ModelChanges:
             self.missing.pop(model_id, None)
             for model in old.values():
                 self.in_background(model.retire())
-            for what in self._common.unused_settings(read.config) if read is not None else ():
-                log.warning("%s: %s", model_id, what)
+            for message in self._common.unused_settings(read.config) if read is not None else ():
+                log.warning("%s: %s", model_id, message)
             log.info("loaded %s, version %s", model_id, ", ".join(map(str, sorted(new))))
             self._fit_ensembles(model_id)
 
@@ -189,8 +189,8 @@ class ModelChanges:
         self._index.check_ring(model_id, members)
         for member, error in zip(members, await asyncio.gather(*map(self._try_member, members)), strict=True):
             if error is not None:
-                what = f"ensemble '{model_id}' depends on '{member}' which has no loaded version"
-                raise invalid(f"{what}. Model '{member}' loading failed with error: {error}")
+                message = f"ensemble '{model_id}' depends on '{member}' which has no loaded version"
+                raise invalid(f"{message}. Model '{member}' loading failed with error: {error}")
 
     async def _try_member(self, model_id: ModelId) -> StatusError | None:
         if model_id in self.locks:

@@ -112,8 +112,8 @@ class ModelIndex:
         if len(entries) > 1:
             there = self.present(name)
             if len(there) > 1:
-                what = f"There are {len(there)} identifiers of model '{name}' in global map"
-                raise invalid(f"{what}, model namespace must be provided to resolve ambiguity.")
+                message = f"There are {len(there)} identifiers of model '{name}' in global map"
+                raise invalid(f"{message}, model namespace must be provided to resolve ambiguity.")
             if there:
                 return self[there[0]]
         return next(iter(entries.values()))
@@ -190,8 +190,8 @@ class ModelIndex:
             entry = self[model_id]
             if entry.models and entry.owner != owner:
                 whose = "with another API key" if entry.owner else "by the server's operator"
-                what = f"model '{name}' was loaded {whose}, so that this API key cannot change it"
-                raise invalid(f"{what}: a key with role=admin can")
+                message = f"model '{name}' was loaded {whose}, so that this API key cannot change it"
+                raise invalid(f"{message}: a key with role=admin can")
 
     def clear(self) -> None:
         self._by_name.clear()

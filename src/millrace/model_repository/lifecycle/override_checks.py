@@ -15,16 +15,16 @@ def check_config_override(config: ModelConfig, own: ModelConfig | None, *, with_
     with_files: the client also sent files. raises StatusError
     """
     if with_files and config.backend in CODE:
-        what = f"files of a load are not taken for backend '{config.backend}', which would run them as programs"
-        raise StatusError(Code.UNSUPPORTED, f"{what}: put them into the repository")
+        message = f"files of a load are not taken for backend '{config.backend}', which would run them as programs"
+        raise StatusError(Code.UNSUPPORTED, f"{message}: put them into the repository")
     environment = _string_parameter(config, ENVIRONMENT)
     if (
         environment
         and not environment.startswith(f"{MODEL_FOLDER}/")
         and (own is None or environment != _string_parameter(own, ENVIRONMENT))
     ):
-        what = f"{ENVIRONMENT} of model '{config.name}' is another one than its config.pbtxt has"
-        raise invalid(f"{what}: a load may name environments in the model's folder alone ({MODEL_FOLDER}/...)")
+        message = f"{ENVIRONMENT} of model '{config.name}' is another one than its config.pbtxt has"
+        raise invalid(f"{message}: a load may name environments in the model's folder alone ({MODEL_FOLDER}/...)")
     trusts = _string_parameter(config, TRUSTED) if config.backend == "sklearn" else ""
     if trusts and (own is None or trusts != _string_parameter(own, TRUSTED)):
         raise invalid(

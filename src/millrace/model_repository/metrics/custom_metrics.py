@@ -173,8 +173,8 @@ def _bounds(family: _Family, buckets: Sequence[float] | None) -> tuple[float, ..
 def _labels(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     for name, value in labels.items():
         if not isinstance(value, str):
-            what = f"Parameter [{name}] must have a type of TRITONSERVER_PARAMETER_STRING to be added as a label."
-            raise invalid(what)
+            message = f"Parameter [{name}] must have a type of TRITONSERVER_PARAMETER_STRING to be added as a label."
+            raise invalid(message)
         if not _LABEL.fullmatch(name) or name == "le" or max(len(name), len(value)) > _MAX_LENGTH:
             raise invalid(f"Invalid label name '{name:.80}', or a value of more than {_MAX_LENGTH} characters")
     return tuple(sorted(labels.items()))

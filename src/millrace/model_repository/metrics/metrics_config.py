@@ -68,8 +68,8 @@ def _quantiles(value: str) -> tuple[float, ...]:
     except ValueError:
         quantiles = ()
     if not quantiles or not all(0 <= q <= 1 for q in quantiles):
-        what = f"{FLAG} summary_quantiles is {value!r:.60}"
-        raise ConfigError(what, "numbers from 0 to 1", "summary_quantiles=0.5,0.99")
+        message = f"{FLAG} summary_quantiles is {value!r:.60}"
+        raise ConfigError(message, "numbers from 0 to 1", "summary_quantiles=0.5,0.99")
     return quantiles
 
 

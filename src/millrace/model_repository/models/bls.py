@@ -136,8 +136,10 @@ class BlsExecutor:
         while paths:
             path = paths.pop()
             if path[-1] == caller:
-                what = f"deadlock: model '{caller}' loads model '{name}', which waits until '{caller}' itself is loaded"
-                raise StatusError(Code.UNAVAILABLE, f"{what} ({' -> '.join(map(str, path))})")
+                message = (
+                    f"deadlock: model '{caller}' loads model '{name}', which waits until '{caller}' itself is loaded"
+                )
+                raise StatusError(Code.UNAVAILABLE, f"{message} ({' -> '.join(map(str, path))})")
             if path[-1] not in visited:
                 visited.add(path[-1])
                 requested = (
@@ -175,15 +177,17 @@ class BlsExecutor:
     def _begin(self, call: NestedRequest) -> None:
         """Submit a nested request. raises StatusError"""
         if len(call.request.callers) > MAX_DEPTH:
-            what = f"a request passes through more models than {MAX_DEPTH}, the limit of nested requests ({call.path})"
-            raise StatusError(Code.INVALID_ARG, call.request.error_prefix + what)
+            message = (
+                f"a request passes through more models than {MAX_DEPTH}, the limit of nested requests ({call.path})"
+            )
+            raise StatusError(Code.INVALID_ARG, call.request.error_prefix + message)
         try:
             model = self._repository.get(call.model, call.version)
         except StatusError as error:
             if error.code is Code.INVALID_ARG:  # an ambiguous name: a model cannot give a namespace
                 raise
-            what = f"Failed for execute the inference request. Model '{call.model}' is not ready."
-            raise StatusError(Code.INTERNAL, what) from None
+            message = f"Failed for execute the inference request. Model '{call.model}' is not ready."
+            raise StatusError(Code.INTERNAL, message) from None
         if model.is_decoupled and not call.is_decoupled:
             raise StatusError(
                 Code.INTERNAL,
@@ -208,13 +212,13 @@ class BlsExecutor:
         if self._loop.time() < call.deadline_s:
             call.timer = self._loop.call_at(call.deadline_s, self._check_timeout, call)
             return
-        what = (
+        message = (
             f"model '{call.model}' gave no response for {call.timeout_s:g} s ({call.path}). Usually all instances of a "
             "model then wait for requests that wait for these instances: give the model more instances, or do not let "
             "it call itself, directly or through others. If it needs more time, pass `timeout`, in microseconds, "
             "to pb_utils.InferenceRequest"
         )
-        self._end_early(call, StatusError(Code.UNAVAILABLE, call.request.error_prefix + what))
+        self._end_early(call, StatusError(Code.UNAVAILABLE, call.request.error_prefix + message))
 
     def _outer_cancelled(self, call: NestedRequest) -> None:
         if call.outer_cancelled():

@@ -66,18 +66,18 @@ class Ensemble(Model):
         inner = [member for member in members.values() if isinstance(member, Ensemble)]
         self.depth = 1 + max((member.depth for member in inner), default=0)
         self.n_steps = len(members) + sum(member.n_steps for member in inner)
-        what = f"ensemble '{self.name}' is made of"
+        message = f"ensemble '{self.name}' is made of"
         if self.depth > _MAX_DEPTH:
-            what = f"{what} ensembles in {self.depth} levels, at most {_MAX_DEPTH} are supported"
-            raise StatusError(Code.UNSUPPORTED, what)
+            message = f"{message} ensembles in {self.depth} levels, at most {_MAX_DEPTH} are supported"
+            raise StatusError(Code.UNSUPPORTED, message)
         if self.n_steps > _MAX_STEPS:
-            what = f"{what} {self.n_steps} steps, with those of its ensembles, at most {_MAX_STEPS} are supported"
-            raise StatusError(Code.UNSUPPORTED, what)
+            message = f"{message} {self.n_steps} steps, with those of its ensembles, at most {_MAX_STEPS} are supported"
+            raise StatusError(Code.UNSUPPORTED, message)
         policy, cached = self._source.config.model_transaction_policy, self._source.config.response_cache
         self.is_decoupled = any(m.is_decoupled for m in members.values()) or bool(policy and policy.decoupled)
         if self.is_decoupled and cached is not None and cached.enable:
-            what = f"Response Cache does not currently support model {self.name} with 'decoupled' transaction policy"
-            raise invalid(f"{what}. Please disable the response cache.")
+            message = f"Response Cache does not currently support model {self.name} with 'decoupled' transaction policy"
+            raise invalid(f"{message}. Please disable the response cache.")
         self.config = replace(
             self._source.config,
             model_transaction_policy=TransactionPolicy(decoupled=True) if self.is_decoupled else policy,

@@ -104,8 +104,8 @@ def check_steps(ensemble: ModelId, config: ModelConfig, members: Sequence[Model]
 def _check_decoupled(ensemble: ModelId, members: Sequence[Model]) -> None:
     decoupled = [member.name for member in members if member.is_decoupled]
     if len(decoupled) > 1:
-        what = f"ensemble '{ensemble}' has {len(decoupled)} decoupled models, {', '.join(decoupled)}"
-        raise StatusError(Code.UNSUPPORTED, f"{what}; at most one is supported")
+        message = f"ensemble '{ensemble}' has {len(decoupled)} decoupled models, {', '.join(decoupled)}"
+        raise StatusError(Code.UNSUPPORTED, f"{message}; at most one is supported")
 
 
 def find_members(
@@ -118,6 +118,6 @@ def find_members(
             members[step] = get(step.model, step.version)
         except StatusError as error:
             version = f" version {step.version}" if step.version is not None else ""
-            what = f"ensemble '{ensemble}' depends on '{step.model}'{version} which has no loaded version"
-            raise invalid(f"{what}: {error}") from None
+            message = f"ensemble '{ensemble}' depends on '{step.model}'{version} which has no loaded version"
+            raise invalid(f"{message}: {error}") from None
     return members

@@ -137,11 +137,11 @@ class Model(ABC):
             self._tracer.begin(request, self.name)
         try:
             if self._is_retired and not self._n_pins:  # retired while a thread was parsing the request
-                what = f"Request for unknown model: '{self.name}' version {self.version} is not at ready state"
-                raise StatusError(Code.UNAVAILABLE, what)
+                message = f"Request for unknown model: '{self.name}' version {self.version} is not at ready state"
+                raise StatusError(Code.UNAVAILABLE, message)
             if self._n_open >= self._max_open:  # bounds what a model that never answers can occupy
-                what = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
-                raise StatusError(Code.UNAVAILABLE, request.error_prefix + what)
+                message = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
+                raise StatusError(Code.UNAVAILABLE, request.error_prefix + message)
             if self.cache is not None and not self.is_decoupled and self._answer_from_cache(self.cache, request):
                 return
             self._enqueue(request, now_ns)

@@ -56,9 +56,11 @@ def _step_mismatches(
 ) -> Iterator[RuleViolation]:  # fmt: skip
     member, member_config = step_model
     if config.max_batch_size > member_config.max_batch_size > 0:
-        what = f"ensemble {ensemble} allows maximum batch size {config.max_batch_size}, but it contains model "
-        what += f"{member} which only allows maximum batch size to be {member_config.max_batch_size}"
-        yield RuleViolation(("max_batch_size",), what, f"at most {member_config.max_batch_size}", "correct one of them")
+        message = f"ensemble {ensemble} allows maximum batch size {config.max_batch_size}, but it contains model "
+        message += f"{member} which only allows maximum batch size to be {member_config.max_batch_size}"
+        yield RuleViolation(
+            ("max_batch_size",), message, f"at most {member_config.max_batch_size}", "correct one of them"
+        )
     inputs, outputs = {t.name: t for t in member_config.input}, {t.name: t for t in member_config.output}
     where = f"in ensemble {ensemble}, ensemble tensor"
     sides: tuple[tuple[str, Mapping[str, str], Mapping[str, ModelInput | ModelOutput], str], ...] = (
@@ -79,8 +81,10 @@ def _step_mismatches(
                 )
         if field == "input_map":
             for name in (name for name, one in inputs.items() if not one.optional and name not in mapped):
-                what = f"in ensemble {ensemble}, input {name} in model {member} is not mapped to any ensemble tensors"
-                yield RuleViolation(at, what, f'input_map {{ key: "{name}" value: ... }}', "map it")
+                message = (
+                    f"in ensemble {ensemble}, input {name} in model {member} is not mapped to any ensemble tensors"
+                )
+                yield RuleViolation(at, message, f'input_map {{ key: "{name}" value: ... }}', "map it")
 
 
 def _inside(ensemble: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _TensorSpec:
@@ -99,9 +103,9 @@ def _agree(
 ) -> Iterator[RuleViolation]:
     old = specs.setdefault(tensor, new)
     if old.datatype is not new.datatype:
-        what = f"{prefix}: inconsistent data type: {old.datatype.name} is inferred from model {old.model} while "
-        what += f"{new.datatype.name} is inferred from model {new.model}"
-        yield RuleViolation(path, what, "the same data type in both", "correct one of them, or put a step between")
+        message = f"{prefix}: inconsistent data type: {old.datatype.name} is inferred from model {old.model} while "
+        message += f"{new.datatype.name} is inferred from model {new.model}"
+        yield RuleViolation(path, message, "the same data type in both", "correct one of them, or put a step between")
         return
     if old.dims == new.dims:
         return
@@ -110,10 +114,10 @@ def _agree(
     elif is_compatible(old.shape, new.shape):
         dims = _merge_dims(old.shape, new.shape)[1 if old.has_batch else 0 :]
     else:
-        what = f"{prefix}: inconsistent shape: {_shown(old.shape)} is inferred from model {old.model} while "
-        what += f"{_shown(new.shape)} is inferred from model {new.model}"
+        message = f"{prefix}: inconsistent shape: {_shown(old.shape)} is inferred from model {old.model} while "
+        message += f"{_shown(new.shape)} is inferred from model {new.model}"
         yield RuleViolation(
-            path, what, "the same shape in both, -1 for any", "correct one of them, or put a step between"
+            path, message, "the same shape in both, -1 for any", "correct one of them, or put a step between"
         )
         return
     if dims != old.dims:  # later steps are compared with the merged shape

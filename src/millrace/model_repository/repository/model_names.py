@@ -41,8 +41,8 @@ def check_model_name(name: str) -> None:
     if not name:
         raise RequestError("Model name cannot be empty. Specify a model name.", "a model's name", "name one", "model")
     if len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME_BYTES:
-        what = f"model name has more than {_MAX_NAME_BYTES} bytes"
-        raise RequestError(what, "a model's name", "name a model of the repository", "model")
+        message = f"model name has more than {_MAX_NAME_BYTES} bytes"
+        raise RequestError(message, "a model's name", "name a model of the repository", "model")
     if name in (".", "..") or any(c in name for c in "/\\\0"):
-        what = "model name must not contain path traversal characters"
-        raise RequestError(what, "a model's name", "name a model of the repository", "model")
+        message = "model name must not contain path traversal characters"
+        raise RequestError(message, "a model's name", "name a model of the repository", "model")

@@ -139,9 +139,9 @@ def _id(repository: Repository, model: ModelFolder, namespacing: bool) -> ModelI
 
 
 def _add_duplicate_problem(model: ModelFolder, other: ModelFolder) -> None:
-    what = "model appears in two or more repositories"
+    message = "model appears in two or more repositories"
     expected, mend = f"{other.folder} to be the only one", "rename one of them, or give --model-namespacing"
-    model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, what, expected, mend))
+    model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, message, expected, mend))
 
 
 def _step_names(model: ModelFolder) -> list[str]:
@@ -156,14 +156,14 @@ def _check_steps(ensemble_id: ModelId, model: ModelFolder, names: ModelLookup) -
         return
     missing = [name for name in _step_names(model) if name and names.resolve(ensemble_id, name) is None]
     if missing:
-        what = f"ensemble {ensemble_id} contains models that are not available or ambiguous: {', '.join(missing)}"
+        message = f"ensemble {ensemble_id} contains models that are not available or ambiguous: {', '.join(missing)}"
         first = next(i for i, step in enumerate(scheduling.step) if step.model_name == missing[0])
         path: Path_ = ("ensemble_scheduling", "step", first, "model_name")
-        model.add_error(RuleViolation(path, what, "models of this repository", "add them, or correct model_name"))
+        model.add_error(RuleViolation(path, message, "models of this repository", "add them, or correct model_name"))
     if (by := names.cycle_of(ensemble_id, model)) is not None:
-        what = f"circular dependency between ensembles: {ensemble_id} -> ... -> {by} -> {ensemble_id}"
+        message = f"circular dependency between ensembles: {ensemble_id} -> ... -> {by} -> {ensemble_id}"
         expected = "steps that need one another in one direction"
-        model.add_error(RuleViolation(("ensemble_scheduling",), what, expected, "cut the circle"))
+        model.add_error(RuleViolation(("ensemble_scheduling",), message, expected, "cut the circle"))
     elif not missing and model.is_servable:
         steps = [names.known_config(names.resolve(ensemble_id, step.model_name)) for step in scheduling.step]
         for i, broken in enumerate(tensor_mismatches(ensemble_id, model.config, steps)):

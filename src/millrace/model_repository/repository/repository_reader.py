@@ -83,8 +83,8 @@ def read_repository(root: Path, config_name: str = "") -> Repository:
     models = []
     entries = _entries(root, problems)
     if any(name == CONFIG for name, _ in entries) and any(name.isdecimal() for name, _ in entries):
-        what = f"{root} is the folder of one model: it has {CONFIG} and versions"
-        raise ConfigError(what, "the model repository that it is in", f"say {root.absolute().parent}")
+        message = f"{root} is the folder of one model: it has {CONFIG} and versions"
+        raise ConfigError(message, "the model repository that it is in", f"say {root.absolute().parent}")
     for name, path in entries:
         if name.startswith("."):
             problems.append(_ignored(path, "its name begins with a dot, so it is no model"))
@@ -110,9 +110,9 @@ def read_model(
     model = _model(there[0], there[0] / name, config_name, override)
     if len(there) > 1:
         expected = f"{there[0] / name} to be the only one"
-        what = "model appears in two or more repositories"
+        message = "model appears in two or more repositories"
         mend = "rename one of them, or give --model-namespacing"
-        model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, what, expected, mend))
+        model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, message, expected, mend))
     return model
 
 
@@ -143,9 +143,9 @@ def _entries(folder: Path, problems: list[ConfigProblem]) -> list[tuple[str, Pat
         )
         return []
     if len(names) > _MAX_ENTRIES:
-        what = f"more than {_MAX_ENTRIES:,} entries"
+        message = f"more than {_MAX_ENTRIES:,} entries"
         problems.append(
-            ConfigProblem(Level.ERROR, folder, None, what, "a folder of a repository", "is it the right one?")
+            ConfigProblem(Level.ERROR, folder, None, message, "a folder of a repository", "is it the right one?")
         )
     return [(name, folder / name) for name in sorted(names[:_MAX_ENTRIES])]
 
@@ -194,8 +194,8 @@ def _model(root: Path, folder: Path, config_name: str, override: bytes | None = 
 
 def _add_outside_problem(model: ModelFolder, path: Path) -> None:
     expected = "files and folders of the repository itself"
-    what = "a link that leads out of the repository, or nowhere"
-    model.problems.append(ConfigProblem(Level.ERROR, path, None, what, expected, "copy or move what it leads to"))
+    message = "a link that leads out of the repository, or nowhere"
+    model.problems.append(ConfigProblem(Level.ERROR, path, None, message, expected, "copy or move what it leads to"))
 
 
 def _add_violation(read: ParsedConfig, broken: RuleViolation, level: Level = Level.ERROR) -> None:
@@ -249,29 +249,31 @@ def _apply_version_policy(model: ModelFolder, read: ParsedConfig) -> None:
         for i, version in enumerate(policy.specific.versions):
             if version not in there:
                 place = read.place(("version_policy", "specific", "versions", i))
-                what = f"version {version} is specified, and there is no folder {version}"
+                message = f"version {version} is specified, and there is no folder {version}"
                 expected = f"one of: {', '.join(map(str, there)) or '(there is none)'}"
-                read.add(Level.WARNING, place, what, expected, "make the folder, or remove the version")
+                read.add(Level.WARNING, place, message, expected, "make the folder, or remove the version")
     elif policy.latest is not None:
         model.served = there[-policy.latest.num_versions :] if policy.latest.num_versions else ()
     else:
         model.served = there
     if not model.served:
-        what = f"at least one version must be available under the version policy of model '{model.name}'"
+        message = f"at least one version must be available under the version policy of model '{model.name}'"
         mend = f"make {model.folder.name}/1 with the model in it" if not there else "correct version_policy"
         if model.config.platform == ENSEMBLE and not there:
             mend = f"make an empty folder {model.folder.name}/1: ensembles have a version, too"
         expected = f"one of the versions {', '.join(map(str, there))}" if there else "a folder named 1, 2, ..."
-        read.add(Level.ERROR, read.place(("version_policy",)), what, expected, mend)
+        read.add(Level.ERROR, read.place(("version_policy",)), message, expected, mend)
 
 
 def _identity_violations(model: ModelFolder) -> Iterator[RuleViolation]:
     config = model.config
     if config.name != model.name:
-        what = (
+        message = (
             f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
         )
-        yield RuleViolation(("name",), what, f'name: "{model.name}", or no name', "rename the folder, or remove name")
+        yield RuleViolation(
+            ("name",), message, f'name: "{model.name}", or no name', "rename the folder, or remove name"
+        )
     backend = backend_violation(config)
     if backend is not None:  # a completed value has no position: use that of its source
         paths: list[Path_] = [backend.path, ("platform",), ("backend",), ("default_model_filename",)]
@@ -318,11 +320,11 @@ def _data(
         return
     if not file.is_file():
         _add_violation(read, RuleViolation(path, f"{file} is not a file", "the tensor's bytes", "replace it"))
-    elif (what := short_file(tensor, name, file.stat().st_size)) is not None:
+    elif (message := short_file(tensor, name, file.stat().st_size)) is not None:
         _add_violation(
             read,
             RuleViolation(
-                path, what, "the tensor's bytes, one element after the other", "replace the file, or its dims"
+                path, message, "the tensor's bytes, one element after the other", "replace the file, or its dims"
             ),
         )
 
@@ -344,9 +346,9 @@ def _file(root: Path, read: ParsedConfig, path: Path_, file: Path) -> Path | Non
             RuleViolation(path, f"there is no {file}", "the file that the configuration names", "add it, or rename"),
         )
     elif leaves_root(root, file):
-        what = f"{file} is a link that leads out of the repository, or nowhere"
+        message = f"{file} is a link that leads out of the repository, or nowhere"
         _add_violation(
-            read, RuleViolation(path, what, "files of the repository itself", "copy or move what it leads to")
+            read, RuleViolation(path, message, "files of the repository itself", "copy or move what it leads to")
         )
     else:
         return file
@@ -368,6 +370,6 @@ def _labels(read: ParsedConfig, path: Path_, file: Path) -> tuple[str, ...]:
         )
         return ()
     if len(data) > _MAX_LABEL_BYTES:
-        what = f"{file} has more than {_MAX_LABEL_BYTES:,} bytes"
-        _add_violation(read, RuleViolation(path, what, "labels", "is it the right file?"))
+        message = f"{file} has more than {_MAX_LABEL_BYTES:,} bytes"
+        _add_violation(read, RuleViolation(path, message, "labels", "is it the right file?"))
     return tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n"))

@@ -142,8 +142,10 @@ class InferRequest:
         if self.reschedule_by is not None:
             self.reschedule_by(self)
             return
-        what = "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, which its model's scheduler does not"
-        self.fail(invalid(f"{self.error_prefix}{what} take: say sequence_batching {{ iterative_sequence: true }}"))
+        message = (
+            "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, which its model's scheduler does not"
+        )
+        self.fail(invalid(f"{self.error_prefix}{message} take: say sequence_batching {{ iterative_sequence: true }}"))
 
     def fail(self, error: StatusError, final: bool = True) -> None:
         self.send_by(self, None, error, final)

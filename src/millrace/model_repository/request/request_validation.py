@@ -145,8 +145,8 @@ class RequestValidator:
         n = prod(d for d in declared.dims if d != -1)
         if declared.datatype == BYTES:
             if variable or n != 1:
-                what = f"For BYTE datatype raw input '{declared.name}', the model must have input shape [1]"
-                raise invalid(request.error_prefix + what)
+                message = f"For BYTE datatype raw input '{declared.name}', the model must have input shape [1]"
+                raise invalid(request.error_prefix + message)
             shape: tuple[int, ...] = (1,) * len(declared.dims)
             shape = (1, *shape) if self._max_batch else shape
             return RawInput(declared.name, BYTES, shape, objects([bytes(data)]).reshape(shape))
@@ -204,8 +204,8 @@ class RequestValidator:
     def _array(self, request: InferRequest, declared: _Input, tensor: RawInput) -> Array:
         data, shape = tensor.data, tensor.shape
         if declared.datatype == BYTES and prod(shape) > MAX_STRINGS:
-            what = f"input '{declared.name}' has {prod(shape)} strings, at most {MAX_STRINGS} are supported"
-            raise invalid(request.error_prefix + what)
+            message = f"input '{declared.name}' has {prod(shape)} strings, at most {MAX_STRINGS} are supported"
+            raise invalid(request.error_prefix + message)
         if isinstance(data, DeferredData):
             if declared.datatype != BYTES and data.n_bytes is not None:
                 self._check_size(request, declared, shape, data.n_bytes)
@@ -244,8 +244,8 @@ class RequestValidator:
         except CutOffError as error:
             part = "incomplete string length indicator" if error.in_length else "incomplete string data"
             expected = "4 bytes" if error.in_length else f"string of length {error.needed}"
-            what = f"{part} {where}, expecting {expected} but only {error.n_there} bytes available."
-            raise invalid(request.error_prefix + what) from None
+            message = f"{part} {where}, expecting {expected} but only {error.n_there} bytes available."
+            raise invalid(request.error_prefix + message) from None
         if len(strings) < n:
             raise invalid(f"{request.error_prefix}expected {n} string elements {where}, got {len(strings)}")
         if n_more:  # Triton stops at the first surplus element
@@ -261,8 +261,8 @@ class RequestValidator:
 def check_shape(name: str, datatype: str, shape: Sequence[int]) -> int:
     """Return the number of elements of a shape. raises StatusError for an impossible shape"""
     if len(shape) > MAX_DIMENSIONS:  # bounds their product, and an array of that rank
-        what = f"{len(shape)} dimensions, at most {MAX_DIMENSIONS} are supported"
-        raise invalid(f"invalid shape for input '{name}': {what}")
+        message = f"{len(shape)} dimensions, at most {MAX_DIMENSIONS} are supported"
+        raise invalid(f"invalid shape for input '{name}': {message}")
     n = prod(shape)
     n_beside_0 = n or prod(d for d in shape if d)  # empty arrays have the same limit on dimensions
     if n_beside_0 > MAX_BYTES:

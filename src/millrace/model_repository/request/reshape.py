@@ -42,8 +42,10 @@ class OutputReshaper:
             dims = _client_dims(output, shape)
             if dims is None:
                 expected = f"{format_shape(backend_dims(output))}, to be told as {format_shape(output.dims)}"
-                what = f"output '{name}' of model '{self._model}' has shape {format_shape(shape)}, expected {expected}"
-                raise StatusError(Code.INTERNAL, f"{named}{what}")
+                message = (
+                    f"output '{name}' of model '{self._model}' has shape {format_shape(shape)}, expected {expected}"
+                )
+                raise StatusError(Code.INTERNAL, f"{named}{message}")
             outputs[name] = array.reshape((*batch, *dims))
         return replace(response, outputs=outputs)
 

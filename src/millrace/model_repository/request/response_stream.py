@@ -35,8 +35,8 @@ class UnreadBytes:
         """Add a response and return its bytes, for `take_off` once read. raises StatusError if there are too many"""
         n_bytes = _EACH_BYTES + (memory_bytes(response.outputs.values()) if response is not None else 0)
         if self._n_bytes > FREE_BYTES and self._model.unread_bytes + n_bytes > MAX_UNREAD_BYTES:
-            what = f"{request.error_prefix}responses of {self._model.unread_bytes} bytes wait for their readers"
-            raise StatusError(Code.UNAVAILABLE, what)
+            message = f"{request.error_prefix}responses of {self._model.unread_bytes} bytes wait for their readers"
+            raise StatusError(Code.UNAVAILABLE, message)
         if self._sidecar is not None:
             self._sidecar.add(n_bytes)
         self._count(n_bytes)

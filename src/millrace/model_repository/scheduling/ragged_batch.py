@@ -63,8 +63,8 @@ class RaggedBatch:
         shapes = [self._shape(dims, self._source(source, r).shape, r) for r in requests]
         sizes = [prod(shape) for shape in shapes]
         if array.size != sum(sizes):
-            what = f"output '{name}' has {array.size} elements, expected {sum(sizes)} by the shapes of '{source}'"
-            raise StatusError(Code.INTERNAL, what)
+            message = f"output '{name}' has {array.size} elements, expected {sum(sizes)} by the shapes of '{source}'"
+            raise StatusError(Code.INTERNAL, message)
         pieces = np.split(array.reshape(-1), np.cumsum(sizes)[:-1])
         return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
@@ -111,8 +111,8 @@ def split(name: str, array: Array, requests: Sequence[InferRequest]) -> list[Arr
     """Split an output by the batch sizes of the requests. raises StatusError"""
     n_items = sum(r.batch_size for r in requests)
     if array.shape[:1] != (n_items,):
-        what = f"output '{name}' has shape {list(array.shape)} for a batch of {n_items}"
-        raise StatusError(Code.INTERNAL, what)
+        message = f"output '{name}' has shape {list(array.shape)} for a batch of {n_items}"
+        raise StatusError(Code.INTERNAL, message)
     parts, at = [], 0
     for request in requests:
         parts.append(array[at : at + request.batch_size])

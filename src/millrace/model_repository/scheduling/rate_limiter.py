@@ -81,8 +81,8 @@ class InstanceRateLimiter:
             if match is None:
                 raise ConfigError(f"{RESOURCE_FLAG} is {flag!r:.100}", "NAME:COUNT", "write it so, for one memory:4")
             if match[3] is not None and int(match[3]) != 0:
-                what = f"{RESOURCE_FLAG} {flag:.100} is about device {match[3]}"
-                raise ConfigError(what, "device 0, the CPU: there is no other", "leave the device out")
+                message = f"{RESOURCE_FLAG} {flag:.100} is about device {match[3]}"
+                raise ConfigError(message, "device 0, the CPU: there is no other", "leave the device out")
             if match[1] in limits:
                 raise ConfigError(f"{RESOURCE_FLAG} says {match[1]} twice", "once", "leave one out")
             limits[match[1]] = int(match[2])

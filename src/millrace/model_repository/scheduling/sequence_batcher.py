@@ -142,8 +142,8 @@ class SequenceBatcher:
         """Queue a request. raises StatusError with Triton's text"""
         model, id_ = self._rules.model, request.correlation_id
         if request.batch_size > 1:
-            what = "must specify batch-size 1 due to requirements of sequence batcher"
-            raise invalid(f"inference request to model '{model}' {what}")
+            message = "must specify batch-size 1 due to requirements of sequence batcher"
+            raise invalid(f"inference request to model '{model}' {message}")
         if not id_:
             raise invalid(f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID")
         key = request.tenant, id_
@@ -157,8 +157,8 @@ class SequenceBatcher:
         elif (last is None or last.is_closed) and key in self._lost_sequences:
             raise self.lost_error(id_, self._lost_sequences[key][0])
         elif last is None or last.is_closed:
-            what = "must specify the START flag on the first request of the sequence"
-            raise invalid(f"inference request for sequence {id_} to model '{model}' {what}")
+            message = "must specify the START flag on the first request of the sequence"
+            raise invalid(f"inference request for sequence {id_} to model '{model}' {message}")
         else:
             sequence, last = last, None
         request.queued_ns, request.sequence = now_ns, sequence
@@ -227,9 +227,9 @@ class SequenceBatcher:
         return refused
 
     def lost_error(self, id_: Id, instance: str) -> StatusError:
-        what = f"inference request for sequence {id_} to model '{self._rules.model}'"
+        message = f"inference request for sequence {id_} to model '{self._rules.model}'"
         reason = f"instance {instance}, which had the sequence, ended, and what it knew of it is lost"
-        return StatusError(Code.UNAVAILABLE, f"{what}: {reason}; begin it again with the START flag")
+        return StatusError(Code.UNAVAILABLE, f"{message}: {reason}; begin it again with the START flag")
 
     def lose_instance(self, instance: int, name: str, now_ns: int) -> list[InferRequest]:
         """End all sequences of a lost instance and return their waiting requests.

@@ -68,13 +68,13 @@ class TraceFlags:
                 _parse_setting(settings, key, value)
             except StatusError as error:
                 why, *expected = _EXPECTED.split(str(error), 1)
-                what = f"{FLAG} {flag!r:.100}: {why}"
-                raise ConfigError(what, "".join(expected) or _range(key), "correct it") from None
+                message = f"{FLAG} {flag!r:.100}: {why}"
+                raise ConfigError(message, "".join(expected) or _range(key), "correct it") from None
         chosen = settings.get("trace_mode", TRITON)
         for mode, theirs in flags_by_mode.items():
             if mode != chosen:
-                what = f"{FLAG} {theirs[0]!r:.100} is of mode {mode}, and the mode is {chosen}"
-                raise ConfigError(what, f"settings of mode {chosen}", f"add {FLAG} mode={mode}, or leave it out")
+                message = f"{FLAG} {theirs[0]!r:.100} is of mode {mode}, and the mode is {chosen}"
+                raise ConfigError(message, f"settings of mode {chosen}", f"add {FLAG} mode={mode}, or leave it out")
         return cls._for_files(settings) if chosen == TRITON else cls._for_spans(settings)
 
     @classmethod
@@ -108,8 +108,8 @@ def check_extra() -> None:
                     "opentelemetry.exporter.otlp", "opentelemetry.exporter.otlp.proto",
                     "opentelemetry.exporter.otlp.proto.http"):  # fmt: skip
         if importlib.util.find_spec(package) is None:  # parent packages first
-            what = f"{FLAG} mode={OTEL} without OpenTelemetry's SDK and exporter"
-            raise ConfigError(what, f'pip install "{_EXTRA}"', "install it, or choose mode=triton")
+            message = f"{FLAG} mode={OTEL} without OpenTelemetry's SDK and exporter"
+            raise ConfigError(message, f'pip install "{_EXTRA}"', "install it, or choose mode=triton")
 
 
 def _split(flag: str) -> tuple[str, str, str]:
@@ -119,8 +119,8 @@ def _split(flag: str) -> tuple[str, str, str]:
         head, setting = "", flag
     key, equals, value = setting.partition("=")
     if head not in ("", TRITON, OTEL) or (key == "mode" and value not in (TRITON, OTEL)):
-        what = f"{FLAG} {flag!r:.100} asks for another mode"
-        raise ConfigError(what, f"{TRITON}, which writes files, or {OTEL}", "choose one of them")
+        message = f"{FLAG} {flag!r:.100} asks for another mode"
+        raise ConfigError(message, f"{TRITON}, which writes files, or {OTEL}", "choose one of them")
     theirs = {TRITON: (*_NAMES,), OTEL: (*_OF_SPANS, "level", "rate", "count")}.get(head, (*_NAMES, *_OF_SPANS))
     if not equals or key not in theirs:
         raise ConfigError(f"{FLAG} is {flag!r:.100}", "KEY=VALUE, " + nearest(key, theirs), "write it so")

@@ -87,11 +87,11 @@ class TraceSettings:
         """Check a change. raises StatusError"""
         if self._as_spans:
             if "TENSORS" in level or new.get("log_frequency") is not None:
-                what = "trace level TENSORS" if "TENSORS" in level else "log_frequency"
-                raise invalid(f"{what} is of trace mode triton, and the mode is {OTEL}")
+                message = "trace level TENSORS" if "TENSORS" in level else "log_frequency"
+                raise invalid(f"{message} is of trace mode triton, and the mode is {OTEL}")
         elif level != ("OFF",) and not self._default["trace_file"]:
-            what = "Attempting to set invalid trace setting :trace file name is not given"
-            raise invalid(f"{what}; start the server with {FLAG} triton,file=PATH")
+            message = "Attempting to set invalid trace setting :trace file name is not given"
+            raise invalid(f"{message}; start the server with {FLAG} triton,file=PATH")
 
     def _fit(self, model: str) -> None:
         """Recompute a model's sampler; unset values come from the server's settings."""

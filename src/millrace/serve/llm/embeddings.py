@@ -79,13 +79,13 @@ class EncoderBackend(Backend):
         stats = self.health()
         n_tokens, most = sum(map(len, texts)), self.model.max_queued
         if stats.requests >= most:
-            what, expected = f"{stats.requests} requests are waiting", f"less than {most}"
+            message, expected = f"{stats.requests} requests are waiting", f"less than {most}"
         elif n_tokens > SMALL_TOKENS and stats.waiting_tokens + n_tokens > MAX_WAITING_TOKENS and stats.requests:
-            what, expected = f"{stats.waiting_tokens} tokens are waiting", f"at most {MAX_WAITING_TOKENS} with these"
+            message, expected = f"{stats.waiting_tokens} tokens are waiting", f"at most {MAX_WAITING_TOKENS} with these"
         else:
-            what = expected = ""
-        if what:
-            raise BusyError(what, expected, "come back later", _retry_after_s(stats))
+            message = expected = ""
+        if message:
+            raise BusyError(message, expected, "come back later", _retry_after_s(stats))
         job = self.model.loop.submit(texts)
         self._n_running += 1
         try:

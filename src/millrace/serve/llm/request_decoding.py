@@ -168,9 +168,9 @@ def texts_or_ids(value: TextsOrIds, field: str) -> list[str] | list[list[int]]:
         return lists
     if len(ids) == len(value) > 0:
         return [ids]
-    what = f"{field} mixes texts, token ids or lists" if value else f"{field} is an empty list"
+    message = f"{field} mixes texts, token ids or lists" if value else f"{field} is an empty list"
     raise RequestError(
-        what, "a text, token ids, a list of texts or a list of token-id lists", "send one kind", param=field
+        message, "a text, token ids, a list of texts or a list of token-id lists", "send one kind", param=field
     )
 
 
@@ -314,9 +314,9 @@ class CacheFields(Protocol):
 def requests_receipt(request: SamplingFields, n_prompts: int = 1) -> bool:
     """Return whether a request asks for a receipt. raises RequestError if it cannot have one"""
     if request.receipt and (request.stream or n_prompts > 1):
-        what = "stream" if request.stream else f"{n_prompts} prompts"
+        message = "stream" if request.stream else f"{n_prompts} prompts"
         raise RequestError(
-            f"a receipt is wanted of {what}",
+            f"a receipt is wanted of {message}",
             "of one prompt, in a whole answer",
             "leave receipt out, or ask so",
             "receipt",

@@ -126,8 +126,8 @@ def _check_schema(name: str, schema: Mapping[str, object]) -> None:
     try:
         StructuredOutputsParams(json=schema).text()
     except RequestError as error:
-        what = f"the parameters of the tool {name!r}: {error.what.partition(': ')[2]}"
-        raise RequestError(what, error.expected, "correct tools", "tools") from None
+        message = f"the parameters of the tool {name!r}: {error.what.partition(': ')[2]}"
+        raise RequestError(message, error.expected, "correct tools", "tools") from None
 
 
 def _chosen(choice: object, schemas: Mapping[str, object], shape: ToolShape) -> tuple[bool, str | None]:
@@ -167,8 +167,8 @@ def usable_tools(
         kind = tool.get("type")
         if isinstance(kind, str) and kind not in kinds:
             if (meant := closest_name(kind, names)) is not None:
-                what, expected = f'tools[{i}].type is "{kind}"', f'did you mean "{meant}"?'
-                raise RequestError(what, expected, "correct tools", "tools")
+                message, expected = f'tools[{i}].type is "{kind}"', f'did you mean "{meant}"?'
+                raise RequestError(message, expected, "correct tools", "tools")
             ignored.append(header_name(f"tools.{kind}"))
             continue
         ignored += ignored_names(tool, tool_fields, f"tools[{i}]", "tools")

@@ -39,8 +39,8 @@ class Recorder:
         except FileExistsError:
             raise ConfigError(f"--record {path} exists", "a file that is not there yet", "name another") from None
         except OSError as error:
-            what = f"--record {path} cannot be written: {error.strerror}"
-            raise ConfigError(what, "a file in a folder that exists", "correct the path") from None
+            message = f"--record {path} cannot be written: {error.strerror}"
+            raise ConfigError(message, "a file in a folder that exists", "correct the path") from None
         self._salt = secrets.token_bytes(32)  # digests in memory are of no use elsewhere
         self._block_numbers: OrderedDict[bytes, int] = OrderedDict()
         self._n_numbers, self._n_bytes = 0, 0

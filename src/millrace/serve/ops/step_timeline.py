@@ -152,8 +152,8 @@ def _chart(steps: Iterable[StepRecord]) -> dict[str, object]:
         at, width = x.at(begin_s), max(0.8, x.at(begin_s + step.took_s) - x.at(begin_s))
         for request_id, part in zip(step.request_ids, step.parts, strict=True):
             again = "a token" if part["draws"] and part["n"] == 1 else f"{part['n']} tokens again"
-            what = f"{part['n_prompt']} prompt tokens" if part["n_prompt"] else again
-            title = f"step {step.number}: {what}, {step.took_s * 1e3:.1f} ms, {len(step.parts)} sequences"
+            message = f"{part['n_prompt']} prompt tokens" if part["n_prompt"] else again
+            title = f"step {step.number}: {message}, {step.took_s * 1e3:.1f} ms, {len(step.parts)} sequences"
             kind = 1 if part["n_prompt"] else 0
             block: dict[str, object] = {"x": at, "width": round(width, 2), "kind": kind, "title": title}
             blocks.setdefault((request_id, int(part["choice"])), []).append(block)

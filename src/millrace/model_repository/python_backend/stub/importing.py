@@ -175,8 +175,8 @@ class _ImportLock:
             while self._now is not None:
                 left_s = self._now.since_s + PATIENCE_S - time.monotonic()
                 if left_s <= 0:
-                    what = "model.py of %s is still being imported after %g s: other models are imported now"
-                    log.warning(what, self._now.model.name, PATIENCE_S)
+                    message = "model.py of %s is still being imported after %g s: other models are imported now"
+                    log.warning(message, self._now.model.name, PATIENCE_S)
                     self._now.end()
                     break
                 self._changed.wait(left_s)

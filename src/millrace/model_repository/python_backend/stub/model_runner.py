@@ -115,8 +115,8 @@ class PythonModelRunner:
         """Log an exception after the final response, which the client can no longer receive."""
         unheard = [one.request_id() or "<id_unknown>" for one in model_requests if one.is_answered]
         if unheard:
-            what = f"model '{self._description.name}' failed after its final response to request"
-            self._host.log(f"{what} {', '.join(unheard[:_MAX_LISTED])}: {failed}", _ERROR)
+            message = f"model '{self._description.name}' failed after its final response to request"
+            self._host.log(f"{message} {', '.join(unheard[:_MAX_LISTED])}: {failed}", _ERROR)
 
     def _run_async(self, work: Coroutine[Any, Any, Any], model_requests: Sequence[InferenceRequest]) -> None:
         """Run an async `execute` of a decoupled model in the event loop, with any number of requests at a time."""

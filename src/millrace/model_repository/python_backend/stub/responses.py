@@ -84,8 +84,8 @@ def check_parameters(parameters: str | Mapping[str, Any] | None, owner: str) -> 
         # In Triton a response's mapping may not contain floats, but JSON text passed on from a request may.
         has_floats = owner != _RESPONSE or isinstance(parameters, str)
         if not isinstance(value, bool | int | str) and not (has_floats and isinstance(value, float)):
-            what = f"found type {type(value)} for parameter '{key}' of {owner}"
-            raise TritonModelException(f"Expect parameters values to have type bool/int/str, {what}")
+            message = f"found type {type(value)} for parameter '{key}' of {owner}"
+            raise TritonModelException(f"Expect parameters values to have type bool/int/str, {message}")
         if isinstance(value, int) and not -_2_63 <= value < _2_64:
             raise TritonModelException(f"parameter '{key}' of {owner} is no integer of 64 bits")
         try:

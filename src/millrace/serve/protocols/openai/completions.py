@@ -60,9 +60,9 @@ async def completions(backend: TextBackend, call: RequestContext, request: Compl
     whole_bytes = None if request.stream else COMPLETION_BYTES
     with_receipt = requests_receipt(request, len(prompts))
     if delivered and (len(prompts) > 1 or with_receipt or request.echo):
-        what = "echo" if request.echo else "a receipt" if with_receipt else f"{len(prompts)} prompts"
+        message = "echo" if request.echo else "a receipt" if with_receipt else f"{len(prompts)} prompts"
         raise RequestError(
-            f"{FIELD} cannot be combined with {what}",
+            f"{FIELD} cannot be combined with {message}",
             "one prompt, without echo or receipt",
             f"leave {FIELD} out",
             FIELD,

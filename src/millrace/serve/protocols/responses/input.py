@@ -45,8 +45,8 @@ def echoed_fields(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
     encoded = {name: msgspec.json.encode(getattr(request, name) or default) for name, default in _ECHO_DEFAULTS.items()}
     for name, data in {**encoded, "chat_template_kwargs": msgspec.json.encode(request.chat_template_kwargs)}.items():
         if name != "tools" and len(data) > MAX_ECHO_BYTES:
-            what = f"{name} has {len(data)} bytes"
-            raise RequestError(what, f"at most {MAX_ECHO_BYTES}", f"shorten {name}", name)
+            message = f"{name} has {len(data)} bytes"
+            raise RequestError(message, f"at most {MAX_ECHO_BYTES}", f"shorten {name}", name)
     return {name: msgspec.Raw(data) for name, data in encoded.items()}
 
 

@@ -44,12 +44,12 @@ def renderable_items(items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
             renderable.append(item)
         elif kind not in RENDERED:
             if kind not in kinds and kind not in _LEFT_OUT and (meant := closest_name(kind, RENDERED)) is not None:
-                what = f'input[{i}].type is "{kind}"'
-                raise RequestError(what, f'did you mean "{meant}"?', "correct input", "input")
+                message = f'input[{i}].type is "{kind}"'
+                raise RequestError(message, f'did you mean "{meant}"?', "correct input", "input")
             kinds.add(kind)
             if len(kinds) > MAX_DIFFERENT:
-                what = f"input has more than {MAX_DIFFERENT} different unknown types"
-                raise RequestError(what, f"at most {MAX_DIFFERENT}", "leave them out", "input")
+                message = f"input has more than {MAX_DIFFERENT} different unknown types"
+                raise RequestError(message, f"at most {MAX_DIFFERENT}", "leave them out", "input")
             calls.update(name for name in (item.get("call_id"), item.get("id")) if isinstance(name, str))
         elif kind in OUTPUTS and isinstance(item.get("call_id"), str) and item["call_id"] in calls:
             kinds.add(kind)

@@ -95,8 +95,8 @@ class ResponsesRequest(TermsFields, kw_only=True):
         supported = [name for name in self.include or () if name == LOGPROBS]
         for name in set(self.include or ()) - {LOGPROBS}:
             if name not in UNUSED_INCLUDES and (meant := closest_name(name, {LOGPROBS})) is not None:
-                what, expected = f"include has no {name!r:.80}", f'did you mean "{meant}"?'
-                raise RequestError(what, expected, "correct include", "include")
+                message, expected = f"include has no {name!r:.80}", f'did you mean "{meant}"?'
+                raise RequestError(message, expected, "correct include", "include")
             ignored.append(header_name(f"include.{name}"))
         self.include = supported if self.include is not None else None
         return ignored + undecided_fields(self)
