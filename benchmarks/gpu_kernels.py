@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.record import provenance, write_result
-from millrace.engine.cuda.attention_partition import FEW_ROWS, FLOAT_ROWS, MOST_PARTS, SOME_ROWS
+from millrace.engine.cuda.attention_partition import FEW_ROWS, FLOAT_ROWS, MAX_PARTS, SOME_ROWS
 from millrace.engine.cuda.attention_partition import MANY_ROWS as PROMPT_ROWS
 from millrace.kernels.attention import texts_cuda
 from millrace.kernels.attention.cuda import KEEP_WARPS, attend, compiled_for, merge, rotate_and_keep
@@ -133,7 +133,7 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
         for heads, size in ((12, 64), (12, 32))
         for rows in (FEW_ROWS, SOME_ROWS)
     ),
-    (merge, "", {**_HEADS, "PARTS": MOST_PARTS, "WIDTH": 128}),
+    (merge, "", {**_HEADS, "PARTS": MAX_PARTS, "WIDTH": 128}),
     (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": 0}),
     *(
         (rotate_and_keep, f"pages of {kept}", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": stages})

@@ -15,7 +15,7 @@ from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.random_weights import source_of
 from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat
-from millrace.engine.cuda.cuda_graphs import usual_buckets
+from millrace.engine.cuda.cuda_graphs import default_buckets
 from millrace.engine.cuda.device_lookup import CPU, Gpu, find_gpu
 from millrace.engine.cuda.device_roofline import DeviceRates
 from millrace.engine.cuda.executor import CudaExecutor
@@ -149,7 +149,7 @@ def random_executor(
     raises MachineError where not one sequence has room
     """
     graph, context = graph_of(config, precision), config.max_context
-    buckets = usual_buckets(sequences) if graphs else ()
+    buckets = default_buckets(sequences) if graphs else ()
     limits = ExecutorLimits(
         max_step_tokens=max(sequences, min(STEP_TOKENS, 2 * context)), max_sequences=sequences, max_rows=sequences + 8,
         max_context=context, page_tokens=PAGE_TOKENS, n_pages=0, vocab_size=config.vocab_size,

@@ -15,8 +15,8 @@ from millrace.bench.run.server_process import ServerProcess
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.compile.builder import Builder
-from millrace.compile.lower_gpu.from_checkpoint import device_engine
-from millrace.compile.lower_gpu.from_engine import built_engine
+from millrace.compile.lower_gpu.from_checkpoint import engine_from_checkpoint
+from millrace.compile.lower_gpu.from_engine import engine_from_folder
 from millrace.compile.settings import BuildSettings
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.manifest import MANIFEST
@@ -56,8 +56,8 @@ def _dry(folder: Path) -> None:
     """Loaded once, without a server."""
     asked, gpu = BuildSettings(max_batch=4), gpu_of(CPU)
     if (folder / MANIFEST).is_file():
-        engine = built_engine(Engine.open(folder), asked, gpu, None)
+        engine = engine_from_folder(Engine.open(folder), asked, gpu, None)
     else:
-        engine = device_engine("dry", Checkpoint.open(folder), asked, gpu, None)
+        engine = engine_from_checkpoint("dry", Checkpoint.open(folder), asked, gpu, None)
     engine.on_gpu(engine.pages_per_sequence).close()
     engine.close()

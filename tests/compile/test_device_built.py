@@ -14,8 +14,8 @@ from torch import Tensor
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.builder import Builder, build_engine
-from millrace.compile.lower_gpu.from_checkpoint import device_engine
-from millrace.compile.lower_gpu.from_engine import built_engine
+from millrace.compile.lower_gpu.from_checkpoint import engine_from_checkpoint
+from millrace.compile.lower_gpu.from_engine import engine_from_folder
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation
@@ -45,8 +45,8 @@ def pair(
     built = BuildSettings(tune=0, evaluate=False, **asked)
     checkpoint = Checkpoint.open(path)
     Builder.of("m", checkpoint, built, None, precisions, for_gpu=True).write(folder)
-    of_checkpoint = device_engine("m", checkpoint, BuildSettings(**asked), HERE, None, precisions)
-    return of_checkpoint, built_engine(Engine.open(folder), NOTHING_ASKED, HERE, None)
+    of_checkpoint = engine_from_checkpoint("m", checkpoint, BuildSettings(**asked), HERE, None, precisions)
+    return of_checkpoint, engine_from_folder(Engine.open(folder), NOTHING_ASKED, HERE, None)
 
 
 def tensors(engine: GpuEngine) -> Iterator[Tensor]:
@@ -171,7 +171,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, **asked: Any) -> GpuEngine:
-    return built_engine(Engine.open(folder), BuildSettings(**asked), HERE, None)
+    return engine_from_folder(Engine.open(folder), BuildSettings(**asked), HERE, None)
 
 
 def test_what_a_start_may_ask_for(built: Path) -> None:
@@ -257,7 +257,7 @@ def test_what_a_price_leaves_out_is_said(built: Path, tmp_path: Path) -> None:
     price, said = AccuracyLoss("fp8a16", 0.01, 1.01, 0.9, 1 << 20), list[str]()
     evaluation = Evaluation("", "bundled", tokens=100, tried=[price])
     folder = with_manifest(tmp_path, built, evaluation=evaluation, gpu=GpuSection(fp8_rows=["model.layers.0.mlp.up"]))
-    engine = built_engine(Engine.open(folder), NOTHING_ASKED, HERE, None, said.append)
+    engine = engine_from_folder(Engine.open(folder), NOTHING_ASKED, HERE, None, said.append)
     assert said == [engine.manifest.notes[-1]] == [f"on a CPU {evaluation.summary}; rows of E4M3 are not in it"]
 
 

@@ -131,7 +131,7 @@ def test_a_table_that_cannot_be_written_costs_time_only(tmp_path: Path, weights:
 
 
 def test_the_table_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[Path]) -> None:
-    monkeypatch.setattr(file_digests, "_MOST", 3)
+    monkeypatch.setattr(file_digests, "MAX_ENTRIES", 3)
     paths = [tmp_path / str(i) for i in range(5)]
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]))

@@ -25,15 +25,14 @@ from millrace.compile.source import Source
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda import host_device_copy
 from millrace.engine.cuda.capability_check import check_gpu, precisions_used
-from millrace.engine.cuda.device_constants import Loaded, _alike, _placed
+from millrace.engine.cuda.device_constants import Loaded, _group_alike, _placed
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.graph_executor import DTYPES
-from millrace.engine.cuda.sampling import likeliest
+from millrace.engine.cuda.sampling import top_values
 from millrace.engine.executor import (
-    NOT_FINITE,
-    NOTHING_ALLOWED,
     SAMPLING,
     ExecutorLimits,
+    SampleError,
     StepInputs,
     WindowLimits,
     plain_rows,
@@ -275,9 +274,12 @@ def test_a_row_that_failed_is_alone(pair: tuple[CudaExecutor, ReferenceExecutor]
     table[6] = float("nan")
     step.sampling["mask"] = [0, 1]
     of = replace(step, masks=packed(np.arange(VOCAB) == 11))
-    assert ours.run(of).tokens.tolist() == [NOT_FINITE, 11]
+    assert ours.run(of).tokens.tolist() == [SampleError.NOT_FINITE, 11]
     of = replace(step, masks=packed(np.zeros(VOCAB, bool)))
-    assert ours.run(of).tokens.tolist() == [NOT_FINITE, NOTHING_ALLOWED] and (alone.tokens >= 0).all()
+    assert (
+        ours.run(of).tokens.tolist() == [SampleError.NOT_FINITE, SampleError.NOTHING_ALLOWED]
+        and (alone.tokens >= 0).all()
+    )
 
 
 @pytest.mark.parametrize(("dtype", "bad", "kind"), [
@@ -342,8 +344,8 @@ def test_matrices_that_are_coded_otherwise_stay_apart() -> None:
     """Such as a file's, one of them with minimums; neighbours that are alike are one."""
     rows = QuantizedRows(torch.zeros((2, 4), dtype=torch.int8), torch.ones((2, 1)), 4, 4)
     other = replace(rows, minimums=torch.ones((2, 1)))
-    assert [len(part) for part in _alike([rows, rows, other, replace(rows, group=2), rows])] == [2, 1, 1, 1]
-    (two,) = (_placed(part, torch.device("cpu")) for part in _alike([other, other]))
+    assert [len(part) for part in _group_alike([rows, rows, other, replace(rows, group=2), rows])] == [2, 1, 1, 1]
+    (two,) = (_placed(part, torch.device("cpu")) for part in _group_alike([other, other]))
     assert two.codes.shape == (4, 4) and two.minimums is not None and torch.equal(two.dense(), torch.ones(4, 4))
 
 
@@ -370,7 +372,7 @@ def test_the_likeliest_are_found_without_sorting_all(top: int) -> None:
     """As a stable sort has them: of equal ones the lower id first, of those that a mask forbids, too."""
     rng = np.random.default_rng(top)
     logits = torch.from_numpy(rng.choice([-np.inf, -1, 0, 2, 3], (200, 9), p=[0.4, 0.2, 0.2, 0.1, 0.1]))
-    values, ids = likeliest(logits, top)
+    values, ids = top_values(logits, top)
     want = logits.sort(dim=1, descending=True, stable=True)
     assert torch.equal(values, want.values[:, :top]) and torch.equal(ids, want.indices[:, :top])
 

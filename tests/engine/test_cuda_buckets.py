@@ -22,9 +22,9 @@ from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda.attention_partition import AttentionKind
-from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, bucket_of, usual_buckets
+from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, default_buckets, select_bucket
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.sampling import SamplingMode, way_of
+from millrace.engine.cuda.sampling import SamplingMode, sampling_mode
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.kernels.catalogue import operators
@@ -45,12 +45,12 @@ from tests.support.shared import shared
     (64, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)),
 ])  # fmt: skip
 def test_usual_buckets(most: int, found: tuple[int, ...]) -> None:
-    assert usual_buckets(most) == found
+    assert default_buckets(most) == found
 
 
 def test_few_rows_are_padding() -> None:
     """Of 512 sequences: at most 7 or, from 64 on, a quarter of those there are."""
-    sizes = usual_buckets(512)
+    sizes = default_buckets(512)
     assert sizes[-1] == 512 and len(sizes) <= 40 and list(sizes) == sorted(set(sizes))
     for n in range(1, 513):
         assert min(s for s in sizes if s >= n) - n <= max(7, n // 4)
@@ -69,7 +69,7 @@ def decode(positions: list[int], pages: list[list[int]], rows: list[int]) -> Ste
 def test_which_steps_have_a_bucket(chunks: list[int], rows: int, size: int | None) -> None:
     """One token a sequence, and no more rows than these; a chunk of a prompt, with rows or without, has none."""
     step = step_of([([5] * n, 3, [i]) for i, n in enumerate(chunks)], plain_rows(rows))
-    assert bucket_of(step, (1, 4, 6)) == size
+    assert select_bucket(step, (1, 4, 6)) == size
 
 
 @pytest.mark.parametrize(("field", "value", "way"), [
@@ -82,7 +82,7 @@ def test_what_a_capture_draws(field: str, value: float, way: SamplingMode | None
     """One row asks for one thing: what is more than a token, by itself, no capture draws."""
     rows = plain_rows(3)
     rows[field][1] = value
-    assert way_of(step_of([([5], 3, [i]) for i in range(3)], rows)) is way
+    assert sampling_mode(step_of([([5], 3, [i]) for i in range(3)], rows)) is way
 
 
 def test_what_fills_a_bucket_is_nobodys() -> None:
@@ -158,7 +158,7 @@ def test_a_loop_in_buckets_tells_the_same_stories(tmp_path: Path) -> None:
     folder = shared("models/stories260K")
     limits = replace(LIMITS, n_pages=24, vocab_size=512)
     plainly = both(folder, "fp32", limits)[0]
-    bucketed = CudaExecutor(plainly._lowered, limits, buckets=usual_buckets(8), device="cpu")
+    bucketed = CudaExecutor(plainly._lowered, limits, buckets=default_buckets(8), device="cpu")
     params = [SamplingParams(temperature=t, seed=i, max_tokens=9 * i + 4) for i, t in enumerate((0.0, 0.8, 1.0, 0.0))]
     found = []
     for executor in (plainly, bucketed):

@@ -22,7 +22,7 @@ from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.source import Source
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda import torch_reference
-from millrace.engine.cuda.cuda_graphs import usual_buckets
+from millrace.engine.cuda.cuda_graphs import default_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.memory_plan import SHARE, MemoryNeeds, plan_device
 from millrace.engine.cuda.sampling import SamplingMode
@@ -153,7 +153,7 @@ LIMITS_8B = ExecutorLimits(
 
 def needs_8b(precision: str, kv: KvFormat | None = None, **limits: Any) -> MemoryNeeds:
     graph = GRAPHS(replace(LLAMA_8B, max_context=8192), precision)
-    return needs_of(lower_for_gpu(graph, "bf16"), replace(LIMITS_8B, **limits), kv=kv, buckets=usual_buckets(64))
+    return needs_of(lower_for_gpu(graph, "bf16"), replace(LIMITS_8B, **limits), kv=kv, buckets=default_buckets(64))
 
 
 def test_known_devices() -> None:
@@ -240,10 +240,10 @@ def test_shapes(group: int, kv_heads: int, head: int, layers: int, batch: int, k
                      hidden_size=group * kv_heads * head)  # fmt: skip
     graph = graph_of(config, "bf16")
     limits = replace(LIMITS, max_sequences=batch, max_rows=batch + 32, vocab_size=config.vocab_size)
-    needs = needs_of(lower_for_gpu(graph, "bf16"), limits, kv=kv, buckets=usual_buckets(batch))
+    needs = needs_of(lower_for_gpu(graph, "bf16"), limits, kv=kv, buckets=default_buckets(batch))
     element, scale = (2, 0) if kv is None else (1, 4)
     assert page_bytes(graph, 64, 2, kv) == needs.page_bytes == layers * kv_heads * 64 * 2 * (head * element + scale)
     larger = replace(limits, max_step_tokens=2 * limits.max_step_tokens, max_sequences=batch + 1, max_rows=batch + 40)
-    wider = needs_of(lower_for_gpu(graph, "bf16"), larger, kv=kv, buckets=usual_buckets(batch + 1))
+    wider = needs_of(lower_for_gpu(graph, "bf16"), larger, kv=kv, buckets=default_buckets(batch + 1))
     assert wider.step_bytes >= needs.step_bytes and wider.graphs_bytes > needs.graphs_bytes
     assert wider.weights_bytes == needs.weights_bytes and needs.least_pages == 4

@@ -14,10 +14,10 @@ from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda import executor as executor_
-from millrace.engine.cuda.cuda_graphs import usual_buckets
+from millrace.engine.cuda.cuda_graphs import default_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.host_device_copy import on_device_context
-from millrace.engine.executor import NOT_FINITE, ExecutionError, Executor, StepInputs, plain_rows
+from millrace.engine.executor import ExecutionError, Executor, SampleError, StepInputs, plain_rows
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from tests.engine.test_cuda import LIMITS, both, step_of
@@ -68,7 +68,7 @@ def answers(executor: Executor, depth: int) -> tuple[list[list[CompletionOutput]
 def test_two_steps_under_way_give_the_same_answers(plainly: CudaExecutor) -> None:
     """Beside stop strings, a penalty, log probabilities, choices, pages that run short and one that is cancelled;
     mixed steps, and those of buckets."""
-    bucketed = CudaExecutor(plainly._lowered, OF, buckets=usual_buckets(8), device="cpu")
+    bucketed = CudaExecutor(plainly._lowered, OF, buckets=default_buckets(8), device="cpu")
     want, alone, most = answers(plainly, 1)
     assert not most and alone.stats().preemptions_total > 0
     got, loop, most = answers(bucketed, 2)
@@ -98,7 +98,7 @@ def test_a_launched_step_takes_what_the_one_before_draws(buckets: tuple[int, ...
     masked.sampling["mask"] = [1, 0]
     executor.launch(masked)
     executor.launch(blind)
-    assert executor.wait().tokens[0] < NOT_FINITE and executor.wait().tokens[0] == want[0]
+    assert executor.wait().tokens[0] < SampleError.NOT_FINITE and executor.wait().tokens[0] == want[0]
     first.sampling["mask"] = 0
 
 

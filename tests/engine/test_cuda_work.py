@@ -10,7 +10,7 @@ from millrace.engine.cuda.attention_partition import (
     FEW_ROWS,
     ITEM,
     MANY_ROWS,
-    MOST_PARTS,
+    MAX_PARTS,
     SOME_ROWS,
     AttentionKind,
     Sequences,
@@ -55,11 +55,11 @@ def check(found: SplitPlan, of: Sequences, rows: int, group: int, most: int, win
     merges = {(by_begin[begin], first): (part, n) for part, n, begin, _, first in found.merges.tolist()}
     taken = []
     counts = [end - begin for begin, end in wanted.values()]
-    longest = max(1, -(-sum(counts) // most), -(-max(counts) // MOST_PARTS))
+    longest = max(1, -(-sum(counts) // most), -(-max(counts) // MAX_PARTS))
     for block, (gone, pages) in wanted.items():
         own = sorted(parts[block])
         assert [here for here, _, _ in own] + [pages] == [gone] + [end for _, end, _ in own], "each page once"
-        assert max(end - here for here, end, _ in own) <= longest and len(own) <= MOST_PARTS
+        assert max(end - here for here, end, _ in own) <= longest and len(own) <= MAX_PARTS
         if len(own) == 1:
             assert own[0][2] == -1 and block not in merges
         else:

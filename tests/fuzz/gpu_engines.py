@@ -8,7 +8,7 @@ import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_gpu.from_engine import built_engine
+from millrace.compile.lower_gpu.from_engine import engine_from_folder
 from millrace.compile.precision import precision_map
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
@@ -56,7 +56,7 @@ def gpu_engines(folder: Path) -> Case:
 
 
 def _run(folder: Path) -> None:
-    engine = built_engine(Engine.open(folder), ASKED, GPU, None)
+    engine = engine_from_folder(Engine.open(folder), ASKED, GPU, None)
     executor = engine.on_gpu(engine.pages_per_sequence)
     try:
         with engine._failing(0, "nothing"):  # as where a GPU is warmed by such steps

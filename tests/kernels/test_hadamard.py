@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.kernels.convert.ref import pack_rows, to_q8
-from millrace.kernels.declare import HADAMARD_BLOCK, MOST_HADAMARD, Param, RowFormat, WeightFormat
+from millrace.kernels.declare import HADAMARD_BLOCK, MAX_HADAMARD, Param, RowFormat, WeightFormat
 from millrace.kernels.layout import row_bytes
 from millrace.kernels.matmul.pack import hadamard, pack_matrix, rounded_codes
 from millrace.kernels.matmul.ref import matmul_q8
@@ -81,7 +81,7 @@ def test_an_outlier_costs_its_neighbours_little() -> None:
     assert np.median(lost) > 1.5 and np.median(less) < np.median(lost) / 6
 
 
-@pytest.mark.parametrize("group", [0, MOST_HADAMARD + 4])
+@pytest.mark.parametrize("group", [0, MAX_HADAMARD + 4])
 @pytest.mark.parametrize("kernel", ["convert", "rms_norm"])
 def test_a_group_has_a_size_that_a_kernel_has_room_for(kernel: str, group: int, machine: Machine) -> None:
     n = 5000

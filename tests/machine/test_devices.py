@@ -13,7 +13,7 @@ from millrace.errors import ConfigError
 from millrace.machine.devices import (
     CAPABILITIES,
     DEVICES,
-    LEAST_CAPABILITY,
+    MIN_CAPABILITY,
     PROCESSOR,
     Device,
     check_multiplies,
@@ -49,7 +49,7 @@ def test_every_device_multiplies_what_its_architecture_does(device: Device) -> N
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("device", [d for d in OURS if capability(d) >= LEAST_CAPABILITY], ids=lambda d: d.name)
+@pytest.mark.parametrize("device", [d for d in OURS if capability(d) >= MIN_CAPABILITY], ids=lambda d: d.name)
 def test_a_purchase_is_refused_where_the_engine_is(device: Device, precision: str) -> None:
     asked = {"model": "llama-3.2-1b", "isl": 10, "osl": 2, "rate": 1, "mode": "offline", "simulate": False}
     if precision in TENSOR_CORES[device.architecture]:

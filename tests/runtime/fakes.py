@@ -21,10 +21,10 @@ from millrace.api.offline_generate import CompletionOutput
 from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
 from millrace.engine.executor import (
-    NOTHING_ALLOWED,
     Executor,
     ExecutorLimits,
     IntArray,
+    SampleError,
     StepInputs,
     StepOutputs,
 )
@@ -272,7 +272,11 @@ class FakeExecutor(Executor):
         if not row["mask"]:
             return token
         allowed = np.flatnonzero(unpacked(step.filled_masks()[row["mask"] - 1], self.limits.vocab_size))
-        return int(allowed[np.searchsorted(allowed, token) % len(allowed)]) if len(allowed) else NOTHING_ALLOWED
+        return (
+            int(allowed[np.searchsorted(allowed, token) % len(allowed)])
+            if len(allowed)
+            else SampleError.NOTHING_ALLOWED
+        )
 
 
 def _outputs(step: StepInputs, tokens: list[int]) -> StepOutputs:

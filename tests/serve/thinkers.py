@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
-from millrace.engine.executor import NOTHING_ALLOWED, ExecutorLimits, StepInputs
+from millrace.engine.executor import ExecutorLimits, SampleError, StepInputs
 from millrace.kernels.sample.ref import unpacked
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import FakeExecutor, limits
@@ -76,7 +76,11 @@ class Saying(FakeExecutor):
         if wanted in allowed:
             return wanted
         self.n_forced += 1
-        return int(allowed[np.searchsorted(allowed, wanted) % len(allowed)]) if len(allowed) else NOTHING_ALLOWED
+        return (
+            int(allowed[np.searchsorted(allowed, wanted) % len(allowed)])
+            if len(allowed)
+            else SampleError.NOTHING_ALLOWED
+        )
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,10 @@ def to_measure(
     return PricingTask(candidates=pricer.candidates(requested), max_kl=bound, pricer=pricer, tiles=tiles)
 
 
-def check_measured(build: BuildSettings, what: PricingTask) -> None:
+def check_measured(build: BuildSettings, task: PricingTask) -> None:
     """Check that a text to measure on comes with something to measure. raises ConfigError"""
-    if build.calibration is not None and what.pricer is None:
+    if build.calibration is not None and task.pricer is None:
         raise ConfigError(
-            f"--calibration is given, and nothing is measured: {what.without}", "a precision that is measured",
+            f"--calibration is given, and nothing is measured: {task.without}", "a precision that is measured",
             "leave it out, or ask for --precision auto",
         )  # fmt: skip

@@ -154,13 +154,13 @@ def build_engine(
 
 ENCODER_BATCH = 64  # each text has its own KV pages, so room for many short ones is expensive
 # Precisions measured for encoders against transformers on a real model (tests/compile/test_minilm.py).
-OF_ENCODERS = (Precision.FP32, Precision.BF16, Precision.W8A8)
+ENCODER_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.W8A8)
 
 
 def check_encoder(build: BuildSettings, precision: PrecisionMap | None, alone: GpuPrecision) -> None:
     """Check for settings that only decoders have, and precisions that are not measured. raises ConfigError"""
     if alone.name == "fp8":
-        expected = f"one of {', '.join((*OF_ENCODERS, 'fp16', 'tf32'))}"
+        expected = f"one of {', '.join((*ENCODER_PRECISIONS, 'fp16', 'tf32'))}"
         raise ConfigError("precision fp8 is not measured for encoders", expected, "choose one of them")
     lacks = {
         "head": "it has no head",
@@ -171,9 +171,9 @@ def check_encoder(build: BuildSettings, precision: PrecisionMap | None, alone: G
         if getattr(build, name) is not None:
             raise ConfigError(f"{flag_of(name)} is given for an encoder", f"nothing: {what}", "leave it out")
     used = {precision.default, *(p for _, p in precision.patterns)} if precision else set()
-    for other in sorted(used - {*OF_ENCODERS}):
+    for other in sorted(used - {*ENCODER_PRECISIONS}):
         raise ConfigError(
-            f"precision {other} is not measured for encoders", "one of " + ", ".join(OF_ENCODERS),
+            f"precision {other} is not measured for encoders", "one of " + ", ".join(ENCODER_PRECISIONS),
             "choose one of these: w8a8 is the smallest",
         )  # fmt: skip
 

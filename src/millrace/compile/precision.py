@@ -260,7 +260,7 @@ def parse_precision(name: str) -> Precision:
         raise ConfigError(f'precision "{name}" is unknown', expected, mend) from None
 
 
-MOST_PATTERNS, _LONGEST = 4096, 200  # of a map; characters of a pattern
+MAX_PATTERNS, _LONGEST = 4096, 200  # of a map; characters of a pattern
 
 
 def _layer_text(precision: Precision, x_group: int) -> str:
@@ -320,10 +320,10 @@ def precision_map(
         raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
     of_head = parse_precision(head) if head else None
     requested = {"default": requested} if isinstance(requested, str) else requested
-    if len(requested) > MOST_PATTERNS or any(len(text) > _LONGEST for pair in requested.items() for text in pair):
+    if len(requested) > MAX_PATTERNS or any(len(text) > _LONGEST for pair in requested.items() for text in pair):
         raise ConfigError(
             f"a map of {len(requested):,} precisions, or with patterns of more than {_LONGEST} characters",
-            f"at most {MOST_PATTERNS:,}, for whole groups of layers",
+            f"at most {MAX_PATTERNS:,}, for whole groups of layers",
             'name layers by patterns such as "layers.*.mlp.*"',
         )  # fmt: skip
     if "default" not in requested:

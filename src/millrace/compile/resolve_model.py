@@ -82,10 +82,10 @@ def find_engine(
     if gpu is not None:
         if (folder / MANIFEST).is_file():
             return _built_on_gpu(folder, build, gpu, env, say, place)
-        from millrace.compile.lower_gpu.from_checkpoint import device_engine
+        from millrace.compile.lower_gpu.from_checkpoint import engine_from_checkpoint
 
         checkpoint = Checkpoint.without_weights(folder) if place.random_weights else Checkpoint.open(folder)
-        return name, device_engine(name, checkpoint, build, gpu, env.cache, precisions, progress, say)
+        return name, engine_from_checkpoint(name, checkpoint, build, gpu, env.cache, precisions, progress, say)
     if (folder / MANIFEST).is_file():
         engine = Engine.open(folder)
         _refuse_build_settings(build, folder)
@@ -111,14 +111,14 @@ def find_engine(
 def _built_on_gpu(
     folder: Path, build: BuildSettings, gpu: Gpu, env: Env, say: Say | None, place: DeviceId
 ) -> tuple[str, Engine]:  # fmt: skip
-    from millrace.compile.lower_gpu.from_engine import AT_A_START, built_engine
+    from millrace.compile.lower_gpu.from_engine import RUNTIME_OVERRIDES, engine_from_folder
 
-    _refuse_build_settings(build, folder, AT_A_START)
+    _refuse_build_settings(build, folder, RUNTIME_OVERRIDES)
     if place.random_weights:
         raise ConfigError(
             f"--random-weights is given, but {folder} is already built", "a checkpoint", "leave it out: it has weights"
         )
-    engine = built_engine(Engine.open(folder), build, gpu, env.cache, say)
+    engine = engine_from_folder(Engine.open(folder), build, gpu, env.cache, say)
     return engine.manifest.model_name, engine
 
 

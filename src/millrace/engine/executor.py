@@ -7,12 +7,12 @@ pages and states; the runtime decides which sequence owns which page.
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
-NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in place of a token
 _SLOTS = np.arange(1 << 12, dtype=np.int32)  # more sequences than a step of an engine has
 _NO_PAGES_FREED = np.zeros(1 << 12, np.int32)  # lives as long as the module: the native executor holds its address
 
@@ -42,6 +42,13 @@ SAMPLING = np.dtype(
     ],
     align=True,
 )
+
+
+class SampleError(IntEnum):
+    """Why a row has no token; in the token's place, and the same as in native/sampling.hpp."""
+
+    NOT_FINITE = -1  # the logits are not finite
+    NOTHING_ALLOWED = -2  # the mask allows no token
 
 
 def plain_rows(n: int) -> NDArray[np.void]:

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from millrace.errors import GraphError
 
-MAX_TEXT_LENGTH, _MOST_LEVELS = 200, 16  # characters and nested brackets of a dimension's text
+MAX_TEXT_LENGTH, _MAX_LEVELS = 200, 16  # characters and nested brackets of a dimension's text
 _TOKEN = re.compile(r"\s*(\d+|[^\W\d]\w*|//|[-+*/()])")
 
 
@@ -151,19 +151,19 @@ def _factors(d: Dim) -> tuple[tuple[Symbol | Floor, int], ...]:
     return () if isinstance(d, int) else ((d, 1),)
 
 
-def floor_div(of: Dim, add: int, by: int) -> Dim:
-    """Return (of + add) // by, rounded down."""
-    if isinstance(of, int):
-        return (of + add) // by
-    if isinstance(of, Floor):  # windows over windows are a single count
-        return floor_div(of.of, of.add + add * of.by, of.by * by)
-    if isinstance(of, Product) and of.denominator == 1:
-        shared = math.gcd(of.numerator, by)
+def floor_div(operand: Dim, add: int, divisor: int) -> Dim:
+    """Return (operand + add) // divisor, rounded down."""
+    if isinstance(operand, int):
+        return (operand + add) // divisor
+    if isinstance(operand, Floor):  # windows over windows are a single count
+        return floor_div(operand.of, operand.add + add * operand.by, operand.by * divisor)
+    if isinstance(operand, Product) and operand.denominator == 1:
+        shared = math.gcd(operand.numerator, divisor)
         if shared > 1:
-            return floor_div(divide(of, shared), add // shared, by // shared)
-        if by == 1 and (common := math.gcd(of.numerator, add)) > 1:
-            return times(common, floor_div(divide(of, common), add // common, 1))
-    return of if not add and by == 1 else Floor(of, add, by)
+            return floor_div(divide(operand, shared), add // shared, divisor // shared)
+        if divisor == 1 and (common := math.gcd(operand.numerator, add)) > 1:
+            return times(common, floor_div(divide(operand, common), add // common, 1))
+    return operand if not add and divisor == 1 else Floor(operand, add, divisor)
 
 
 def window_count(size: Dim, kernel: int, stride: int, padding: int, dilation: int = 1) -> Dim:
@@ -315,7 +315,7 @@ class _Parser:
         token = self._take()
         if token == "(":
             self._levels += 1
-            if self._levels > _MOST_LEVELS:
+            if self._levels > _MAX_LEVELS:
                 raise self._wrong()
             result = self._sum()
             if not self._next(")"):

@@ -117,10 +117,12 @@ MAX_PARAM = 1 << 24  # largest value of an integer parameter: kMaxParam of nativ
 ROWS = "most(rows)"
 LEGAL_ROWS = "rows >= 0"
 
-MOST_HADAMARD = 4096  # most elements of a transformed group: a kernel holds one beside its row
-NOTHING = 2e-34  # a group whose largest magnitude is not above it becomes zeros: the inverse scale would be infinite
+MAX_HADAMARD = 4096  # most elements of a transformed group: a kernel holds one beside its row
+ZERO_GROUP_THRESHOLD = (
+    2e-34  # a group whose largest magnitude is not above it becomes zeros: the inverse scale would be infinite
+)
 HADAMARD_BLOCK = 128  # most elements that are mixed: a larger number did not lower the KL (docs/log.md)
 LEGAL_HADAMARD = (
     f"format != {RowFormat.HADAMARD_Q8} or group > 0",
-    f"format != {RowFormat.HADAMARD_Q8} or group <= {MOST_HADAMARD}",
+    f"format != {RowFormat.HADAMARD_Q8} or group <= {MAX_HADAMARD}",
 )

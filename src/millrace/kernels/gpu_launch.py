@@ -58,9 +58,9 @@ def asks_for(w, first, rows, row_bytes, ROWS: tl.constexpr, BYTES: tl.constexpr,
         tl.inline_asm_elementwise(_ASKS, "=r,l,r", [addresses, requested], dtype=tl.int32, is_pure=False, pack=1)
 
 
-def cdiv(n: int, each: int) -> int:
+def cdiv(n: int, divisor: int) -> int:
     """Divide and round up. Triton's own function takes some 3 us on the host, and a step has hundreds of launches."""
-    return -(-n // each)
+    return -(-n // divisor)
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:

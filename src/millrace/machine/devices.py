@@ -118,7 +118,7 @@ def _spelt(name: str) -> str:
 CAPABILITIES: Mapping[tuple[int, int], str] = MappingProxyType({
     (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell",
 })  # fmt: skip
-LEAST_CAPABILITY = (8, 0)  # the least for which Triton compiles our kernels
+MIN_CAPABILITY = (8, 0)  # the least for which Triton compiles our kernels
 
 
 def multiplied(architecture: str) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def match_device_name(gpu: str, capability: tuple[int, int]) -> tuple[str, str]:
 
 def check_architecture(about: str, architecture: str, needed: Collection[str]) -> None:
     """Check any GPU of an architecture, as `check_multiplies`. about: its name in messages"""
-    ours = {least: name for least, name in CAPABILITIES.items() if least >= LEAST_CAPABILITY}
+    ours = {least: name for least, name in CAPABILITIES.items() if least >= MIN_CAPABILITY}
     if architecture not in ours.values():
         (a, b), first = min(ours.items())
         least = f"a GPU of NVIDIA's, {first} or later: sm_{a}{b} on"

@@ -14,9 +14,9 @@ def age_s() -> float:
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 0.0)
 
 
-def resident_bytes(of: int | str = "self") -> int:
-    """Return the resident memory of a process. of: its id. raises OSError if it has ended"""
-    return int(Path(f"/proc/{of}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(process: int | str = "self") -> int:
+    """Return the resident memory of a process. process: its id, or "self". raises OSError if it has ended"""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def release_free_memory() -> None:

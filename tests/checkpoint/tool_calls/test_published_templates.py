@@ -375,7 +375,7 @@ def takes(of: ToolFormat, marks: tuple[str, ...], text: str) -> bool:
         mask = grammars(marks).masks([matcher])[0]
         if not mask[token // 32] >> token % 32 & 1:
             return False
-        matcher.take(token)
+        matcher.accept(token)
     return True
 
 

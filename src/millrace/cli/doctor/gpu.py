@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cli.console import heading, note, pairs, print_json, size, table
 from millrace.engine.cuda.device_lookup import Gpu, known_gpu
-from millrace.engine.cuda.precision_support import abilities
+from millrace.engine.cuda.precision_support import supported_precisions
 from millrace.errors import ConfigError
 from millrace.machine.devices import GB, TERA, Device, multiplied
 from millrace.size.performance.hardware import named_hardware
@@ -23,7 +23,7 @@ def examine_gpu(device: str, as_json: bool) -> None:
     """Print the precisions and rates of a GPU. raises ConfigError for an unknown name, MachineError if it is absent
     or fails"""
     gpu = known_gpu(device)
-    has, support = multiplied(gpu.architecture), list(abilities(gpu))
+    has, support = multiplied(gpu.architecture), list(supported_precisions(gpu))
     rates = _measure_rates(gpu.here, has) if gpu.here else None
     if as_json:
         able = {

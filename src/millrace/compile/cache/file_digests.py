@@ -20,7 +20,7 @@ from millrace.engine.artifact.manifest import UNREADABLE
 from millrace.engine.artifact.tactics import write_whole
 
 SETTLED_S = 2.0  # the coarsest timestamps of file systems in use
-_MOST, _LIMIT = 4096, 1 << 20  # files, and bytes of the table
+MAX_ENTRIES, _LIMIT = 4096, 1 << 20  # files, and bytes of the table
 
 
 class CachedDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class FileDigests:
 
     def _add(self, key: str, entry: CachedDigest) -> None:
         """Add an entry and drop the oldest. If two processes write at once, one reads its file again next time."""
-        table = [(k, v) for k, v in self._table().items() if k != key][1 - _MOST :]
+        table = [(k, v) for k, v in self._table().items() if k != key][1 - MAX_ENTRIES :]
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, msgspec.json.encode(dict([*table, (key, entry)])))

@@ -12,13 +12,13 @@ from millrace.engine.artifact.manifest import UNREADABLE
 from millrace.engine.artifact.tactics import write_whole
 from millrace.machine.roofline import Roofline
 
-_MOST, _LIMIT = 16, 1 << 18  # machines, and bytes of the file
+MAX_ENTRIES, _LIMIT = 16, 1 << 18  # machines, and bytes of the file
 
 
 def keep_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
     """Store a roofline and drop the oldest; return the file. raises OSError if the cache cannot be written"""
     key, path = machine_key(isa, roofline.threads), _path(cache)
-    older = [(k, v) for k, v in _all(path).items() if k != key][1 - _MOST :]
+    older = [(k, v) for k, v in _all(path).items() if k != key][1 - MAX_ENTRIES :]
     path.parent.mkdir(parents=True, exist_ok=True)
     table = dict([*older, (key, roofline)])
     write_whole(path, msgspec.json.format(msgspec.json.encode(table), indent=1))

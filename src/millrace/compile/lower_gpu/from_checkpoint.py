@@ -16,7 +16,7 @@ from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.tokenizer.tokenizer_files import no_tokenizer
 from millrace.compile.accuracy_pricing import AUTO
 from millrace.compile.build import SCORED_ROWS, BuildOptions, ResolvedOptions, notes_of, resolve_options, slot_entry
-from millrace.compile.builder import OF_ENCODERS, asked_precision, check_encoder
+from millrace.compile.builder import ENCODER_PRECISIONS, asked_precision, check_encoder
 from millrace.compile.cache.file_digests import checkpoint_identity
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.lower_gpu.lower import lower_for_gpu
@@ -33,7 +33,7 @@ from millrace.engine.artifact.folder_lock import FolderLock
 from millrace.engine.artifact.manifest import FORMAT, CpuSection, FileEntry, Manifest, SymbolEntry
 from millrace.engine.cache_specs import KV_CACHE_DTYPES, PAGE_TOKENS, KvFormat
 from millrace.engine.cuda.capability_check import check_runs, precisions_used
-from millrace.engine.cuda.cuda_graphs import usual_buckets
+from millrace.engine.cuda.cuda_graphs import default_buckets
 from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.engine import EngineFiles, GpuEngine, GpuModel
 from millrace.engine.cuda.memory_plan import MemoryNeeds
@@ -104,11 +104,11 @@ class Traced:
         return GpuModel(
             lowered=lower_for_gpu(graph, self.alone.floats(chosen.table), fp8_rows), limits=limits,
             kv=None if chosen.kv_format == as_floats else chosen.kv_format,
-            buckets=usual_buckets(batch) if logits else (), random=self.is_random,
+            buckets=default_buckets(batch) if logits else (), random=self.is_random,
         )  # fmt: skip
 
 
-def device_engine(
+def engine_from_checkpoint(
     name: str, checkpoint: Checkpoint, build: BuildSettings, gpu: Gpu, cache: Path | None,
     precisions: Mapping[str, str] | None = None, progress: Progress | None = None, say: Say | None = None,
 ) -> GpuEngine:  # fmt: skip
@@ -228,7 +228,7 @@ def smaller(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple
     yield from smaller_steps(traced, chosen, gpu)
     requested = []
     default, groups = chosen.precision.default, chosen.precision.group
-    for precision in OF_ENCODERS if traced.is_encoder else (Precision.BF16, Precision.W8A16, Precision.W4A16):
+    for precision in ENCODER_PRECISIONS if traced.is_encoder else (Precision.BF16, Precision.W8A16, Precision.W4A16):
         if _bits(precision) < _bits(default):
             other = replace(chosen, precision=precision_map(precision, groups), table="bf16")
             kv_format = KvFormat.BF16 if chosen.kv_format == KvFormat.F32 else chosen.kv_format

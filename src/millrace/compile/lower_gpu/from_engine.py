@@ -44,13 +44,18 @@ from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
 from millrace.model.module import DECODER, ENCODER, ENCODER_OF_FIRST
 
-AT_A_START = ("max_batch", "max_context", "kv_cache_dtype", "tune")  # settings that may still be changed at a start
+RUNTIME_OVERRIDES = (
+    "max_batch",
+    "max_context",
+    "kv_cache_dtype",
+    "tune",
+)  # settings that may still be changed at a start
 
 
-def built_engine(
+def engine_from_folder(
     engine: Engine, build: BuildSettings, gpu: Gpu, cache: Path | None, say: Say | None = None
 ) -> GpuEngine:  # fmt: skip
-    """Make an engine for a GPU. build: only the settings in AT_A_START are used
+    """Make an engine for a GPU. build: only the settings in RUNTIME_OVERRIDES are used
 
     raises ConfigError for settings that a GPU does not have or this one lacks, EngineError, also for a damaged engine
     """

@@ -32,7 +32,7 @@ from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, Tile, Tiles, reg
 KNOB = "tile"  # its value is an index among the tiles for so many rows; without it the default rule applies
 ROWS = 1, EIGHT, 16, 32, MANY_ROWS - 1  # of decode steps; fewer rows use the next larger entry
 MORE_ROWS = 2048  # for kernels that take any number of rows
-AT_MOST = 32  # layers per pass
+MAX_LAYERS = 32  # layers per pass
 LAUNCH_CLOCKS = 80_000  # of a device at 2 GHz: 40 us, the longest launch from a host
 Products = Sequence[Callable[[Tile], object]]
 
@@ -158,7 +158,7 @@ def works_of(executor: CudaExecutor) -> list[TileWork]:
             if cuda.goes_by_kernel(x, w, executor.dtype):
                 which = {value: tile for value, tile in enumerate(tiles(rows)) if takes(tile, x, w)}
                 if rows != EIGHT or EIGHT in (tile.rows for tile in which.values()):  # otherwise as for 16
-                    result.append(TileWork(region, rows, which, weights[:AT_MOST], meets))
+                    result.append(TileWork(region, rows, which, weights[:MAX_LAYERS], meets))
     return result
 
 

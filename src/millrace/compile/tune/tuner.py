@@ -68,13 +68,13 @@ def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) 
     return write_tactics(folder, table)
 
 
-def load_tuning(before: TacticTable, now: TacticTable) -> TacticTable:
+def load_tuning(before: TacticTable, new: TacticTable) -> TacticTable:
     """Return the new table, with choices of the old one for regions that the new one did not compare."""
     old = {(region.name, c.rows): c for region in before.regions for c in region.choices if c.compared}
     regions = [
-        replace(r, choices=[c if c.compared else old.get((r.name, c.rows), c) for c in r.choices]) for r in now.regions
+        replace(r, choices=[c if c.compared else old.get((r.name, c.rows), c) for c in r.choices]) for r in new.regions
     ]
-    return replace(now, regions=regions)
+    return replace(new, regions=regions)
 
 
 def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:

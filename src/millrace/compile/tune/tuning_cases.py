@@ -43,9 +43,9 @@ class TunedRows:
                 f'--tune-rows is "{text:.80}"', "rows of answers, /, rows of prompts", "write it like 1,4,16/64,128"
             ) from None
         for name, rows, most in (("answers", decode, max_sequences), ("prompts", prefill, max_tokens)):
-            if not (rows[0] > 0 and rows[-1] <= most and len(rows) <= MOST_CASES):
+            if not (rows[0] > 0 and rows[-1] <= most and len(rows) <= MAX_CASES):
                 what = f"--tune-rows has {','.join(map(str, rows)):.80} for {name}"
-                raise ConfigError(what, f"up to {MOST_CASES} numbers from 1 to {most}", "leave the others out")
+                raise ConfigError(what, f"up to {MAX_CASES} numbers from 1 to {most}", "leave the others out")
         return cls(decode, prefill)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class TunedRows:
 
 
 USUAL_ROWS = TunedRows((1, 4, 16), (64, 128))
-MOST_CASES = 8  # for which time is enough
+MAX_CASES = 8  # for which time is enough
 
 
 @dataclass(frozen=True, slots=True)

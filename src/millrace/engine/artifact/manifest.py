@@ -43,7 +43,7 @@ UNREADABLE = (
     RecursionError,
 )  # raised by msgspec for bytes that are not a table
 _MANIFEST_LIMIT = 1 << 20
-_LONGEST_NAME, _MOST_DIMS = 60, 32  # NumPy allows 32 dimensions, or 64
+_LONGEST_NAME, _MAX_DIMS = 60, 32  # NumPy allows 32 dimensions, or 64
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -81,7 +81,7 @@ class SlotEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named input or output. Its shape consists of numbers and expressions of symbols."""
 
     name: str
-    shape: Annotated[list[Count | str], msgspec.Meta(max_length=_MOST_DIMS)]
+    shape: Annotated[list[Count | str], msgspec.Meta(max_length=_MAX_DIMS)]
     dtype: DType
     offset: NonNegative | None  # bytes into the activations; None: no kernel uses it
 

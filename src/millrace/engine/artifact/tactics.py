@@ -23,7 +23,7 @@ from millrace.kernels.declare import MAX_KNOBS
 
 TACTICS = "tactics.json"
 _LIMIT = 16 << 20
-_MOST_TABLES = 16
+_MAX_TABLES = 16
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -152,7 +152,7 @@ def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
     table = sealed(table)
     with _locked(folder):
         other_tables = [t for t in read_tables(folder, mend=True) if not t.is_for(table.machine, table.threads)]
-        tables = [table, *other_tables[: _MOST_TABLES - 1]]
+        tables = [table, *other_tables[: _MAX_TABLES - 1]]
         write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(tables), indent=1))
     return table
 

@@ -51,15 +51,15 @@ class _Panels:
         p = self.packing
         return unpack_codes(self.read(), p.format, self.n, self.k, p.group, p.scaling)
 
-    def parts(self, each: int) -> tuple["_Part", ...]:
-        """Return the parts: the matrix, or gate and up of `each` rows."""
+    def parts(self, n_rows: int) -> tuple["_Part", ...]:
+        """Return the parts: the matrix, or gate and up of `n_rows` rows."""
         codes, floats = self.codes, self.floats
-        if self.n == each:
+        if self.n == n_rows:
             return (_Part(self.packing, codes=codes) if self.packing.bits else _Part(self.packing, floats=floats),)
         if self.packing.bits:
-            of_codes = _Halves(lambda: part_codes(codes(), each))
+            of_codes = _Halves(lambda: part_codes(codes(), n_rows))
             return tuple(_Part(self.packing, codes=partial(of_codes.half, i)) for i in range(2))
-        of_floats = _Halves(lambda: part_halves(floats(), each))
+        of_floats = _Halves(lambda: part_halves(floats(), n_rows))
         return tuple(_Part(self.packing, floats=partial(of_floats.half, i)) for i in range(2))
 
 
@@ -79,11 +79,11 @@ class _Halves(Generic[T]):
         self._read, self._lock = read, threading.Lock()
         self._left: dict[int, T] = {}
 
-    def half(self, which: int) -> T:
+    def half(self, index: int) -> T:
         with self._lock:
-            if which not in self._left:
+            if index not in self._left:
                 self._left = dict(enumerate(self._read()))
-            return self._left.pop(which)
+            return self._left.pop(index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ FLOAT_ROWS = 32  # of prompts in float32, which sums in registers: 64 rows of he
 WIDEST = 256  # bytes of a head's keys or values, in the engine's type, up to which a block may have MANY_ROWS
 # programs per multiprocessor: an H200's holds three with few rows
 PROGRAMS = {FEW_ROWS: 3, FLOAT_ROWS: 2, SOME_ROWS: 2, MANY_ROWS: 2}
-MOST_PARTS = 64  # per block
+MAX_PARTS = 64  # per block
 ITEM, MERGE = 8, 5  # numbers per program of each kind; kernels/attention/paged.py::Work lists them
 ALIGNED = 4  # in int32: Triton compiles another kernel for data that is not aligned to 16 bytes
 
@@ -68,8 +68,8 @@ class Sequences(NamedTuple):
         at = step.positions[np.minimum(begins, len(step.positions) - 1)]
         return cls(begins, np.diff(step.starts), at, tables)
 
-    def some(self, which: Integers) -> "Sequences":
-        return Sequences(*(x[which] for x in self))
+    def some(self, indices: Integers) -> "Sequences":
+        return Sequences(*(x[indices] for x in self))
 
 
 class SplitPlan(NamedTuple):
@@ -80,17 +80,19 @@ class SplitPlan(NamedTuple):
     parts: int
 
 
-def split_attention(of: Sequences, rows: int, group: int, page_tokens: int, room: int, window: int = 0) -> SplitPlan:
+def split_attention(
+    sequences: Sequences, rows: int, group: int, page_tokens: int, room: int, window: int = 0
+) -> SplitPlan:
     """Split attention into programs. rows: of a block; room: for how many parts per KV head there are programs
 
     window: as in AttentionKind: pages before the window of a block's first row are skipped
     """
-    owner, first = blocks(of.lengths * group, rows)
-    begins, lengths, at, tables = of.some(owner)
+    owner, first = blocks(sequences.lengths * group, rows)
+    begins, lengths, at, tables = sequences.some(owner)
     pages = (at + np.minimum((first + rows - 1) // group, lengths - 1)) // page_tokens + 1
     gone = first_page(at + first // group, window, page_tokens)
     pages = pages - gone
-    each = max(1, -(-int(pages.sum()) // room), -(-int(pages.max(initial=0)) // MOST_PARTS))
+    each = max(1, -(-int(pages.sum()) // room), -(-int(pages.max(initial=0)) // MAX_PARTS))
     parts = -(-pages // each)
     block, before = np.repeat(np.arange(len(pages)), parts), np.cumsum(parts) - parts
     k = np.arange(len(block)) - before[block]
@@ -111,9 +113,9 @@ def first_page(positions: Integers, window: int, page_tokens: int) -> Integers:
     return np.maximum(positions - window + 1, 0) // page_tokens if window else np.zeros_like(positions)
 
 
-def window_pages(window: int, page_tokens: int, most_pages: int) -> int:
-    """Return how many pages one token attends to at most. most_pages: of a sequence"""
-    return min((window + page_tokens - 2) // page_tokens + 1, most_pages)
+def window_pages(window: int, page_tokens: int, max_pages: int) -> int:
+    """Return how many pages one token attends to at most. max_pages: of a sequence"""
+    return min((window + page_tokens - 2) // page_tokens + 1, max_pages)
 
 
 def windows_in(kinds: Iterable[AttentionKind]) -> tuple[int, ...]:
@@ -138,12 +140,12 @@ def bounds(n_blocks: int, room: int) -> tuple[int, int, int]:
     A part, except the last one of a block, has at least a `room`-th of all pages, so there are at most `room` parts
     besides one for each block. Each of several parts has more than half of the intended length.
     """
-    return n_blocks + room, min(n_blocks, room), min(n_blocks * MOST_PARTS, 2 * room)
+    return n_blocks + room, min(n_blocks, room), min(n_blocks * MAX_PARTS, 2 * room)
 
 
-def rows_for(most: int) -> int:
+def rows_for(limit: int) -> int:
     """Return the rows of a block for sequences of at most so many, such as a KV head's query heads in decode steps."""
-    return FEW_ROWS if most <= FEW_ROWS else SOME_ROWS
+    return FEW_ROWS if limit <= FEW_ROWS else SOME_ROWS
 
 
 def bucket_parts(

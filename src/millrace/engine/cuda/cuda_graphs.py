@@ -16,8 +16,8 @@ from torch import Tensor
 
 from millrace.engine.cuda.attention_partition import (
     ITEM,
+    MAX_PARTS,
     MERGE,
-    MOST_PARTS,
     AttentionKind,
     Sequences,
     aligned,
@@ -41,15 +41,15 @@ Tables = Callable[[AttentionKind], StepTables]
 _CAPTURE = threading.Lock()  # one capture at a time per process: it synchronizes the device first, which breaks others
 
 
-def usual_buckets(most: int) -> tuple[int, ...]:
-    """Return bucket sizes up to `most` sequences: powers of two to 8, multiples of 8, from 64 on quarters of powers."""
+def default_buckets(max_size: int) -> tuple[int, ...]:
+    """Return bucket sizes up to `max_size`: powers of two to 8, multiples of 8, from 64 on quarters of powers."""
     result = [1, 2, 4, 8]
-    while result[-1] < most:
+    while result[-1] < max_size:
         result.append(result[-1] + max(8, 1 << (result[-1].bit_length() - 3)))
-    return (*result[: bisect_left(result, most)], most)
+    return (*result[: bisect_left(result, max_size)], max_size)
 
 
-def bucket_of(step: StepInputs, buckets: Sequence[int]) -> int | None:
+def select_bucket(step: StepInputs, buckets: Sequence[int]) -> int | None:
     """Return the smallest bucket for a step of one token per sequence and at most as many rows; None if there is none.
 
     Steps with embedding rows, which belong to prompts, have none.
@@ -107,7 +107,7 @@ class Bucket:
         self._zeros = torch.zeros(self.size, dtype=torch.int32, device=self.device)
 
     def fill(self, step: StepInputs, windows: Sequence[WindowPages] = (), states: StateSlots | None = None) -> None:
-        """Fill the inputs from a step for which `bucket_of` returns this size."""
+        """Fill the inputs from a step for which `select_bucket` returns this size."""
         tokens, positions, rotary, adapters, slots, rows, before, behind, table_starts, *more, tables = self._host_parts
         n, used, at = len(step.tokens), 0, step.positions
         arrays = (
@@ -180,7 +180,7 @@ class Bucket:
             blocks = self.size * -(-kind.group // rows)
             _, _, parts = bounds(blocks, room(rows, kind.kv_heads, self.multiprocessors))
             items, merges = more[2 * at].view(-1, ITEM), more[2 * at + 1].view(-1, MERGE)
-            work = AttentionWork(items, merges, rows, min(rows, kind.group), parts, MOST_PARTS)
+            work = AttentionWork(items, merges, rows, min(rows, kind.group), parts, MAX_PARTS)
             self._tables[kind] = StepTables(
                 positions, rotary, slots, self._starts, tables, table_starts, first, (work,)
             )  # fmt: skip

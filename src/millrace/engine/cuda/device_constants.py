@@ -61,18 +61,18 @@ def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, preloa
     placement, constants = lowered.placement, preloaded or Loaded({}, {})
     coded = {node: constants.coded[node] for node in placement.coded if node in constants.coded}
     matrices = [(n, w, rows) for n, rows in placement.coded.items() if n not in coded for w in matrices_of(n)]
-    read = _ahead([partial(_codes, *matrix) for matrix in matrices])
+    read = _prefetched([partial(_codes, *matrix) for matrix in matrices])
     parts: list[QuantizedRows] = []
     for (node, _, _), matrix in zip(matrices, read, strict=True):
         parts.append(weights(matrix))
         if len(parts) == len(matrices_of(node)):
-            coded[node] = tuple(_placed(alike, device) for alike in _alike(parts))
+            coded[node] = tuple(_placed(alike, device) for alike in _group_alike(parts))
             parts.clear()
     kinds = {v: dtype for v in placement.narrow} | {v: torch.float32 for v in placement.wide}
     tensors = {value: constants.tensors[value] for value in kinds if value in constants.tensors}
     new = [value for value in kinds if value not in tensors]
     joined = {**constants.joined, **load_merged(lowered.graph, tensors, placement.coded, dtype, device)}
-    for value, array in zip(new, _ahead([partial(_read, value) for value in new]), strict=True):
+    for value, array in zip(new, _prefetched([partial(_read, value) for value in new]), strict=True):
         kind = torch.int32 if value.dtype == DType.I32 else kinds[value]
         if value not in tensors:
             tensors[value] = torch.empty(array.shape, dtype=kind, device=device)
@@ -98,7 +98,7 @@ def load_merged(
     return result
 
 
-def _alike(parts: Sequence[QuantizedRows]) -> list[list[QuantizedRows]]:
+def _group_alike(parts: Sequence[QuantizedRows]) -> list[list[QuantizedRows]]:
     """Group neighbors that differ in nothing but their codes and scales."""
     result: list[list[QuantizedRows]] = []
     for part in parts:
@@ -124,7 +124,7 @@ def _placed(parts: Sequence[QuantizedRows], device: torch.device) -> QuantizedRo
     )  # fmt: skip
 
 
-def _ahead(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
+def _prefetched(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
     """Yield the results in order: the next files are read and quantized while the previous ones are copied."""
     flights, ahead = deque[Future[_T]](), min(max(usable_cores() // 2, AHEAD[0]), AHEAD[1])
     with ThreadPoolExecutor(ahead) as pool:

@@ -19,7 +19,7 @@ from millrace.kernels.matmul.coded import E4M3
 
 REPEATS = 7
 BYTES, SIDE = 4 << 30, 8192  # bytes to read; side of a matrix: both far larger than caches, and some milliseconds long
-LEAST_BYTES = 256 << 20  # with less, a cache would be measured
+MIN_BYTES = 256 << 20  # with less, a cache would be measured
 _TESTED = 1 << 20, 64  # of a CPU's tensors, in tests
 
 
@@ -40,8 +40,8 @@ def measured(gpu: Gpu, precisions: Collection[str]) -> DeviceRates:
     """
     device = torch.device(gpu.device)
     n_bytes, side = (min(BYTES, gpu.free_bytes // 4), SIDE) if device.type == "cuda" else _TESTED
-    if device.type == "cuda" and n_bytes < LEAST_BYTES:
-        raise MachineError(f"{gpu.name} has {mib(gpu.free_bytes)} free", f"{mib(4 * LEAST_BYTES)}, to measure it",
+    if device.type == "cuda" and n_bytes < MIN_BYTES:
+        raise MachineError(f"{gpu.name} has {mib(gpu.free_bytes)} free", f"{mib(4 * MIN_BYTES)}, to measure it",
                            "see in nvidia-smi who else uses it")  # fmt: skip
     try:
         with torch.inference_mode(), on_device_context(device):

@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda.attention_partition import AttentionKind, SmGeometry, pack_arrays, windows_in
 from millrace.engine.cuda.capability_check import CODES, check_runs
-from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, Tables, bucket_of, captured
+from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, Tables, captured, select_bucket
 from millrace.engine.cuda.device_constants import load
 from millrace.engine.cuda.graph_executor import GraphExecutor, Load
 from millrace.engine.cuda.host_device_copy import AsyncCopy, on_device, on_device_context
@@ -31,7 +31,7 @@ from millrace.engine.cuda.layers import (
     state_shape,
 )  # fmt: skip
 from millrace.engine.cuda.lowered import LoweredGraph
-from millrace.engine.cuda.sampling import Rows, SamplingMode, drawn_plainly, sample, tokens_alone, way_of
+from millrace.engine.cuda.sampling import Rows, SamplingMode, draw_tokens, sample, sampling_mode, tokens_alone
 from millrace.engine.cuda.step_tables import check_given, rotary_of, step_slots, step_tables
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs, WindowPages
@@ -110,7 +110,7 @@ class CudaExecutor(GraphExecutor, Executor):
         assert len(self._flights) < self.depth, "too many steps at a time"
         check_given(step, self.limits)
         with torch.inference_mode(), on_device_context(self.device):
-            size, way = bucket_of(step, self._buckets), way_of(step)
+            size, way = select_bucket(step, self._buckets), sampling_mode(step)
             if way is None:
                 history = self._history(step)  # before a replay may overwrite the previous step's tokens
                 result = sample(self.logits(step), step, self._kernels.draw, history)
@@ -130,7 +130,7 @@ class CudaExecutor(GraphExecutor, Executor):
         """Return the logits (R, V) float32 of the sampled rows; store keys and values. The next step may reuse them."""
         with torch.inference_mode(), on_device_context(self.device):
             self._copy_pages(step)
-            size = bucket_of(step, self._buckets)
+            size = select_bucket(step, self._buckets)
             result = self._logits(*self._eager(step)) if size is None else self._replayed(step, size, None)
             return result.float()
 
@@ -171,7 +171,7 @@ class CudaExecutor(GraphExecutor, Executor):
         return self._plainly(self._logits(*self._eager(step)), rows, way)
 
     def _plainly(self, logits: Tensor, rows: Rows, way: SamplingMode) -> Tensor:
-        return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.argmax)
+        return draw_tokens(logits, rows, way, self._kernels.draw, self._kernels.argmax)
 
     def _put_last_tokens(self, tokens: Tensor, places: IntArray | None) -> None:
         """Insert tokens that the previous step draws. If a draw failed, the token is arbitrary: its row is dropped."""

@@ -76,7 +76,7 @@ def _tensor(x: NDArray[Any]) -> Tensor:
     return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16) if host.dtype == _BF16 else torch.from_numpy(host)
 
 
-def _coming(x: Tensor) -> Tensor:
+def _copy_to_host(x: Tensor) -> Tensor:
     """Start a copy to the host, after all queued work."""
     if x.device.type == "cpu":
         return x
@@ -95,7 +95,7 @@ class AsyncCopy:
         """Queue copies after the tensors' computation, before later work. Host tensors are kept as they are."""
         if all(x.device.type == "cpu" for x in tensors):
             return cls(tuple(tensors), None)
-        on_host = tuple(_coming(x) for x in tensors)
+        on_host = tuple(_copy_to_host(x) for x in tensors)
         done = torch.cuda.Event()
         done.record()
         return cls(on_host, done)

@@ -45,7 +45,7 @@ class PrecisionSupport:
         return self.requested.startswith("--precision")
 
 
-def abilities(gpu: DatasheetDevice) -> Iterator[PrecisionSupport]:
+def supported_precisions(gpu: DatasheetDevice) -> Iterator[PrecisionSupport]:
     """Yield the support of all layer precisions, and of all KV formats that are not floats."""
     for name in ("tf32", "fp16"):  # a CPU has neither of these, nor fp8
         yield _ability(gpu, f"--precision {name}", multiplied_by(Precision.FP32, name))

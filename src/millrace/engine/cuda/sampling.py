@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.engine.cuda.host_device_copy import on_device
-from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, StepInputs
+from millrace.engine.executor import SAMPLING, SampleError, StepInputs
 
 GREEDY_BELOW = 1e-5  # a temperature
 _ROUNDS, _MASK = 10, 0xFFFFFFFF
@@ -44,19 +44,21 @@ class SamplingMode(Enum):
     RANDOM = auto()  # for rows with a temperature
 
 
-def way_of(step: StepInputs) -> SamplingMode | None:
+def sampling_mode(step: StepInputs) -> SamplingMode | None:
     """Return the mode of a step; None if a row needs log probabilities, a mask, a bias or penalties."""
-    of = step.sampling
-    plain = (of["n_top"] < 0) & (of["target"] < 0) & (of["mask"] == 0) & (of["bias_count"] == 0) & _neutral(of)
+    rows = step.sampling
+    plain = (
+        (rows["n_top"] < 0) & (rows["target"] < 0) & (rows["mask"] == 0) & (rows["bias_count"] == 0) & _neutral(rows)
+    )
     if not plain.all():
         return None
-    return SamplingMode.RANDOM if (of["temperature"] >= GREEDY_BELOW).any() else SamplingMode.LIKELIEST
+    return SamplingMode.RANDOM if (rows["temperature"] >= GREEDY_BELOW).any() else SamplingMode.LIKELIEST
 
 
-def _neutral(of: NDArray[np.void]) -> NDArray[np.bool_]:
+def _neutral(rows: NDArray[np.void]) -> NDArray[np.bool_]:
     """Return which rows have no penalties."""
     result: NDArray[np.bool_] = (
-        (of["repetition_penalty"] == 1) & (of["presence_penalty"] == 0) & (of["frequency_penalty"] == 0)
+        (rows["repetition_penalty"] == 1) & (rows["presence_penalty"] == 0) & (rows["frequency_penalty"] == 0)
     )
     return result
 
@@ -64,10 +66,10 @@ def _neutral(of: NDArray[np.void]) -> NDArray[np.bool_]:
 FIELDS = SAMPLING.names or ()
 
 
-def as_lines(of: NDArray[np.void], into: NDArray[np.float64]) -> None:
-    """Write each field into a line of `into` (FIELDS, R); float64 represents int32, float32 and a seed's bits."""
-    for line, name in zip(into, FIELDS, strict=True):
-        line[:] = of[name].copy().view(np.float64) if name == "seed" else of[name]
+def as_lines(rows: NDArray[np.void], target: NDArray[np.float64]) -> None:
+    """Write each field into a line of `target` (FIELDS, R); float64 represents int32, float32 and a seed's bits."""
+    for line, name in zip(target, FIELDS, strict=True):
+        line[:] = rows[name].copy().view(np.float64) if name == "seed" else rows[name]
 
 
 class Rows:
@@ -100,15 +102,15 @@ def tokens_alone(tokens: Tensor) -> SampledTokens:
     return SampledTokens(tokens, torch.zeros(n), none, no_ids, torch.zeros((n, 0)))
 
 
-def drawn_plainly(logits: Tensor, rows: Rows, way: SamplingMode, draw: Draw, best: ArgmaxFn) -> Tensor:
+def draw_tokens(logits: Tensor, rows: Rows, mode: SamplingMode, draw: Draw, best: ArgmaxFn) -> Tensor:
     """Return the tokens (R,) int32 of logits (R, V), in any float type, for rows of a `SamplingMode`.
 
     Does not synchronize, and its shapes do not depend on data.
     """
-    tokens = best(logits, NOT_FINITE)
-    if way is SamplingMode.RANDOM:
+    tokens = best(logits, SampleError.NOT_FINITE.value)
+    if mode is SamplingMode.RANDOM:
         sampled = _draw(logits.double(), rows, draw).int()
-        is_drawn = (rows.column("temperature")[:, 0] >= GREEDY_BELOW) & (tokens != NOT_FINITE)
+        is_drawn = (rows.column("temperature")[:, 0] >= GREEDY_BELOW) & (tokens != SampleError.NOT_FINITE)
         tokens = torch.where(is_drawn, sampled, tokens)
     return tokens
 
@@ -120,17 +122,19 @@ def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> Sam
 
     Log probabilities are computed only if a row needs them, and random draws only if a row has a temperature.
     """
-    rows, of = Rows.of(step.sampling, logits.device), step.sampling
+    rows, params = Rows.of(step.sampling, logits.device), step.sampling
     V = logits.shape[1]
     finite = logits.isfinite().all(1)
     masked = logits if step.masks is None else logits.masked_fill(~allowed(step, rows, V), -torch.inf)
     good = finite & masked.isfinite().any(1)
     tokens = _tokens(masked, step, rows, draw, history)
-    wrong = torch.where(finite, torch.full_like(tokens, NOTHING_ALLOWED), torch.full_like(tokens, NOT_FINITE))
+    wrong = torch.where(
+        finite, torch.full_like(tokens, SampleError.NOTHING_ALLOWED), torch.full_like(tokens, SampleError.NOT_FINITE)
+    )
     sampled = torch.where(good, tokens, wrong).int()
-    if (of["n_top"] < 0).all():
+    if (params["n_top"] < 0).all():
         return tokens_alone(sampled)
-    return _with_logprobs(sampled, tokens, masked, good, rows, max(int(of["n_top"].max()), 0))
+    return _with_logprobs(sampled, tokens, masked, good, rows, max(int(params["n_top"].max()), 0))
 
 
 def _tokens(masked: Tensor, step: StepInputs, rows: Rows, draw: Draw, history: Tensor) -> Tensor:
@@ -150,7 +154,7 @@ def _with_logprobs(
     """Add log probabilities. top: most alternatives of any row"""
     logp = masked.double().log_softmax(1)
     chosen = masked.gather(1, tokens[:, None])
-    best_logits, best = likeliest(masked, top)
+    best_logits, best = top_values(masked, top)
     n_top = rows.column("n_top", torch.int64).clamp(min=0)
     requested = (torch.arange(top, device=rows.device)[None] < n_top) & good[:, None]
     reported = requested & best_logits.isfinite()
@@ -163,7 +167,7 @@ def _with_logprobs(
     )
 
 
-def likeliest(masked: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def top_values(masked: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Return the `top` largest values of each row and their ids; among equals the lower id first, unlike `topk`."""
     V = masked.shape[1]
     if not top:

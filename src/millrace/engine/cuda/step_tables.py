@@ -6,8 +6,8 @@ import torch
 from millrace.engine.cuda.attention_partition import (
     FEW_ROWS,
     ITEM,
+    MAX_PARTS,
     MERGE,
-    MOST_PARTS,
     AttentionKind,
     Sequences,
     SmGeometry,
@@ -33,18 +33,20 @@ def step_tables(
     group, kv_heads, window = kind
     if view is None:
         view = WindowPages(step.pages, step.page_starts, np.zeros(len(step.starts) - 1, np.int32))
-    of = Sequences.of(step, view.page_starts[:-1] - view.first)
-    owner = np.repeat(np.arange(len(of.lengths)), of.lengths)
-    pages = view.pages[of.tables[owner] + step.positions // page_tokens]
-    is_few = of.lengths * group <= FEW_ROWS
+    sequences = Sequences.of(step, view.page_starts[:-1] - view.first)
+    owner = np.repeat(np.arange(len(sequences.lengths)), sequences.lengths)
+    pages = view.pages[sequences.tables[owner] + step.positions // page_tokens]
+    is_few = sequences.lengths * group <= FEW_ROWS
     cuts = [
         (
             rows,
             most,
-            split_attention(of.some(which), rows, group, page_tokens, room(rows, kv_heads, processors.number), window),
+            split_attention(
+                sequences.some(which), rows, group, page_tokens, room(rows, kv_heads, processors.number), window
+            ),
         )
         for rows, which in ((processors.many_rows, np.flatnonzero(~is_few)), (FEW_ROWS, np.flatnonzero(is_few)))
-        if len(which) and (most := min(rows, int(of.lengths[which].max()) * group))
+        if len(which) and (most := min(rows, int(sequences.lengths[which].max()) * group))
     ]
     slots = pages * page_tokens + step.positions % page_tokens
     parts = [step.positions, rotary_of(step), slots, step.starts, view.page_starts, view.first, view.pages]
@@ -53,7 +55,7 @@ def step_tables(
     there = on_device(packed, device)
     positions, rotary, slots_, starts, table_starts, first, tables, *more = (there[place] for place in places)
     work = tuple(
-        AttentionWork(items.view(-1, ITEM), merges.view(-1, MERGE), rows, most, plan.parts, MOST_PARTS)
+        AttentionWork(items.view(-1, ITEM), merges.view(-1, MERGE), rows, most, plan.parts, MAX_PARTS)
         for (rows, most, plan), items, merges in zip(cuts, more[::2], more[1::2], strict=True)
     )
     return StepTables(positions, rotary, slots_, starts, tables, table_starts, first, work)

@@ -9,7 +9,7 @@ from millrace.graph.dims import Dim, Floor, Product, Symbol, has_divisor, operan
 from millrace.kernels.library import SizeArgs
 
 _NUMBER, _TIMES, _OVER, _FLOOR = range(4)
-_MOST_NUMBER = 2**31 - 1
+_MAX_NUMBER = 2**31 - 1
 
 
 def size_args(symbols: Sequence[Symbol], sizes: Sequence[Size]) -> "ctypes.Array[SizeArgs]":
@@ -22,7 +22,7 @@ def size_args(symbols: Sequence[Symbol], sizes: Sequence[Size]) -> "ctypes.Array
             raise EngineError(
                 f"the size {d} comes before what it is made of", "sizes in their order", "build the engine again"
             )
-        if max(map(abs, _numbers_in(d)), default=0) > _MOST_NUMBER:
+        if max(map(abs, _numbers_in(d)), default=0) > _MAX_NUMBER:
             raise EngineError(f"the size {d} has a number beyond 32 bits", "smaller numbers", "build the engine again")
         of = [numbers[part] for part in parts]
         if isinstance(d, Floor):

@@ -7,11 +7,10 @@ import numpy as np
 
 from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat
 from millrace.engine.executor import (
-    NOT_FINITE,
-    NOTHING_ALLOWED,
     Executor,
     ExecutorLimits,
     IntArray,
+    SampleError,
     StepInputs,
     StepOutputs,
 )
@@ -75,12 +74,12 @@ class ReferenceExecutor(Executor):
     def _sample(self, r: int, logits: Rows, step: StepInputs, out: StepOutputs) -> None:
         row = step.sampling[r]
         if not np.isfinite(logits).all():
-            out.tokens[r] = NOT_FINITE
+            out.tokens[r] = SampleError.NOT_FINITE
             return
         if row["mask"]:
             logits = np.where(unpacked(step.filled_masks()[row["mask"] - 1], len(logits)), logits, -np.inf)
         if not np.isfinite(logits).any():
-            out.tokens[r] = NOTHING_ALLOWED
+            out.tokens[r] = SampleError.NOTHING_ALLOWED
             return
         logp = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
         adjusted = logits.copy()

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.kernels.attention.paged import AttentionWork, LayerPages, StepTables
-from millrace.kernels.convert.cuda import NOTHING, codes
+from millrace.kernels.convert.cuda import ZERO_GROUP_THRESHOLD, codes
 from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
 
 KEEP_WARPS = 1  # per program of `rotate_and_keep`: a head is small, and 32 such programs fit on a multiprocessor
@@ -81,11 +81,11 @@ def rotate_and_keep(
 def _scale(most, dtype: tl.constexpr):
     """Return the scale for a largest magnitude, and its inverse; NaN if an element is not finite."""
     if dtype == tl.int8:
-        is_nothing, scale = most <= NOTHING, most / 127
+        is_nothing, scale = most <= ZERO_GROUP_THRESHOLD, most / 127
         inverse = 127 / tl.where(is_nothing, 1.0, most)
     else:  # the least power of two that brings it to 448 or less
         least = most / 448
-        is_nothing = least <= NOTHING
+        is_nothing = least <= ZERO_GROUP_THRESHOLD
         scale = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(least == least, scale, least)
         inverse = 1 / tl.where(is_nothing, 1.0, scale)
@@ -186,9 +186,9 @@ def _ready(query, scale, stored_dtype: tl.constexpr):
         exponent = tl.maximum(tl.max(result.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23, 27)
         result *= ((269 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest: from 2^15 to 65,280
         factor *= ((exponent - 15) << 23).to(tl.float32, bitcast=True)
-        return result.to(tl.float16), tl.maximum(factor, NOTHING)
+        return result.to(tl.float16), tl.maximum(factor, ZERO_GROUP_THRESHOLD)
     else:
-        return result.to(query.dtype), tl.maximum(factor, NOTHING)
+        return result.to(query.dtype), tl.maximum(factor, ZERO_GROUP_THRESHOLD)
 
 
 @triton.jit

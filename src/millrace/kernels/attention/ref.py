@@ -8,7 +8,7 @@ import numpy as np
 
 from millrace.kernels.arrays import Array
 from millrace.kernels.convert.ref import to_bf16
-from millrace.kernels.declare import NOTHING
+from millrace.kernels.declare import ZERO_GROUP_THRESHOLD
 from millrace.kernels.matmul.pack import hadamard
 
 
@@ -50,7 +50,11 @@ def to_int8(x: Array) -> Array:
 def to_fp8(x: Array) -> Array:
     """Round x (..., D) as fp8 pages do: E4M3 with a scale per token and head, a power of two of at least amax / 448."""
     least = np.abs(x).max(axis=-1, keepdims=True).astype(np.float32) / np.float32(448)
-    scale = np.where(least > NOTHING, np.exp2(np.ceil(np.log2(np.maximum(least, NOTHING), dtype=np.float64))), 0)
+    scale = np.where(
+        least > ZERO_GROUP_THRESHOLD,
+        np.exp2(np.ceil(np.log2(np.maximum(least, ZERO_GROUP_THRESHOLD), dtype=np.float64))),
+        0,
+    )
     scaled = np.divide(x, scale, out=np.zeros(x.shape), where=scale > 0).astype(np.float32)
     y: Array = (scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).astype(x.dtype)
     return y
@@ -60,7 +64,7 @@ def to_int4(x: Array) -> Array:
     """Round values x (..., D) as int4 pages do: codes 0..15 from the minimum, with one scale, range / 15."""
     least = x.min(axis=-1, keepdims=True)
     span = x.max(axis=-1, keepdims=True) - least
-    inverse = np.divide(x.dtype.type(15), span, out=np.zeros_like(span), where=span > NOTHING)
+    inverse = np.divide(x.dtype.type(15), span, out=np.zeros_like(span), where=span > ZERO_GROUP_THRESHOLD)
     y: Array = np.rint((x - least) * inverse) * (span / x.dtype.type(15)) + least
     return y
 
@@ -76,10 +80,10 @@ def transformed(x: Array) -> Array:
     return y
 
 
-def _coded(x: Array, most: int) -> Array:
+def _coded(x: Array, max_code: int) -> Array:
     amax = np.abs(x).max(axis=-1, keepdims=True)
-    inverse = np.divide(x.dtype.type(most), amax, out=np.zeros_like(amax), where=amax > NOTHING)
-    y: Array = np.rint(x * inverse) * (amax / x.dtype.type(most))
+    inverse = np.divide(x.dtype.type(max_code), amax, out=np.zeros_like(amax), where=amax > ZERO_GROUP_THRESHOLD)
+    y: Array = np.rint(x * inverse) * (amax / x.dtype.type(max_code))
     return y
 
 

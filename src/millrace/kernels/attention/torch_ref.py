@@ -9,7 +9,7 @@ from torch.nn import functional
 from millrace.graph.types import Node
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.texts import TextTables
-from millrace.kernels.declare import NOTHING
+from millrace.kernels.declare import ZERO_GROUP_THRESHOLD
 from millrace.kernels.matmul.coded import LARGEST, int8_rows, transformed
 from millrace.kernels.rope.torch_ref import rotated
 from millrace.kernels.torch_operators import OperatorContext
@@ -44,7 +44,9 @@ def coded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     least = amax / LARGEST
     share, exponent = torch.frexp(least)
     above = torch.ldexp(torch.ones_like(least), exponent - (share == 0.5).int())
-    scales = torch.where((least > NOTHING) & least.isfinite(), above, least * 0)  # NaN if an element is not finite
+    scales = torch.where(
+        (least > ZERO_GROUP_THRESHOLD) & least.isfinite(), above, least * 0
+    )  # NaN if an element is not finite
     codes = x / torch.where(scales > 0, scales, 1)[..., None]
     return codes.clamp(-LARGEST, LARGEST).to(dtype), scales
 

@@ -16,7 +16,7 @@ from millrace.kernels import declare
 from millrace.kernels.gpu_launch import after_those_before, cdiv, lets_next_begin, overlapping
 from millrace.kernels.matmul.coded import E4M3, QuantizedRows, RowQuantization
 
-NOTHING = tl.constexpr(declare.NOTHING)
+ZERO_GROUP_THRESHOLD = tl.constexpr(declare.ZERO_GROUP_THRESHOLD)
 LARGEST = tl.constexpr(448.0)  # the largest E4M3 number
 PART = 2048  # elements per program, of rows that may be shared
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added to a small float32 and subtracted again: rounds half to even
@@ -106,10 +106,14 @@ def _coded(x, kind: tl.constexpr):
     limit, one = tl.full(most.shape, largest, tl.float32), tl.full(most.shape, 1.0, tl.float32)
     scale = tl.div_rn(most, limit)
     if kind == tl.int8:
-        inverse = tl.where(most > NOTHING, tl.div_rn(limit, tl.where(most > NOTHING, most, 1.0)), 0.0)
-        scale = tl.where(most <= NOTHING, 0.0, scale)
+        inverse = tl.where(
+            most > ZERO_GROUP_THRESHOLD, tl.div_rn(limit, tl.where(most > ZERO_GROUP_THRESHOLD, most, 1.0)), 0.0
+        )
+        scale = tl.where(most <= ZERO_GROUP_THRESHOLD, 0.0, scale)
     else:
-        inverse = tl.where(scale > NOTHING, tl.div_rn(one, tl.where(scale > NOTHING, scale, 1.0)), 0.0)
+        inverse = tl.where(
+            scale > ZERO_GROUP_THRESHOLD, tl.div_rn(one, tl.where(scale > ZERO_GROUP_THRESHOLD, scale, 1.0)), 0.0
+        )
     result = tl.minimum(tl.maximum(x * inverse[:, None], -largest), largest)
     return codes(tl.where((most == most)[:, None], result, 0.0), kind), scale
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.kernels.arrays import Array
-from millrace.kernels.declare import NOTHING, RowFormat
+from millrace.kernels.declare import ZERO_GROUP_THRESHOLD, RowFormat
 from millrace.kernels.layout import n_groups, padded_k, row_bytes, up
 from millrace.kernels.matmul.pack import hadamard
 
@@ -43,7 +43,7 @@ def to_e4m3(x: Array) -> Array:
     error: |x - result| <= |x| / 16, or half of 2^-9 scales for elements that are tiny in their row
     """
     scales = np.abs(x).max(axis=1, keepdims=True).astype(np.float32) / np.float32(448)
-    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > NOTHING)
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > ZERO_GROUP_THRESHOLD)
     codes = np.clip(x.astype(np.float32) * inverse, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     y: Array = codes.astype(x.dtype) * scales.astype(x.dtype)
     return y
@@ -62,9 +62,9 @@ def to_q8(x: Array, group: int, transform: bool = False) -> Quantised:
     grouped = padded.reshape(M, -1, size)
     amax = np.abs(grouped).max(axis=2)
     with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(amax > NOTHING, np.float32(127) / amax, np.float32(0)).astype(np.float32)
+        inverse = np.where(amax > ZERO_GROUP_THRESHOLD, np.float32(127) / amax, np.float32(0)).astype(np.float32)
     codes = np.rint(grouped * inverse[:, :, None]).astype(np.int8).reshape(M, -1)[:, :K]
-    scales = np.where(amax <= NOTHING, np.float32(0), amax / np.float32(127)).astype(np.float32)
+    scales = np.where(amax <= ZERO_GROUP_THRESHOLD, np.float32(0), amax / np.float32(127)).astype(np.float32)
     return Quantised(codes, scales, group, transform)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
-from millrace.kernels.declare import NOTHING, RowFormat
+from millrace.kernels.declare import ZERO_GROUP_THRESHOLD, RowFormat
 from millrace.kernels.matmul.pack import hadamard
 from millrace.kernels.row_storage import Storage
 
@@ -104,7 +104,7 @@ def e4m3_rows(x: Tensor) -> QuantizedRows:
     """
     result = x.float()
     scales = result.abs().amax(1, keepdim=True) / LARGEST
-    inverse = torch.where(scales > NOTHING, 1 / scales, 0)
+    inverse = torch.where(scales > ZERO_GROUP_THRESHOLD, 1 / scales, 0)
     codes = torch.where(scales.isfinite(), (result * inverse).clamp(-LARGEST, LARGEST), 0)
     return QuantizedRows(codes.to(E4M3), scales, x.shape[1], x.shape[1])
 
@@ -119,9 +119,11 @@ def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> QuantizedRow
     result = transformed(x.float(), size) if transform else x.float()
     padded = torch.nn.functional.pad(result, (0, -width % size)).unflatten(1, (-1, size))
     amax = padded.abs().amax(2)
-    inverse = torch.where(amax > NOTHING, torch.full_like(amax, 127) / amax, 0)  # `127 / amax` is rounded twice
+    inverse = torch.where(
+        amax > ZERO_GROUP_THRESHOLD, torch.full_like(amax, 127) / amax, 0
+    )  # `127 / amax` is rounded twice
     codes = (padded * inverse[:, :, None]).round().nan_to_num(0).to(torch.int8).flatten(1)[:, :width].contiguous()
-    return QuantizedRows(codes, torch.where(amax <= NOTHING, 0, amax / 127), width, size)
+    return QuantizedRows(codes, torch.where(amax <= ZERO_GROUP_THRESHOLD, 0, amax / 127), width, size)
 
 
 def transformed(x: Tensor, group: int) -> Tensor:

@@ -185,24 +185,24 @@ def packing_of(node: Node, rows: Storage) -> Packing:
     return Packing(format, group, rows.hadamard_group, own)
 
 
-def _pack(values: tuple[Value, ...], how: Packing, name: str) -> PackedPlace:
+def _pack(values: tuple[Value, ...], packing: Packing, name: str) -> PackedPlace:
     """Pack a matrix into panels; two matrices are interleaved as gate and up."""
-    format, group = how.format, how.group
+    format, group = packing.format, packing.group
     constants, n, k = [constant_of(v) for v in values], static_dim(values[0], 0), static_dim(values[0], 1)
     gated = len(constants) == 2
     rows = 2 * up(n, 16) if gated else n
 
     def pack(run: SlabTask) -> NDArray[np.uint8]:
-        codes = stored_codes(constants, how.bits, group) if how.bits and not how.hadamard_group else None
+        codes = stored_codes(constants, packing.bits, group) if packing.bits and not packing.hadamard_group else None
         if codes:
             return pack_codes(interleave_codes(*codes) if gated else codes[0], format, run)
         w, *rest = [c.load() for c in constants]
         up_ = rest[0] if gated else None
-        return pack_matrix(w, format, group, how.hadamard_group, up_=up_, run=run)  # type: ignore[arg-type]
+        return pack_matrix(w, format, group, packing.hadamard_group, up_=up_, run=run)  # type: ignore[arg-type]
 
     origin = tuple(o for c in constants for o in c.origin)
     return PackedPlace(
-        "+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, how.scaling), pack
+        "+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, packing.scaling), pack
     )
 
 

@@ -83,7 +83,7 @@ def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[Q
     return matrices if len(matrices) == len(stored) else None
 
 
-_LARGEST_E4M3, _LEAST_SCALE = np.float32(448), np.float32(2.0**-126)  # a smaller scale would be flushed to zero
+_LARGEST_E4M3, _MIN_SCALE = np.float32(448), np.float32(2.0**-126)  # a smaller scale would be flushed to zero
 _COARSE = 0.1  # relative error of a scale; groups beyond it must be a negligible part
 
 
@@ -112,7 +112,7 @@ def rounded_e4m3(w: Array) -> QuantisedMatrix:
     error: |w - dequantise| <= |w| / 16, or half of 2^-9 scales for elements that are tiny in their row
     """
     x = finite(w, np.dtype(np.float32))
-    scales = np.maximum(np.abs(x).max(axis=1, keepdims=True) / _LARGEST_E4M3, _LEAST_SCALE)
+    scales = np.maximum(np.abs(x).max(axis=1, keepdims=True) / _LARGEST_E4M3, _MIN_SCALE)
     codes = np.clip(x / scales, -_LARGEST_E4M3, _LARGEST_E4M3).astype(E4M3).view(np.int8)
     return QuantisedMatrix(codes, scales, FP8.group, FP8.bits, e4m3=True)
 

@@ -73,9 +73,9 @@ def part_halves(rows: NDArray[_T], n: int) -> tuple[NDArray[_T], NDArray[_T]]:
     return _half(rows, n, 0), _half(rows, n, 1)
 
 
-def _half(rows: NDArray[_T], n: int, which: int) -> NDArray[_T]:
+def _half(rows: NDArray[_T], n: int, index: int) -> NDArray[_T]:
     assert len(rows) == 2 * up(n, 16), f"{len(rows)} rows for {n} of gate and {n} of up"
-    return rows.reshape(-1, 2, 16, rows.shape[1])[:, which].reshape(-1, rows.shape[1])[:n]
+    return rows.reshape(-1, 2, 16, rows.shape[1])[:, index].reshape(-1, rows.shape[1])[:n]
 
 
 def _unit_inputs(format: WeightFormat, group: int, scaling: Scaling) -> int:

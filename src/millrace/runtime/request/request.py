@@ -18,7 +18,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from millrace.checkpoint.tokenizer.tokenizer import Detokenizer, Tokenizer
-from millrace.engine.executor import NOTHING_ALLOWED, IntArray
+from millrace.engine.executor import IntArray, SampleError
 from millrace.errors import RequestError
 from millrace.runtime.kv.cache_groups import NO_CACHES, SequenceCaches
 from millrace.runtime.kv.int_buffer import IntBuffer
@@ -368,7 +368,7 @@ class Sequence:
 
     def sampling_failure(self, token: int) -> tuple[str, RequestError | None]:
         """Return why `token`, an error code, was drawn or scored instead, and the request's fault, if any."""
-        if token == NOTHING_ALLOWED and self.matcher is not None:
+        if token == SampleError.NOTHING_ALLOWED and self.matcher is not None:
             why = f"the grammar cannot be enforced any more: {self.matcher.error or 'nothing is allowed'}"
             return why, self.matcher.fault
         return "the model's output for this request was not finite", None
