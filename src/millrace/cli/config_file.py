@@ -96,8 +96,8 @@ def read_config_file(file: Path, command: click.Command) -> dict[str, Any]:
 
 def _error(file: Path, mistakes: list[_Mistake]) -> ConfigError:
     if len(mistakes) == 1:
-        (one,) = mistakes
-        return ConfigError(f"{file}:{one.line}: {one.what}", one.expected, one.fix)
+        (mistake,) = mistakes
+        return ConfigError(f"{file}:{mistake.line}: {mistake.what}", mistake.expected, mistake.fix)
     shown = mistakes[:_LISTED]
     more = f"; and {len(mistakes) - len(shown)} more" if len(mistakes) > len(shown) else ""
     return ConfigError(

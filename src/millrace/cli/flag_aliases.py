@@ -128,4 +128,4 @@ def translate_flag(arguments: list[str]) -> list[str]:
     """Rewrite a command line: Triton's switches take a value, as in `--allow-client-shm=true`."""
     if arguments[:1] != ["serve"]:
         return arguments
-    return [one.removesuffix("=true") if one.removesuffix("=true") in _SWITCHES else one for one in arguments]
+    return [arg.removesuffix("=true") if arg.removesuffix("=true") in _SWITCHES else arg for arg in arguments]

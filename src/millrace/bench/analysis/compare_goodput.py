@@ -53,7 +53,7 @@ def compare_goodput_rounds(a: ComparedRun, b: ComparedRun, limits: GoodputLimits
 
 def compare_goodput_results(a: SavedResult, b: SavedResult, limits: GoodputLimits) -> GoodputDifference | None:
     """Compare two saved results; failures count as outside the limits."""
-    both = tuple((_counts(one.answers, limits)[0], one.n) for one in (a, b))
+    both = tuple((_counts(results.answers, limits)[0], results.n) for results in (a, b))
     return compare_shares(limits.says, [both])
 
 

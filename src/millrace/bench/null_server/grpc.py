@@ -111,17 +111,17 @@ def _inputs(request: Any) -> list[kserve.NullTensor]:
     tensors, raw = [], list(request.raw_input_contents)
     if raw and len(raw) != len(request.inputs):
         raise kserve.RefusedError(f"expected {len(request.inputs)} raw inputs, got {len(raw)}")
-    for i, one in enumerate(request.inputs):
-        if raw and one.HasField("contents"):
+    for i, tensor in enumerate(request.inputs):
+        if raw and tensor.HasField("contents"):
             raise kserve.RefusedError(
-                f"contents field must not be specified when using raw_input_contents for '{one.name}'"
+                f"contents field must not be specified when using raw_input_contents for '{tensor.name}'"
             )
-        data = raw[i] if raw else _pack(one)
+        data = raw[i] if raw else _pack(tensor)
         try:
-            kserve.check(one.name, one.datatype, one.shape, data)
+            kserve.check(tensor.name, tensor.datatype, tensor.shape, data)
         except (struct.error, ValueError, KeyError) as error:
-            raise kserve.RefusedError(f"input '{one.name}': {error}") from None
-        tensors.append(kserve.NullTensor(one.name, one.datatype, tuple(one.shape), data))
+            raise kserve.RefusedError(f"input '{tensor.name}': {error}") from None
+        tensors.append(kserve.NullTensor(tensor.name, tensor.datatype, tuple(tensor.shape), data))
     return tensors
 
 

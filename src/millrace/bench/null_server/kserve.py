@@ -239,17 +239,17 @@ def infer_reply(model: str, request: Mapping[str, Any], outputs: Sequence[NullTe
     for t in outputs:
         if output_parameters and t.name not in output_parameters:
             continue
-        one: dict[str, Any] = {"name": t.name, "datatype": t.datatype, "shape": t.shape}
+        tensor: dict[str, Any] = {"name": t.name, "datatype": t.datatype, "shape": t.shape}
         if output_parameters.get(t.name, {}).get("binary_data", binary_by_default):
-            one["parameters"] = {"binary_data_size": len(t.data)}
+            tensor["parameters"] = {"binary_data_size": len(t.data)}
             raw.append(t.data)
         elif t.datatype == "BYTES":
-            one["data"] = [v.decode(errors="replace") for v in split_bytes(t.data)]
+            tensor["data"] = [v.decode(errors="replace") for v in split_bytes(t.data)]
         elif t.datatype in _ONLY_BINARY:
             return plain(400, {"error": f"sending {t.datatype} data via JSON is not supported."})
         else:
-            one["data"] = list(struct.unpack(f"<{prod(t.shape)}{FORMATS[t.datatype]}", t.data))
-        entries.append(one)
+            tensor["data"] = list(struct.unpack(f"<{prod(t.shape)}{FORMATS[t.datatype]}", t.data))
+        entries.append(tensor)
     more = {"id": request["id"]} if "id" in request else {}
     head = json.dumps({**more, "model_name": model, "model_version": VERSION, "outputs": entries}).encode()
     kind = b"application/octet-stream" if raw else b"application/json"

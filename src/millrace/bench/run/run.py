@@ -156,7 +156,7 @@ class Run:
                 self.late_s.append(time.perf_counter() - due_s)
                 if self.ended or self._is_over(due_s):
                     return
-            messages += [BenchMessage(*one) for one in turn.history]
+            messages += [BenchMessage(*message) for message in turn.history]
             messages.append(BenchMessage("user", turn.text))
             record = TurnRecord(turn, BenchRecord(intended_s=due_s), number, i, session.label)
             n_input = turn.n_input if len(messages) == 1 else None

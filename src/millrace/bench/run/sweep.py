@@ -40,7 +40,7 @@ class SweepLimits:
         counted = [r.answer for r in records if r.answer.failure not in NOT_COUNTED]
         if not counted or any(answer.failure is not None for answer in counted):
             return False
-        shares = [wilson(sum(map(one.keeps, counted)), len(counted)) for one in self._limit_sets]
+        shares = [wilson(sum(map(limit_set.keeps, counted)), len(counted)) for limit_set in self._limit_sets]
         if any(100 * high < self.percentile for _, high in shares):
             return False
         return True if all(100 * low >= self.percentile for low, _ in shares) else None

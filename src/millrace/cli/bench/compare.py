@@ -125,7 +125,7 @@ def _results_report(sides: tuple[SavedResult, SavedResult], bounds: CompareBound
     valid = [side.valid for side in sides]
     notes = [
         f"INVALID: the client of {name} did not keep up when it was measured; measure it again with less load."
-        for name, one in zip("AB", valid, strict=True) if one is False
+        for name, is_valid in zip("AB", valid, strict=True) if is_valid is False
     ]  # fmt: skip
     satisfied = [compare_goodput_results(*sides, limits) for limits in bounds.limits]
     report = _report(compare_answers(sides[0].answers, sides[1].answers), satisfied, bounds.allow, sides, notes)
@@ -145,12 +145,12 @@ def _report(
     failed, requests = (a.n_failed, b.n_failed), (a.n, b.n)
     alone = only_one_has(a.answers, b.answers)
     notes += [f"Only {name} has {metric}: it is not compared." for metric, name in alone.items()]
-    shares = [one for one in satisfied if one is not None]
+    shares = [share for share in satisfied if share is not None]
     worse = [d.name for d in differences if d.is_worse_by(allow)]
-    worse += [f"goodput ({one.limits})" for one in shares if one.is_worse_by(allow)]
+    worse += [f"goodput ({share.limits})" for share in shares if share.is_worse_by(allow)]
     return {
         "metrics": [{**asdict(d), "verdict": d.verdict} for d in differences],
-        "goodput": [{**asdict(one), "verdict": one.verdict} for one in shares],
+        "goodput": [{**asdict(share), "verdict": share.verdict} for share in shares],
         "failed": failed, "requests": requests, "worse": worse + ["failures"] * more_failures(failed, requests),
         "allowed_percent": allow, "only_one_has": alone, "notes": notes,
     }  # fmt: skip
@@ -165,12 +165,12 @@ def _show(report: dict[str, Any]) -> None:
     click.echo()
     table(["", "A", "B", "B over A", "95 %", "visible", "B is"], rows)
     click.echo("  visible: what would have been seen four times out of five")
-    for one in report["goodput"]:
-        low, high = one["interval"]
+    for row in report["goodput"]:
+        low, high = row["interval"]
         click.echo(
-            f"  {one['limits']}: {one['a']:.1%} of A's requests, {one['b']:.1%} of B's "
-            f"[{one['of_b'][0]:.1%}, {one['of_b'][1]:.1%}]; {one['points']:+.1f} points ({low:+.1f} to {high:+.1f}): "
-            f"{one['verdict']}"
+            f"  {row['limits']}: {row['a']:.1%} of A's requests, {row['b']:.1%} of B's "
+            f"[{row['of_b'][0]:.1%}, {row['of_b'][1]:.1%}]; {row['points']:+.1f} points ({low:+.1f} to {high:+.1f}): "
+            f"{row['verdict']}"
         )
     if report["client"]:
         click.echo(f"  client: {report['client']}")

@@ -36,8 +36,8 @@ class Figures:
 
     def kv_pages(self, proposal: Proposal, context: int, batch: int) -> int:
         """Return KV pages including shared prefixes, at least one sequence and at most the batch at full context."""
-        each = -(-context // PAGE_TOKENS)
-        return max(min(proposal.pages_kept, each * batch), proposal.pages_running, each)
+        pages = -(-context // PAGE_TOKENS)
+        return max(min(proposal.pages_kept, pages * batch), proposal.pages_running, pages)
 
     @property
     def pages(self) -> int:

@@ -112,8 +112,8 @@ def measure_again(
         )
     if proof.text is None:
         return {}
-    of = record.statistics
-    if of and is_of(source, proof.text.content, str(of.get("text")), int(of.get("tokens", 0))):
+    statistics = record.statistics
+    if statistics and is_of(source, proof.text.content, str(statistics.get("text")), int(statistics.get("tokens", 0))):
         raise same_text_error(proof.text)
     return proof.loss(model, source, out, proof.windows(source), report)
 
@@ -159,7 +159,7 @@ def _questions(model: str, out: Path, folder: Path, n: int, context: tuple[Env, 
     ]  # fmt: skip
     source, compressed = both
     flips = compare_results(compressed, source)[RIGHT]
-    rights = [sum(one.right for one in each.records.values()) for each in both]
+    rights = [sum(record.right for record in results.records.values()) for results in both]
     return Flips(
         task=compressed.about.task, questions=flips.n, source_precision=source.about.precision,
         made_precision=compressed.about.precision, source_right=rights[0], made_right=rights[1],

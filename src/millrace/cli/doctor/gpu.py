@@ -45,8 +45,8 @@ def examine_gpu(device: str, as_json: bool) -> None:
         (one.requested, ", ".join(one.needed) or _NO_MORE[one.of_layers], "refused" if one.why_not else "yes")
         for one in support
     ])  # fmt: skip
-    for why in dict.fromkeys(one.why_not for one in support if one.why_not):
-        note(f"refused: {why}")
+    for reason in dict.fromkeys(one.why_not for one in support if one.why_not):
+        note(f"refused: {reason}")
 
 
 def _measure_rates(gpu: Gpu, precisions: tuple[str, ...]) -> "DeviceRates":

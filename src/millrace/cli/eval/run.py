@@ -51,8 +51,8 @@ def _task_options(kind: str, options: dict[str, Any]) -> dict[str, Any]:
                 "of a task's options " + ", ".join(map(flag_of, takes)), "leave it out, or choose another --task",
             )  # fmt: skip
     if "data" in takes and named["data"] is None:
-        message = "MMLU's folder" if kind == "mmlu" else "a text file"
-        raise ConfigError(f"--task {kind} has no --data", message, "name it: nothing is downloaded")
+        missing = "MMLU's folder" if kind == "mmlu" else "a text file"
+        raise ConfigError(f"--task {kind} has no --data", missing, "name it: nothing is downloaded")
     definitions = _DEFINITIONS.get(kind, ())
     if named["definition"] is None and definitions:
         named["definition"] = definitions[0]

@@ -40,7 +40,7 @@ def perplexity_of(options: EvalOptions) -> None:
             progress(options.as_json) as report,
         ):
             sums = measure(model.native, read, options.limit, results, report)
-    values, n = perplexities(options.definition, sums), sum(one.n for one in sums)
+    values, n = perplexities(options.definition, sums), sum(window_sum.n for window_sum in sums)
     if options.as_json:
         print_json({
             **mine.summary(), "definition": read.definition, "window": read.window, "bos": read.bos, "tokens": n,
@@ -114,17 +114,17 @@ def _prepare_comparison(
     options: EvalOptions, text: str, model: RunningModel, reference: RunningModel
 ) -> tuple[ResultsInputs, Windows]:
     """Check that two models are comparable, and tokenise the text. raises ConfigError"""
-    mine, theirs = (one.engine.manifest for one in (model, reference))
+    mine, theirs = (opened.engine.manifest for opened in (model, reference))
     if mine.identity == theirs.identity:
         raise ConfigError(
             f"{model.name} and the reference are the same engine ({precision_summary(model)})",
             "two that differ",
             "name a --precision for this one, or another model: --against MODEL",
         )
-    context = min(one.executor.limits.context_tokens for one in (model, reference))
+    context = min(opened.executor.limits.context_tokens for opened in (model, reference))
     length = window_of(options.window, LENGTH, context)
     check_window(length, max(mine.vocab_size, theirs.vocab_size))
-    read, other = (windows(one.tokenizer, text, length) for one in (model, reference))
+    read, other = (windows(opened.tokenizer, text, length) for opened in (model, reference))
     if mine.vocab_size != theirs.vocab_size or not np.array_equal(read.ids, other.ids):
         raise ConfigError(
             f"{model.name} and {reference.name} have other vocabularies, or read the text as other tokens",

@@ -67,8 +67,8 @@ def _label(run: MeasuredRun) -> str:
 def _show_left_out(results: list[LeaveOneOutResult]) -> None:
     heading("Each by a fit to all others")
     table(["left out", "requests/s", "TTFT", "ITL"],
-          [[one.what, *(f"{e.bias:+.1%}" for e in (one.rate, one.ttft, one.itl))] for one in results])  # fmt: skip
-    worst = max(results, key=lambda one: one.rate.mape)
+          [[fold.what, *(f"{e.bias:+.1%}" for e in (fold.rate, fold.ttft, fold.itl))] for fold in results])  # fmt: skip
+    worst = max(results, key=lambda fold: fold.rate.mape)
     click.echo(f"  worst error of requests/s {worst.rate.mape:.1%}: {worst.what}")
 
 

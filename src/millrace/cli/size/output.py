@@ -16,9 +16,10 @@ def print_answer(answer: SizingAnswer) -> None:
     pairs(summary_rows(answer))
     if answer.not_simulated:
         click.echo(f"  {cut_short(answer)}")
-    for one in answer.existing:
+    for system in answer.existing:
         click.echo(
-            f"  {one.systems} existing of {one.device} serve {format_4_digits(one.rate)} requests/s within the limits"
+            f"  {system.systems} existing of {system.device} serve {format_4_digits(system.rate)} requests/s "
+            "within the limits"
         )
     for part in tables(answer):
         _show(part)

@@ -41,21 +41,22 @@ def run(
             raise ConfigError("nothing is asked", "answers as flags or in a file; in a terminal they are asked for",
                               "`millrace size --help` has examples")  # fmt: skip
         answer_sets = [ask()]
-    questions = [SizingQuestion.from_answers(one) for one in answer_sets]
+    questions = [SizingQuestion.from_answers(question) for question in answer_sets]
     with progress(quiet=as_json) as tell:
         results = [
-            answer_question(one, local_roofline=partial(_local_roofline, ctx.obj), tell=tell) for one in questions
+            answer_question(question, local_roofline=partial(_local_roofline, ctx.obj), tell=tell)
+            for question in questions
         ]
     together = share_systems(results) if len(results) > 1 else None
     if as_json:
         print_json(
-            {"models": [answer_to_dict(one) for one in results], "together": asdict(together)}
+            {"models": [answer_to_dict(answer) for answer in results], "together": asdict(together)}
             if together
             else answer_to_dict(results[0])
         )
     else:
-        for one in results:
-            print_answer(one)
+        for answer in results:
+            print_answer(answer)
         if together:
             show_shared(together)
     if report is not None:

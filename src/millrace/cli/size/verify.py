@@ -99,8 +99,8 @@ def _show(result: Verified, settings: VerifySettings) -> None:
     within = "as they should be" if result.holds else "more than they should be"
     click.echo(f"  {len(result.judged)} figures: median error {result.median:.1%} (at most {MEDIAN:.0%}), 90 % within "
                f"{result.p90:.1%} ({P90:.0%}): {within}")  # fmt: skip
-    each = ", ".join(f"{_UNITS[name][1].partition(',')[0]} {error:.1%}" for name, error in result.medians.items())
-    click.echo(f"  median errors of each: {each}")
+    errors = ", ".join(f"{_UNITS[name][1].partition(',')[0]} {error:.1%}" for name, error in result.medians.items())
+    click.echo(f"  median errors of each: {errors}")
     click.echo("  Not judged: E2E, and TTFT above 0.8 of capacity, where it is that of a queue.")
 
 

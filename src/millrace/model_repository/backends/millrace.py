@@ -172,7 +172,7 @@ class _Answer:
             request.token_usage.add(generated=sum(len(delta.token_ids) for delta in deltas))
         for delta in deltas:
             self._text.append(delta.text)
-            self._logprobs += [one.logprob for one in delta.logprobs or ()]
+            self._logprobs += [token.logprob for token in delta.logprobs or ()]
         end = deltas[-1].finish_reason
         if end is not None:
             self.has_ended = True

@@ -128,7 +128,7 @@ def _names(port: Any) -> list[str]:
 
 def _tensor_signatures(ports: Sequence[Any], declared: Sequence[Any] = ()) -> list[TensorSignature]:
     """Return signatures under those tensor names that the configuration uses."""
-    declared_names = {one.name for one in declared}
+    declared_names = {tensor.name for tensor in declared}
     signatures = []
     for port in ports:
         names = _names(port)

@@ -249,7 +249,7 @@ def _load(file: Path) -> _Loaded:
 
 
 def _names(names: Sequence[Any]) -> list[str]:
-    wrong = next((one for one in names if not isinstance(one, str)), None)
+    wrong = next((name for name in names if not isinstance(name, str)), None)
     if wrong is not None:
         raise invalid(f"inputs and outputs of the exported program must be tensors, one is {wrong!r:.80}")
     return list(names)
@@ -308,12 +308,12 @@ def _places(
     config: ModelConfig, tensors: Sequence[ModelInput | ModelOutput], names: Sequence[str], side: str
 ) -> list[int]:
     """Return argument indices by Triton's rules: argument names, NAME__INDEX, or the configuration's order."""
-    if all(one.name in names for one in tensors):
-        return [names.index(one.name) for one in tensors]
-    indices = [_INDEXED.fullmatch(one.name) for one in tensors]
+    if all(tensor.name in names for tensor in tensors):
+        return [names.index(tensor.name) for tensor in tensors]
+    indices = [_INDEXED.fullmatch(tensor.name) for tensor in tensors]
     places = [int(match[1]) for match in indices if match]
     if len(places) < len(tensors):
-        odd = next(one.name for one, match in zip(tensors, indices, strict=True) if not match)
+        odd = next(tensor.name for tensor, match in zip(tensors, indices, strict=True) if not match)
         log.warning(
             "model '%s': %s '%s' is neither an argument of forward nor does it follow <name>__<index>: the order of "
             "the configuration is taken", config.name, side, odd,

@@ -117,12 +117,12 @@ def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield every key and value of all nested objects; not recursive, because the file controls the depth."""
     left = [value]
     while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            yield from one.items()
-            left.extend(one.values())
-        elif isinstance(one, list):
-            left.extend(one)
+        node = left.pop()
+        if isinstance(node, dict):
+            yield from node.items()
+            left.extend(node.values())
+        elif isinstance(node, list):
+            left.extend(node)
 
 
 def _is_size(text: Any) -> bool:

@@ -101,7 +101,7 @@ def _normalise(config: ModelConfig) -> ModelConfig:
         sequences = replace(sequences, max_sequence_idle_microseconds=idle, oldest=oldest)
         config = replace(config, sequence_batching=sequences)
     if steps := config.ensemble_scheduling:  # versions as clients see them, where 0 does not exist
-        versioned_steps = tuple(replace(one, model_version=one.model_version or -1) for one in steps.step)
+        versioned_steps = tuple(replace(step, model_version=step.model_version or -1) for step in steps.step)
         config = replace(config, ensemble_scheduling=replace(steps, step=versioned_steps))
     if config.platform == ENSEMBLE or config.ensemble_scheduling:
         return config

@@ -29,8 +29,8 @@ def _message(message: Any) -> dict[str, Any]:
 
 def _field(spec: FieldSpec, value: Any) -> Any:
     if spec.kind == "map":
-        return {str(key): _value(one) for key, one in value.items()}
-    return [_value(one) for one in value] if spec.repeated else _value(value)
+        return {str(key): _value(item) for key, item in value.items()}
+    return [_value(item) for item in value] if spec.repeated else _value(value)
 
 
 def _value(value: Any) -> Any:

@@ -25,12 +25,12 @@ def _fields(cls: type, values: Mapping[str, Any]) -> Iterator[str]:
         elif value is None:
             continue  # null means unset in protobuf's JSON
         elif spec is not None and spec.kind == "map" and isinstance(value, dict):
-            for key, one in value.items():
+            for key, item in value.items():
                 assert spec.key is not None
-                yield f"{name} {{ key: {_scalar(spec.key, key)} {_field('value', spec.value_type, one)} }}"
+                yield f"{name} {{ key: {_scalar(spec.key, key)} {_field('value', spec.value_type, item)} }}"
         else:
-            for one in value if isinstance(value, list) else [value]:
-                yield _field(name, spec, one)
+            for item in value if isinstance(value, list) else [value]:
+                yield _field(name, spec, item)
 
 
 def _field(name: str, spec: FieldSpec | None, value: Any) -> str:

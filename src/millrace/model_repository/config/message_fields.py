@@ -94,7 +94,7 @@ def specs(cls: type) -> Mapping[str, FieldSpec]:
 
 
 def _spec(name: str, hint: Any, metadata: Mapping[str, Any]) -> FieldSpec:
-    kind, repeated, of, key = "message", False, None, None
+    kind, repeated, element, key = "message", False, None, None
     if isinstance(hint, UnionType) or type(None) in get_args(hint):
         (hint,) = (a for a in get_args(hint) if a is not type(None))
     if get_origin(hint) is tuple:
@@ -105,20 +105,20 @@ def _spec(name: str, hint: Any, metadata: Mapping[str, Any]) -> FieldSpec:
         none = dict.fromkeys(("oneof", "called", "ignored", "refused"), "")
         of_key, of_value = get_args(hint)
         key = _spec("key", of_key, {"number": 1, **none})
-        of = _spec("value", of_value, {"number": 2, **none})
+        element = _spec("value", of_value, {"number": 2, **none})
     elif origin is Annotated:
         kind = get_args(hint)[1]
     elif hint in (str, bool):
         kind = "string" if hint is str else "bool"
     else:
-        kind, of = ("enum" if issubclass(hint, IntEnum) else "message"), hint
+        kind, element = ("enum" if issubclass(hint, IntEnum) else "message"), hint
     return FieldSpec(
         metadata["called"] or name,
         name,
         metadata["number"],
         kind,
         repeated,
-        of,
+        element,
         key,
         metadata["oneof"],
         metadata["ignored"],

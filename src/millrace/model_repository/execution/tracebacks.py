@@ -20,14 +20,14 @@ def without_frames(error: E) -> E:
     left: list[BaseException] = [error]
     seen_ids = set[int]()
     while left:
-        one = left.pop()
-        if id(one) in seen_ids:
+        chained = left.pop()
+        if id(chained) in seen_ids:
             continue
-        seen_ids.add(id(one))
-        one.__traceback__ = None
-        left += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
-        if isinstance(one, BaseExceptionGroup):
-            left += one.exceptions
+        seen_ids.add(id(chained))
+        chained.__traceback__ = None
+        left += [cause for cause in (chained.__cause__, chained.__context__) if cause is not None]
+        if isinstance(chained, BaseExceptionGroup):
+            left += chained.exceptions
     return error
 
 

@@ -62,7 +62,7 @@ def orphaned_ensembles(entries: ModelIndex, model_id: ModelId, read: ModelFolder
             except StatusError:  # a member is not served
                 continue
             ids = [ModelId(model.namespace, model.name) for model in members]
-            member_configs = [(of, model.config) for of, model in zip(ids, members, strict=True)]
+            member_configs = [(member_id, model.config) for member_id, model in zip(ids, members, strict=True)]
             steps = [new if step[0] == model_id else step for step in member_configs]
             broken = next(tensor_mismatches(other, ensemble.config, steps), None)
             if broken is not None:

@@ -64,7 +64,7 @@ def _switch(key: str, value: str) -> bool:
 def _quantiles(value: str) -> tuple[float, ...]:
     """Parse Triton's form 0.5:0.05,0.9:0.01; the second number, an error bound, is ignored."""
     try:
-        quantiles = tuple(float(one.partition(":")[0]) for one in value.split(","))
+        quantiles = tuple(float(pair.partition(":")[0]) for pair in value.split(","))
     except ValueError:
         quantiles = ()
     if not quantiles or not all(0 <= q <= 1 for q in quantiles):

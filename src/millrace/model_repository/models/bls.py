@@ -131,7 +131,7 @@ class BlsExecutor:
 
     def _check_load(self, caller: ModelId, name: str) -> None:
         """Check that loading a model does not need the caller itself. raises StatusError"""
-        paths = [[caller, one] for one in self._repository.named(name)]
+        paths = [[caller, model_id] for model_id in self._repository.named(name)]
         visited = set[ModelId]()
         while paths:
             path = paths.pop()
@@ -143,7 +143,9 @@ class BlsExecutor:
             if path[-1] not in visited:
                 visited.add(path[-1])
                 requested = (
-                    one for of_name in self._loads.get(path[-1], ()) for one in self._repository.named(of_name)
+                    model_id
+                    for requested_name in self._loads.get(path[-1], ())
+                    for model_id in self._repository.named(requested_name)
                 )
                 paths += [[*path, following] for following in {*requested, *self._repository.pending_members(path[-1])}]
 

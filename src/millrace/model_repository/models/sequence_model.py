@@ -56,9 +56,9 @@ class SequenceModel(BackendModel):
     def cancel(self, request: InferRequest) -> None:
         """Cancel a request and those waiting behind it: its sequence ends before it."""
         request.cancel()
-        for one in self._sequences.cancel(request, time.monotonic_ns()):
-            one.cancel()
-            self._on_response(one, None, one.cancelled_error(), True)
+        for cancelled in self._sequences.cancel(request, time.monotonic_ns()):
+            cancelled.cancel()
+            self._on_response(cancelled, None, cancelled.cancelled_error(), True)
         if not request.finished:
             for worker in self._workers:
                 worker.on_cancel(request)

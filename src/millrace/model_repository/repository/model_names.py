@@ -23,7 +23,7 @@ def resolve_step(model_id: ModelId, candidates: Collection[ModelId]) -> ModelId 
     """Resolve a step's model: in the ensemble's namespace, or the only one of that name; None if neither exists."""
     if model_id in candidates:
         return model_id
-    same_name = [one for one in candidates if one.name == model_id.name]
+    same_name = [candidate for candidate in candidates if candidate.name == model_id.name]
     return same_name[0] if len(same_name) == 1 else None
 
 

@@ -163,7 +163,7 @@ class BatchQueue:
         if level is None:
             level = self._levels[priority] = _Level(self._rules.levels.get(priority, self._rules.default))
             # Drop empty levels: clients may use any number of priorities.
-            self._levels = {p: one for p, one in sorted(self._levels.items()) if one is level or len(one)}
+            self._levels = {p: queue for p, queue in sorted(self._levels.items()) if queue is level or len(queue)}
         return level
 
     def take_expired(self, now_ns: int) -> list[InferRequest]:

@@ -297,7 +297,7 @@ class SequenceBatcher:
 
     def _direct(self, now_ns: int, instance: int) -> Batch | None:
         rules, slots = self._rules, self._slots[instance]
-        ready = {slot: one.waiting[0] for slot, one in sorted(slots.items()) if one.is_offered}
+        ready = {slot: sequence.waiting[0] for slot, sequence in sorted(slots.items()) if sequence.is_offered}
         if not ready:
             return None
         oldest_ns = min(request.queued_ns for request in ready.values())

@@ -39,7 +39,7 @@ def _state_of(text: str) -> str:
     """Return a valid tracestate unchanged, otherwise "", because OpenTelemetry would log each invalid one."""
     if len(text) > _MAX_STATE:
         return ""
-    members = [member for one in text.split(",") if (member := one.strip(" \t"))]
+    members = [member for part in text.split(",") if (member := part.strip(" \t"))]
     matches = [_MEMBER.fullmatch(member) for member in members]
     keys = {member[1] for member in matches if member is not None}
     return text if len(keys) == len(members) <= _MAX_MEMBERS else ""

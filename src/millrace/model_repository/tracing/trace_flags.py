@@ -156,9 +156,9 @@ def _refuse(setting: str, expected: str) -> None:
 
 def parse_level(levels: Sequence[str]) -> tuple[str, ...]:
     """Parse a setting. raises StatusError"""
-    for one in levels:
-        if one not in LEVELS:
-            raise invalid(f"Unsupported trace level: {one:.40}; expected: {', '.join(LEVELS)}")
+    for level in levels:
+        if level not in LEVELS:
+            raise invalid(f"Unsupported trace level: {level:.40}; expected: {', '.join(LEVELS)}")
     if "OFF" in levels and len(levels) > 1:
         raise invalid("Expect only one trace level 'OFF' is specified")
     return tuple(dict.fromkeys(levels)) or ("OFF",)

@@ -135,7 +135,7 @@ class Tracer:
         prefix, around = (call.prefix.lower(), call.named_times()) if call is not None else ("", [])
         if self.spans is None:
             entries = records(trace, request, model, version, done_ns, error, around)
-            lines = [msgspec.json.encode(one) for one in entries]
+            lines = [msgspec.json.encode(entry) for entry in entries]
             self._files.add(trace.sampler.file, trace.sampler.frequency, lines)
         elif trace.spans is not None:
             about = attributes(trace, request, model, version)

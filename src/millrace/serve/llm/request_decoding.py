@@ -314,9 +314,9 @@ class CacheFields(Protocol):
 def requests_receipt(request: SamplingFields, n_prompts: int = 1) -> bool:
     """Return whether a request asks for a receipt. raises RequestError if it cannot have one"""
     if request.receipt and (request.stream or n_prompts > 1):
-        message = "stream" if request.stream else f"{n_prompts} prompts"
+        responses = "stream" if request.stream else f"{n_prompts} prompts"
         raise RequestError(
-            f"a receipt is wanted of {message}",
+            f"a receipt is wanted of {responses}",
             "of one prompt, in a whole answer",
             "leave receipt out, or ask so",
             "receipt",

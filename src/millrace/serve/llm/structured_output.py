@@ -18,7 +18,7 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | Non
     """Return the constraint of a request; None if it has none. raises RequestError naming the field"""
     names = [name for name in FIELDS if getattr(request, name) is not None]
     formats = {name: _field_constraint(name, getattr(request, name)) for name in names}
-    constraining = [name for name, one in formats.items() if one is not None]
+    constraining = [name for name, value in formats.items() if value is not None]
     if len(constraining) > 1:
         first, second = constraining[:2]
         raise RequestError(

@@ -43,7 +43,7 @@ class TextFormatter(logging.Formatter):
         if not record.exc_info:
             return line
         trace = self.formatException(record.exc_info).split("\n")  # whose messages, too, come from outside
-        return "\n".join((line, *(f"  {escape(one)}" for one in trace)))
+        return "\n".join((line, *(f"  {escape(trace_line)}" for trace_line in trace)))
 
 
 def escape(text: str) -> str:
@@ -72,7 +72,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, LOG_ATTRIBUTE, None)
         if isinstance(entry, BatchedRequestLogs):
-            return "\n".join(json.dumps(self._head(record, at_s) | one.to_dict()) for at_s, one in entry.entries())
+            return "\n".join(json.dumps(self._head(record, at_s) | event.to_dict()) for at_s, event in entry.entries())
         line = self._head(record, record.created)
         line |= entry.to_dict() if isinstance(entry, RequestLog) else {"message": record.getMessage()}
         if record.exc_info:

@@ -106,7 +106,7 @@ def _visible_steps(loop: EngineLoop, call: RequestContext) -> tuple[StepRecord, 
     for step in steps:
         mine = np.isin(step.parts["request"], own)
         if mine.any():
-            ids = tuple(request_id for request_id, one in zip(step.request_ids, mine, strict=True) if one)
+            ids = tuple(request_id for request_id, is_mine in zip(step.request_ids, mine, strict=True) if is_mine)
             visible.append(step._replace(parts=step.parts[mine], request_ids=ids, waiting=0))
     return tuple(visible)
 

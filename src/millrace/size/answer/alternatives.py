@@ -96,14 +96,14 @@ def alternatives(case: Scenario, offers: Offers, costs: Costs) -> tuple[Alternat
     if len(names) > _MAX_SIMULATED and case.question.search.simulate:
         roughly = replace(case.limits, statistic="mean")  # a closed form knows no p95
         guessed = [_alternative(case, offers, costs, name, roughly) for name in names]
-        rest = {one.device: one for one in sorted(guessed, key=attrgetter("order"))}
+        rest = {alternative.device: alternative for alternative in sorted(guessed, key=attrgetter("order"))}
         names = list(rest)
     with case.replicas.search.part(_MAIN):
         by_device = _plan_each_device(case, offers, costs, names, _MAX_SIMULATED if rest else len(names))
     refused = (Alternative(name, offers, None, None, why) for name, why in offers.refused.items())
     return (
         *sorted(by_device.values(), key=attrgetter("order")),
-        *(one for name, one in rest.items() if name not in by_device),
+        *(alternative for name, alternative in rest.items() if name not in by_device),
         *refused,
     )
 
@@ -118,7 +118,7 @@ def _plan_each_device(
     by_device: dict[str, Alternative] = {}
     search, cut = case.replicas.search, list[str]()
     for i, name in enumerate(names):
-        n_plans = sum(one.plan is not None for one in by_device.values())
+        n_plans = sum(alternative.plan is not None for alternative in by_device.values())
         if n_plans >= limit:
             break
         before = search.left

@@ -215,11 +215,11 @@ def _consequences(case: Scenario, best: SizingPlan) -> Consequences:
     existing = case.existing if case.load is not None else case.existing[1:]
     rate = (best.systems - h.spare if best.systems else 0) * h.utilisation * best.point.rate_of_system
     rate += sum(there.rate(case.limits, h.utilisation) for there in existing)
-    each, tokens = USER_REQUESTS, case.work.n_input + case.work.n_output
+    per_user, tokens = USER_REQUESTS, case.work.n_input + case.work.n_output
     if load.requests_each is not None and load.calls is None:
-        each = load.requests_each
+        per_user = load.requests_each
     if case.load is not None and (average := case.load.average) is not None:
         a_day = rate * average / case.load.peak * DAY_S  # days with the same curve, peaks and nights included
-        return Consequences(rate, a_day, a_day * tokens, a_day / each, None, each)
+        return Consequences(rate, a_day, a_day * tokens, a_day / per_user, None, per_user)
     hours, a_day = load.hours or _PEOPLE_HOURS, rate * DAY_S
-    return Consequences(rate, a_day, a_day * tokens, supported_users(rate, hours, each), hours, each)
+    return Consequences(rate, a_day, a_day * tokens, supported_users(rate, hours, per_user), hours, per_user)

@@ -77,14 +77,14 @@ class Scenario:
     def simulate_existing(self) -> "Scenario":
         """Return the scenario with simulated existing systems; those that do not meet the limits lose their points."""
         existing = []
-        for i, one in enumerate(self.existing):
+        for i, system in enumerate(self.existing):
             try:
                 with self.replicas.search.part(1 / (len(self.existing) - i + 1)):
-                    existing.append(replace(one, offers=self.simulate(one.offers)))
+                    existing.append(replace(system, offers=self.simulate(system.offers)))
             except ConfigError:
                 if self.replicas.search.over:
                     raise
-                existing.append(replace(one, offers=replace(one.offers, points=())))
+                existing.append(replace(system, offers=replace(system.offers, points=())))
         return replace(self, existing=tuple(existing))
 
     def plan(self, candidates: Offers, limits: Limits | None = None, times: float = 1.0) -> SizingPlan:
@@ -93,12 +93,13 @@ class Scenario:
         basis = candidates.basis
         fleet = Fleet(h.utilisation, h.spare)
         if self.load is None:
-            one = planned(1.0, candidates.points, limits, fleet, basis).point  # the best one, whatever the rate
-            n = whole_systems(self.existing[0].systems - h.spare, one)
+            best = planned(1.0, candidates.points, limits, fleet, basis).point  # the best one, whatever the rate
+            n = whole_systems(self.existing[0].systems - h.spare, best)
             if not n:
-                raise ConfigError(f"an instance ({one.configuration}) takes {one.systems} systems", "as many, or more",
+                raise ConfigError(f"an instance ({best.configuration}) takes {best.systems} systems",
+                                  "as many, or more",
                                   "say more --systems, or fewer stages (--pp)")  # fmt: skip
-            rate = n * h.utilisation * one.rate_of_system
+            rate = n * h.utilisation * best.rate_of_system
             return planned(rate * (1 - 1e-12), candidates.points, limits, fleet, basis)
         rest = self.load.peak * times - sum(there.rate(limits, h.utilisation) for there in self.existing)
         if rest > 0:

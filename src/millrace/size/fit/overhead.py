@@ -159,9 +159,9 @@ class LeaveOneOutResult:
 
 
 def summarize_errors(label: str, replays: Sequence[Replayed]) -> LeaveOneOutResult:
-    ttft = [e for one in replays if (e := one.ttft_error) is not None]
-    itl = [e for one in replays if (e := one.itl_error) is not None]
-    return LeaveOneOutResult(label, residual([one.rate_error for one in replays]), residual(ttft), residual(itl))
+    ttft = [e for replay in replays if (e := replay.ttft_error) is not None]
+    itl = [e for replay in replays if (e := replay.itl_error) is not None]
+    return LeaveOneOutResult(label, residual([replay.rate_error for replay in replays]), residual(ttft), residual(itl))
 
 
 def leave_one_out(

@@ -69,9 +69,9 @@ def read_steps(text: str, model: str = "") -> MeasuredSteps:
     except (msgspec.DecodeError, RecursionError) as error:
         raise MachineError(f"{PATH} of the server: {sanitize(str(error))}", "millrace serve of this release",
                            "ask a server of this release") from None  # fmt: skip
-    named = [one for one in models if model in ("", one.model)]
+    named = [served for served in models if model in ("", served.model)]
     if len(named) != 1:
-        raise ConfigError(f"the server has {', '.join(one.model for one in models)[:200] or 'no language model'}",
+        raise ConfigError(f"the server has {', '.join(served.model for served in models)[:200] or 'no language model'}",
                           "one language model, or its name", "name it with --model")  # fmt: skip
     return named[0]
 
@@ -104,8 +104,8 @@ def errors(cost: StepCost, steps: Sequence[StepRow]) -> Floats:
 def spread(cost: StepCost, steps: Sequence[StepRow]) -> tuple[float, ...]:
     """Return equally likely factors of step times relative to their median, in rising order."""
     ratios = np.sort(_ratios(cost, steps))
-    each = [float(part.mean()) for part in np.array_split(ratios / np.median(ratios), _SPREAD)]
-    return tuple(each)
+    means = [float(part.mean()) for part in np.array_split(ratios / np.median(ratios), _SPREAD)]
+    return tuple(means)
 
 
 def pace(cost: StepCost, steps: Sequence[StepRow]) -> float:
@@ -134,8 +134,8 @@ def _solve(columns: Floats, took: Floats, knots: Sequence[int]) -> Floats:
     weigh[[0, -2, -1]] = 0.0
     belief, weights, x = np.diag(weigh), np.ones(len(took)), np.array(guess)
     for _ in range(_ROUNDS):
-        each = np.sqrt(weights) / took
-        x = least_squares(np.vstack([columns * each[:, None], belief]), np.concatenate([took * each, weigh * guess]))
+        scale = np.sqrt(weights) / took
+        x = least_squares(np.vstack([columns * scale[:, None], belief]), np.concatenate([took * scale, weigh * guess]))
         weights = _GOOD / np.maximum(np.abs(columns @ x / took - 1), _GOOD)
     solution: Floats = x
     return solution

@@ -178,7 +178,7 @@ class Times:
 
     def runs(self, arrivals: Sequence[Arrival], n: int = _SIMULATED) -> list[SimulationResult]:
         """Simulate the same requests n times with different step-time noise."""
-        n_input = round(float(np.mean([one.n_input for one in arrivals])))
+        n_input = round(float(np.mean([arrival.n_input for arrival in arrivals])))
         return [self.own.simulation(n_input, seed).run(arrivals) for seed in range(n)]
 
 
@@ -263,7 +263,7 @@ def _capacity(own: MeasuredStepTimes, settings: VerifySettings) -> float:
     n = places * _ROUNDS
     requests = own.simulation(settings.isl).run([Arrival(0, settings.isl, settings.osl)] * n, places).requests
     counted = requests[places : n - places]
-    return places / float(np.mean([one.e2e_s for one in counted]))
+    return places / float(np.mean([request.e2e_s for request in counted]))
 
 
 def _in_order(records: Iterable[TurnRecord]) -> list[TurnRecord]:

@@ -39,7 +39,7 @@ class Gaps:
 def arrival(lengths: Lengths, at_s: float, blocks: tuple[int, ...] = ()) -> Arrival:
     """Create a request with all its calls. blocks: ids of the first call's prompt"""
     first, *rest = lengths.calls
-    return Arrival(at_s, first.n_input, first.n_output, blocks, tuple((one.n_input, one.n_output) for one in rest))
+    return Arrival(at_s, first.n_input, first.n_output, blocks, tuple((call.n_input, call.n_output) for call in rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class Traffic:
         """Return the first requests of the trace, with times scaled to the rate."""
         speed = rate * recorded.span_s / len(recorded)
         requests, left_out = arrivals(recorded, Replay(context, 1.0, _tick_s(recorded)))
-        tokens = np.cumsum([one.n_input for one in requests])
+        tokens = np.cumsum([request.n_input for request in requests])
         some = requests[: max(1, min(n, int(np.searchsorted(tokens, _MAX_TOKENS, side="right"))))]
-        return ArrivalStream([replace(one, at_s=one.at_s / speed) for one in some], left_out)
+        return ArrivalStream([replace(request, at_s=request.at_s / speed) for request in some], left_out)
 
 
 def make_traffic(question: SizingQuestion, recorded: Recording | None) -> Traffic:

@@ -119,19 +119,19 @@ def _average(settings: DemandSettings, trace: Recording | None) -> tuple[float, 
     if settings.average is not None:
         return settings.average, (f"average: {exact(settings.average)} requests/s, as said",)
     if settings.users is not None:
-        each = settings.requests_each or USER_REQUESTS
-        rate = per_second(settings.users * each, "day")
+        per_user = settings.requests_each or USER_REQUESTS
+        rate = per_second(settings.users * per_user, "day")
         return rate, (
-            f"{pluralize(settings.users, 'user')} with {pluralize(each, 'request')} a day are "
+            f"{pluralize(settings.users, 'user')} with {pluralize(per_user, 'request')} a day are "
             f"{format_4_digits(rate)} requests/s on average"
             + ("" if settings.hours or settings.daily else ", through all 24 hours"),
         )
     if settings.calls is not None:
         n, period = parse_calls(settings.calls)
-        each = settings.requests_each or 1.0
-        rate = per_second(n * each, period)
+        per_user = settings.requests_each or 1.0
+        rate = per_second(n * per_user, period)
         return rate, (
-            f"{pluralize(n, 'call')} a {period} of {pluralize(each, 'request')} are "
+            f"{pluralize(n, 'call')} a {period} of {pluralize(per_user, 'request')} are "
             f"{format_4_digits(rate)} requests/s on average",
         )
     assert trace is not None

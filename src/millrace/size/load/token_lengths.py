@@ -93,7 +93,7 @@ class Lengths:
     @property
     def total_tokens(self) -> int:
         """Return input plus output tokens of the longest call."""
-        return max(self.n_input + self.n_output, *(one.total_tokens for one in self.before), 0)
+        return max(self.n_input + self.n_output, *(call.total_tokens for call in self.before), 0)
 
 
 def parse_length(text: str, name: str, words_a_token: float) -> tuple[float, str]:

@@ -130,9 +130,14 @@ def purchase_costs(fleet: FleetNeed, prices: Prices) -> Bought | None:
     if price is None or fleet.system != SYSTEM:  # prices are of systems of 8
         return None
     power = watts(fleet.device, prices) / 1e3 * HOURS_YEAR * prices.kwh * prices.pue
-    one = Bought(price / prices.years, prices.hosting, prices.licence * SYSTEM, power, 0.0, 0.0)
+    bought = Bought(price / prices.years, prices.hosting, prices.licence * SYSTEM, power, 0.0, 0.0)
     return Bought(
-        one.purchase, one.hosting, one.licence, one.power, one.system * fleet.systems, one.system * fleet.fractional
+        bought.purchase,
+        bought.hosting,
+        bought.licence,
+        bought.power,
+        bought.system * fleet.systems,
+        bought.system * fleet.fractional,
     )
 
 

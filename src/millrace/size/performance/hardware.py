@@ -56,7 +56,7 @@ def named_hardware(name: str, system_size: int = SYSTEM) -> Hardware:
                           "--systems 1 beside them, to know what one serves")  # fmt: skip
     if "," in name:
         raise ConfigError(f'hardware is "{sanitize(name)}"', "one name each",
-                          " ".join(f'--hardware "{one.strip()}"' for one in sanitize(name).split(",")))  # fmt: skip
+                          " ".join(f'--hardware "{part.strip()}"' for part in sanitize(name).split(",")))  # fmt: skip
     if _HERE.search(name):
         raise ConfigError(f'no device is known as "{sanitize(name)}"', f"a GPU of the catalogue, or {THIS}",
                           f"--hardware {THIS}, on that machine: processors are measured")  # fmt: skip

@@ -58,7 +58,7 @@ class Offers:
 
     def hardware_for(self, device: str) -> Hardware | None:
         """Return the hardware of a device; None if it is not in the catalogue."""
-        return next((one for one in self.hardware if one.device.name == device), None)
+        return next((hardware for hardware in self.hardware if hardware.device.name == device), None)
 
     @property
     def basis(self) -> EvidenceBasis | None:
@@ -96,23 +96,23 @@ def offers(
         if len(names) > 1:
             raise ConfigError(f'--hardware {ALL} beside {" and ".join(n for n in names if n.casefold() != ALL)}',
                               "one of both", "leave one out")  # fmt: skip
-        names = tuple(one.name for one in DEVICES if "fp16" in one.peaks)  # excludes CPUs
+        names = tuple(entry.name for entry in DEVICES if "fp16" in entry.peaks)  # excludes CPUs
     named = [find_hardware(name, settings.system_size, local_roofline) for name in names]
-    hardware = tuple({one.device.name: one for one in named}.values())
+    hardware = tuple({entry.device.name: entry for entry in named}.values())
     own = None if settings.stack is None else read_stack(Path(settings.stack))
-    if own is not None and own.device not in [one.device.name for one in hardware]:
-        raise ConfigError(f"{settings.stack} is of {own.device}", " or ".join(one.device.name for one in hardware),
+    if own is not None and own.device not in [entry.device.name for entry in hardware]:
+        raise ConfigError(f"{settings.stack} is of {own.device}", " or ".join(entry.device.name for entry in hardware),
                           f"name that hardware, or fit a stack of it: --hardware {own.device!r}")  # fmt: skip
     if own is not None and settings.precision and own.precision not in settings.precision:
         raise ConfigError(f"{settings.stack} is of {own.precision}", " or ".join(settings.precision),
                           f"choose that precision: --precision {own.precision}")  # fmt: skip
     points: list[OperatingPoint] = []
     refused: dict[str, ConfigError] = {}
-    for one in hardware:
+    for entry in hardware:
         try:
-            points += _computed_points(shape, one, settings, work, own)
+            points += _computed_points(shape, entry, settings, work, own)
         except ConfigError as error:
-            refused[one.device.name] = error
+            refused[entry.device.name] = error
     if not points:
         raise next(iter(refused.values()))
     return Offers(tuple(points), shape, hardware, own=own, refused={} if is_all else refused)

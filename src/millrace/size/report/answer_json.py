@@ -29,7 +29,7 @@ def headline(answer: SizingAnswer) -> str:
     if answer.demand is None:
         rate = answer.consequences.rate
         low, high = (format_4_digits(rate * (1 + error)) for error in (-plan.error, plan.error))
-        there = [(one.systems, one.device) for one in answer.existing] or [(plan.systems, plan.point.device)]
+        there = [(system.systems, system.device) for system in answer.existing] or [(plan.systems, plan.point.device)]
         named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
         serve = "serves" if [n for n, _ in there] == [1] else "serve"
         return f"{named} {serve} {format_4_digits(rate)} requests/s ({low} to {high}) of {model}"

@@ -10,20 +10,20 @@ from millrace.size.report.table import TextTable, system_count
 
 def device_table(alternatives: Sequence[Alternative]) -> TextTable:
     rows = []
-    for one in alternatives:
-        cost = one.money.cheapest if one.money else None
-        if one.plan is None:
-            rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-", "-"])
+    for row in alternatives:
+        cost = row.money.cheapest if row.money else None
+        if row.plan is None:
+            rows.append([row.device, "-", "-", row.why_not.what if row.why_not else "", "-", "-"])
         else:
             rows.append(
                 [
-                    one.device, system_count(one.plan.fractional), str(one.plan.systems), one.plan.point.configuration,
-                    "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source),
+                    row.device, system_count(row.plan.fractional), str(row.plan.systems), row.plan.point.configuration,
+                    "-" if cost is None else f"{cost:,.0f}", str(row.plan.point.source),
                 ]
             )  # fmt: skip
-    currency = next((one.money.currency for one in alternatives if one.money), "")
+    currency = next((row.money.currency for row in alternatives if row.money), "")
     header = ("", "by the figures", "systems", "configuration", f"{currency} a year", "figures")
-    unknown = [one.device for one in alternatives if one.plan and one.money and one.money.cheapest is None]
+    unknown = [row.device for row in alternatives if row.plan and row.money and row.money.cheapest is None]
     notes = [f"no price of {', '.join(unknown)} is known: give yours with --prices FILE"] if unknown else []
     return TextTable(
         "devices", "On each hardware, the cheapest first where prices are known", rows, header, notes=notes

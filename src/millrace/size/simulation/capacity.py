@@ -49,8 +49,8 @@ class Replica:
 
     @property
     def name(self) -> str:
-        one = self.serving
-        return f"{one.precision} {named_parallel(one.tp, one.pp)} on {one.device}"
+        serving = self.serving
+        return f"{serving.precision} {named_parallel(serving.tp, serving.pp)} on {serving.device}"
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> SimulationResult:
         return self._simulation().run(arrivals, closed)
@@ -65,7 +65,7 @@ class Replica:
         n = concurrency * _ROUNDS
         result = self.run([arrival(self.lengths, 0)] * n, concurrency)
         counted = result.requests[concurrency : n - concurrency]
-        rate = concurrency / float(np.mean([one.e2e_s for one in counted]))
+        rate = concurrency / float(np.mean([request.e2e_s for request in counted]))
         return self._point(counted, n, rate, concurrency, result, f"{concurrency} always in flight")
 
     @property
@@ -93,7 +93,7 @@ class Replica:
         times = self._gaps.times(rate, n, seed)
         result = self.run(arrival(self.lengths, float(t)) for t in times)
         counted = result.requests[int(n * _TRANSIENT) :]
-        concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
+        concurrency = rate * float(np.mean([request.e2e_s for request in counted]))
         return self._point(counted, n, rate, concurrency, result, str(self._gaps))
 
     def behind(self, traffic: Traffic, instances: int, rate: float, seed: int = 0) -> OperatingPoint | None:
@@ -116,10 +116,10 @@ class Replica:
             if span_s <= 0:
                 return None  # a few requests at the same instant
             rate = (len(counted) - 1) / span_s / many
-        concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
+        concurrency = rate * float(np.mean([request.e2e_s for request in counted]))
         how = f"{_arrivals_text(traffic, coming)} at {many} instances behind a router ({traffic.routing})"
         if traffic.is_cached:
-            tokens = sum(one.n_input for one in coming.arrivals)
+            tokens = sum(request.n_input for request in coming.arrivals)
             how += f", {result.prefix_hits / tokens:.0%} of prompts' tokens were in a cache"
         return self._point(counted, n, rate, concurrency, result, how)
 
@@ -252,13 +252,13 @@ class Replica:
         def waits_by(statistic: Callable[[Floats], float]) -> Waits:
             return Waits(*(statistic(values) for values in waits.values()))
 
-        one = self.serving
+        serving = self.serving
         return OperatingPoint(
-            model=one.model,
-            device=one.device,
-            precision=one.precision,
-            tp=one.tp,
-            pp=one.pp,
+            model=serving.model,
+            device=serving.device,
+            precision=serving.precision,
+            tp=serving.tp,
+            pp=serving.pp,
             input_tokens=self._usual[0],
             output_tokens=self._usual[1],
             concurrency=concurrency,
@@ -274,7 +274,7 @@ class Replica:
                 len(counted),
                 n - len(counted),
                 result.preemptions,
-                f"{description}; {one.scheduler}",
+                f"{description}; {serving.scheduler}",
             ),
         )
 
@@ -298,7 +298,7 @@ def _cut(point: OperatingPoint | None) -> OperatingPoint:
 
 
 def _values(requests: Sequence[RequestOutcome], name: str) -> Floats:
-    values: Floats = np.array([getattr(one, name) for one in requests])
+    values: Floats = np.array([getattr(request, name) for request in requests])
     finite: Floats = values[~np.isnan(values)]  # answers of one token have no ITL
     return finite if len(finite) else np.zeros(1)
 

@@ -47,7 +47,7 @@ def simulate(simulations: Sequence[Simulation], arrivals: Iterable[Arrival], rou
     """Route arrivals, which are in time order, and return the result of each replica. raises ConfigError"""
     if not 0 < len(simulations) <= _MAX_REPLICAS:
         raise ConfigError(f"{len(simulations)} replicas", f"1 to {_MAX_REPLICAS}", "correct it")
-    servers = [Routed(one) for one in simulations]
+    servers = [Routed(simulation) for simulation in simulations]
     for arrival in simulations[0].check(arrivals):
         for server in servers:
             server.advance(arrival.at_s)
@@ -59,11 +59,13 @@ def simulate(simulations: Sequence[Simulation], arrivals: Iterable[Arrival], rou
 
 def merge_routed(results: Sequence[SimulationResult]) -> SimulationResult:
     """Merge the results of all replicas."""
-    requests = sorted((one for each in results for one in each.requests), key=lambda one: one.arrival.came_s)
+    requests = sorted(
+        (request for result in results for request in result.requests), key=lambda request: request.arrival.came_s
+    )
     return SimulationResult(
-        tuple(requests), max(each.seconds for each in results), sum(each.steps for each in results),
-        sum(each.preemptions for each in results), sum(each.prefix_hits for each in results),
-        sum(each.in_system_s for each in results),
+        tuple(requests), max(result.seconds for result in results), sum(result.steps for result in results),
+        sum(result.preemptions for result in results), sum(result.prefix_hits for result in results),
+        sum(result.in_system_s for result in results),
     )  # fmt: skip
 
 

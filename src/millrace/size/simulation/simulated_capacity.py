@@ -62,16 +62,17 @@ def add_simulated(
     ]
     search, owner = replicas.search, (offers.names[0], lengths, limits)
     search.forget(owner)
-    cut = _seek(sorted(bounded, key=lambda one: -one.bound), tried, search, closed)
-    for one in cut:
-        search.cut(one.replica.name, owner)
+    cut = _seek(sorted(bounded, key=lambda candidate: -candidate.bound), tried, search, closed)
+    for candidate in cut:
+        search.cut(candidate.replica.name, owner)
     points: list[OperatingPoint] = []
     other_rates: list[OperatingPoint] = []  # other rates of the same configurations, for plots
-    for one in bounded:
-        if one.point is not None:
-            points.append(replace(scale_times(one.point, settings.factor), system=offers.points[0].system))
+    for candidate in bounded:
+        if candidate.point is not None:
+            points.append(replace(scale_times(candidate.point, settings.factor), system=offers.points[0].system))
             other_rates += [
-                replace(scale_times(p, settings.factor), system=offers.points[0].system) for p in one.replica.tried
+                replace(scale_times(p, settings.factor), system=offers.points[0].system)
+                for p in candidate.replica.tried
             ]
     if not points:
         try:
@@ -111,21 +112,25 @@ def _seek(
     left = list(searches)
     while left:
         cut: list[_CapacitySearch] = []
-        for i, one in enumerate(left):
+        for i, candidate in enumerate(left):
             most = max(other.best_rate for other in searches)
-            if one.bound <= most:
+            if candidate.bound <= most:
                 continue
-            search.begin(one.replica.name)
-            above = 0.0 if one.point is not None else most * one.devices
+            search.begin(candidate.replica.name)
+            above = 0.0 if candidate.point is not None else most * candidate.devices
             try:
                 with search.part(1 / (len(left) - i)):
-                    point = one.replica.best_closed_within(limits) if closed else one.replica.best_within(limits, above)
+                    point = (
+                        candidate.replica.best_closed_within(limits)
+                        if closed
+                        else candidate.replica.best_within(limits, above)
+                    )
             except SearchTimeoutError:
-                cut.append(one)
+                cut.append(candidate)
                 continue
-            one.point = point
+            candidate.point = point
             if point is not None and point.sampled is not None and point.sampled.cut:
-                cut.append(one)
+                cut.append(candidate)
         left = cut
         if not search.has_time:
             break

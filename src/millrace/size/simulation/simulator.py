@@ -40,7 +40,9 @@ class SimulationResult:
 
     def values(self, measure: str, after_s: float = 0.0) -> Floats:
         """Return "ttft_s", "itl_s" or "e2e_s" of the requests that arrived after `after_s`."""
-        values: Floats = np.array([getattr(one, measure) for one in self.requests if one.arrival.came_s >= after_s])
+        values: Floats = np.array(
+            [getattr(request, measure) for request in self.requests if request.arrival.came_s >= after_s]
+        )
         finite: Floats = values[~np.isnan(values)]
         return finite
 
@@ -96,19 +98,19 @@ class Simulation:
     def check(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
         """Yield the arrivals. raises ConfigError if one does not fit the context, or times are out of order"""
         most, before_s = self.limits.context_tokens, 0.0
-        for i, one in enumerate(arrivals):
-            for n_input, n_output in ((one.n_input, one.n_output), *one.then):
+        for i, arrival in enumerate(arrivals):
+            for n_input, n_output in ((arrival.n_input, arrival.n_output), *arrival.then):
                 if n_input < 1 or n_output < 1 or n_input + n_output > most:
                     raise ConfigError(
                         f"request {i} has {n_input} tokens in and {n_output} out", f"1 each, {most} together",
                         "leave it out, or plan for a longer context",
                     )  # fmt: skip
-            if not before_s <= one.at_s < float("inf"):
+            if not before_s <= arrival.at_s < float("inf"):
                 raise ConfigError(
-                    f"request {i} comes at {one.at_s:g} s, after one at {before_s:g}", "times in order", "sort"
+                    f"request {i} comes at {arrival.at_s:g} s, after one at {before_s:g}", "times in order", "sort"
                 )
-            before_s = one.at_s
-            yield one
+            before_s = arrival.at_s
+            yield arrival
 
 
 class SimulatedServer:
@@ -150,9 +152,9 @@ class SimulatedServer:
         self._tick()
         now_s, n = self.clock.now_s, self.in_flight
         while self._behind and self._behind[0][0] <= now_s:
-            one = self._behind.popleft()[1]
+            call = self._behind.popleft()[1]
             self._n_submitted += 1
-            self._loop.submit(_prompt(one.arrival, self._n_submitted), one)
+            self._loop.submit(_prompt(call.arrival, self._n_submitted), call)
         next_s = min(until_s, self._behind[0][0] if self._behind else math.inf)
         if not self._loop.step(next_s):
             if next_s == math.inf:
@@ -167,14 +169,17 @@ class SimulatedServer:
     def _go_on(self) -> None:
         """Submit the next calls of requests whose previous call has ended."""
         self._looked_at = self._loop.ended
-        ended = [one for one in self._in_a_row if not math.isnan(one.last_s)]
-        self._in_a_row = [one for one in self._in_a_row if math.isnan(one.last_s)]
-        for one in ended:
-            self.admit(one.arrival.following(one.last_s))
+        ended = [outcome for outcome in self._in_a_row if not math.isnan(outcome.last_s)]
+        self._in_a_row = [outcome for outcome in self._in_a_row if math.isnan(outcome.last_s)]
+        for outcome in ended:
+            self.admit(outcome.arrival.following(outcome.last_s))
 
     def result(self) -> SimulationResult:
         loop = self._loop
-        answers = sorted((one for one in self.outcomes if not one.arrival.then), key=lambda one: one.arrival.came_s)
+        answers = sorted(
+            (outcome for outcome in self.outcomes if not outcome.arrival.then),
+            key=lambda outcome: outcome.arrival.came_s,
+        )
         return SimulationResult(
             tuple(answers), self.clock.now_s, loop.steps, loop.preemptions, loop.prefix_hits, self._in_system_s
         )

@@ -152,7 +152,7 @@ class Frames:
             for number, n_bytes in header.pop("segments"):
                 self._mapped.add(number, self._files.popleft(), n_bytes)
             descriptions = header.pop("tensors")
-            tensors = [self._tensor(one, tail) for one in descriptions]
+            tensors = [self._tensor(description, tail) for description in descriptions]
             for number in header.pop("gone", ()):
                 self._mapped.remove(number)
             if "free" in header:

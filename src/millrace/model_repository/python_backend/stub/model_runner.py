@@ -99,8 +99,8 @@ class PythonModelRunner:
         except BaseException as error:  # sys.exit, too
             failed = self._failed(error)
             self._log_undelivered(model_requests, failed)
-            for one in model_requests:
-                one.mark_answered()
+            for model_request in model_requests:
+                model_request.mark_answered()
             raise PythonModelError(failed) from error
         finally:
             EXECUTION.reset(token)
@@ -113,7 +113,11 @@ class PythonModelRunner:
 
     def _log_undelivered(self, model_requests: Sequence[InferenceRequest], failed: str) -> None:
         """Log an exception after the final response, which the client can no longer receive."""
-        unheard = [one.request_id() or "<id_unknown>" for one in model_requests if one.is_answered]
+        unheard = [
+            model_request.request_id() or "<id_unknown>"
+            for model_request in model_requests
+            if model_request.is_answered
+        ]
         if unheard:
             message = f"model '{self._description.name}' failed after its final response to request"
             self._host.log(f"{message} {', '.join(unheard[:_MAX_LISTED])}: {failed}", _ERROR)
@@ -121,7 +125,7 @@ class PythonModelRunner:
     def _run_async(self, work: Coroutine[Any, Any, Any], model_requests: Sequence[InferenceRequest]) -> None:
         """Run an async `execute` of a decoupled model in the event loop, with any number of requests at a time."""
         loop = self._running_loop()
-        requests = [one._incoming for one in model_requests if one._incoming is not None]
+        requests = [model_request._incoming for model_request in model_requests if model_request._incoming is not None]
 
         async def run() -> None:
             EXECUTION.set(Execution(self._host, requests))
@@ -130,10 +134,10 @@ class PythonModelRunner:
             except BaseException as error:  # noqa: BLE001  as in `execute`: sys.exit, too, is the answer
                 failed = ModelResponse(error=TritonError(self._failed(error)))
                 self._log_undelivered(model_requests, self._failed(error))
-                if not any(one.is_answered for one in model_requests):  # Triton logs it, too
+                if not any(model_request.is_answered for model_request in model_requests):  # Triton logs it, too
                     self._host.log(f"model '{self._description.name}' failed: {self._failed(error)}", _ERROR)
-                for one, request in zip(model_requests, requests, strict=True):
-                    one.mark_answered()
+                for model_request, request in zip(model_requests, requests, strict=True):
+                    model_request.mark_answered()
                     request.send(failed, True)
 
         asyncio.run_coroutine_threadsafe(run(), loop)
@@ -168,11 +172,13 @@ class PythonModelRunner:
         if self._description.is_decoupled:
             if answers is not None:
                 raise ReturnedError(_ONLY_NONE.format(self._host.name))
-            for one in model_requests:
-                if one.is_rescheduled:
-                    one.reschedule()
+            for model_request in model_requests:
+                if model_request.is_rescheduled:
+                    model_request.reschedule()
             return
-        if answers is None and all(one.has_sender or one.is_rescheduled for one in model_requests):
+        if answers is None and all(
+            model_request.has_sender or model_request.is_rescheduled for model_request in model_requests
+        ):
             answers = [None] * len(model_requests)
         if not isinstance(answers, list | tuple):
             raise ReturnedError(f"Expected a list in the execute return, found type '{type(answers).__name__}'.")
@@ -181,22 +187,22 @@ class PythonModelRunner:
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(answers)}"
             )
-        for one, answer in zip(model_requests, answers, strict=True):
-            if one.is_rescheduled and answer is not None:
+        for model_request, answer in zip(model_requests, answers, strict=True):
+            if model_request.is_rescheduled and answer is not None:
                 raise ReturnedError(
                     "Expected a None object in the execute function return list for reschduled request, found type "
                     f"'{type(answer).__name__}'."
                 )
-        for request, one, answer in zip(requests, model_requests, answers, strict=True):
-            if one.is_rescheduled:
-                one.reschedule()
+        for request, model_request, answer in zip(requests, model_requests, answers, strict=True):
+            if model_request.is_rescheduled:
+                model_request.reschedule()
             elif isinstance(answer, InferenceResponse):
-                if one.is_answered:
-                    self._log_undelivered([one], "it returned a second response, which no client gets")
+                if model_request.is_answered:
+                    self._log_undelivered([model_request], "it returned a second response, which no client gets")
                 else:
                     deliver(request, answer, True)
-                one.mark_answered()
-            elif answer is not None or not one.has_sender:
+                model_request.mark_answered()
+            elif answer is not None or not model_request.has_sender:
                 raise ReturnedError(
                     f"Expected an 'InferenceResponse' object in the execute function return list, found type "
                     f"'{type(answer).__name__}'."
