@@ -80,9 +80,8 @@ def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVE
     A unit is DEPTH inputs that share a scale. A warp has UNITS adjacent units at a time for all columns, and each
     thread loads words of w where tensor cores need them: this permutes the inputs of a row, and x is permuted alike. So
     nothing passes through shared memory before the end, where warps are summed.
-    An INT4 code is the last bits of 16 + code; 16 and the zero point are subtracted by the initial value of the sum:
-    -(16 + zero) times the sum of a unit's x, once for all columns. Any bits are valid codes, so no masks are needed.
-    The same holds for int8.
+    An INT4 code is the last bits of 16 + code; the sum starts at -(16 + zero) times the sum of a unit's x, once for all
+    columns, which subtracts 16 and the zero point. Any bits are valid codes, so no masks are needed. int8 is similar.
 
     HALVES: a word has eight codes, otherwise four | groups: scales per row of w, each of GROUP inputs; 0: a single one
     EVEN: all units are complete | PREFETCH: load the next units' words before multiplying the current ones
