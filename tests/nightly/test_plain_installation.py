@@ -158,11 +158,21 @@ class Prepared:
         return [re.sub(r"^http://127\.0\.0\.1:(8000|\$\w+)$", self.url, word) for word in found]
 
 
+def _build_network_of_page(folder: Path) -> None:
+    """Run small_cnn.py as docs/extending/network.md has it, which needs PyTorch."""
+    page = (ROOT / "docs" / "extending" / "network.md").read_text()
+    script = page.partition("`small_cnn.py`")[2].partition("```python\n")[2].partition("```")[0]
+    (folder / "small_cnn.py").write_text(script)
+    ran = subprocess.run([sys.executable, "small_cnn.py"], cwd=folder, capture_output=True, text=True)
+    assert ran.returncode == 0 and "largest difference" in ran.stdout, ran.stderr
+
+
 @pytest.fixture(scope="module")
 def prepared(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
     files = tmp_path_factory.mktemp("pages")
     write_page_files(files, (ROOT / "docs" / "repository.md").read_text())
     (files / "examples").symlink_to(ROOT / "examples")
+    _build_network_of_page(files)
     made = replace(plain, folder=files)
     for command in (
         "millrace build tiny -o model.engine --tune 0 --no-evaluate",
