@@ -1,6 +1,7 @@
 """`millrace doctor`: what it says of this machine, and of machines that are worse off."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores
 from tests.cli.conftest import Millrace
+from tests.engine.test_transformers import gpt2, write_checkpoint
 
 HEALTHY: dict[str, Any] = {
     "isas": ["avx512", "avx2", "scalar"], "lacking": {}, "cores": 8, "cores_by_affinity": 8, "cores_by_quota": None,
@@ -61,3 +63,26 @@ def test_a_healthy_machine_gets_no_warning() -> None:
 def test_what_holds_a_machine_back_is_said_with_a_mend(worse: dict[str, Any], what: str, mend: str) -> None:
     ((said, mended),) = _warnings({**HEALTHY, **worse})
     assert what in said and mend in mended
+
+
+def test_a_model_that_runs_natively(millrace: Millrace) -> None:
+    report = json.loads(millrace("doctor", "tiny", "--json").out)
+    assert report == {
+        "model": "tiny", "architecture": "LlamaForCausalLM", "implementation": "native", "lacks": {},
+        "command": "millrace serve tiny",
+    }  # fmt: skip
+    assert "native        runs" in millrace("doctor", "tiny").out
+    millrace("doctor", "tiny", "--isa", "avx2").assert_mistake("--isa", "MODEL")
+
+
+def test_a_model_that_runs_through_transformers_alone(millrace: Millrace, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, gpt2)
+    report = json.loads(millrace("doctor", str(tmp_path), "--json").out)
+    assert (report["architecture"], report["implementation"]) == ("GPT2LMHeadModel", "transformers")
+    assert list(report["lacks"]) == ["native"] and "GPT2LMHeadModel" in report["lacks"]["native"]
+    assert report["command"] == f"millrace serve {tmp_path} --model-impl transformers"
+
+
+def test_a_folder_that_nothing_runs(millrace: Millrace, tmp_path: Path) -> None:
+    report = json.loads(millrace("doctor", str(tmp_path), "--json").out)
+    assert report["implementation"] is None and set(report["lacks"]) == {"native", "transformers"}

@@ -22,6 +22,7 @@ from millrace.engine.artifact.manifest import Manifest
 from millrace.engine.artifact.tactics import TacticTable, read_tables, table_for
 from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.cuda.engine import GpuEngine
+from millrace.engine.transformers.engine import TransformersEngine
 from millrace.errors import sanitize
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import with_groups
@@ -216,8 +217,8 @@ def tuning_text(tables: Tables) -> str:
 
 
 def precision_text(engine: Engine) -> str:
-    """Format the precision; GPU engines have no tables, so groups stored in a checkpoint are missing."""
-    if not isinstance(engine, GpuEngine):
+    """Format the precision; engines that are not built have no tables, so groups stored in a checkpoint are missing."""
+    if not isinstance(engine, GpuEngine | TransformersEngine):
         return Tables(engine).precision()
     m = engine.manifest
     return _precision(m, f"g{m.group}" if any(value[:2] in ("w4", "w8") for value in m.precision.values()) else "")

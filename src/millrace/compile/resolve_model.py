@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from millrace.checkpoint.checkpoint import CONFIG, Checkpoint
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.tokenizer.tokenizer_files import no_tokenizer
+from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.compile.cache.engine_cache import CacheEntry, EngineCache
-from millrace.compile.cache.file_digests import checkpoint_identity
+from millrace.compile.cache.file_digests import checkpoint_identity, folder_identity
 from millrace.compile.settings import BuildSettings, Progress, Say
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.manifest import MANIFEST, read_manifest
@@ -79,6 +80,8 @@ def find_engine(
     """
     gpu = None if place.device == CPU else find_gpu(place.device)
     name, folder = model_folder(model, env, progress) if isinstance(model, str) else model
+    if place.transformers:
+        return _through_transformers(name, folder, build, env, progress, say)
     if gpu is not None:
         if (folder / MANIFEST).is_file():
             return _built_on_gpu(folder, build, gpu, env, say, place)
@@ -120,6 +123,38 @@ def _built_on_gpu(
         )
     engine = engine_from_folder(Engine.open(folder), build, gpu, env.cache, say)
     return engine.manifest.model_name, engine
+
+
+def _through_transformers(
+    name: str, folder: Path, build: BuildSettings, env: Env, progress: Progress | None, say: Say | None
+) -> tuple[str, Engine]:
+    if (folder / MANIFEST).is_file() or is_gguf(folder):
+        raise ConfigError(
+            f"--model-impl transformers is given for {folder}", "a checkpoint in Hugging Face's format",
+            "leave it out, or name the checkpoint's folder",
+        )  # fmt: skip
+    if other := [field for field in build.changed_fields if field not in ("precision", "max_context", "max_batch")]:
+        raise ConfigError(
+            f"{flag_of(other[0])} is given, and --model-impl is transformers", "nothing: no engine is built",
+            "leave it out",
+        )  # fmt: skip
+    from millrace.engine.transformers.engine import transformers_engine
+
+    tensors = Tensors.open(folder)
+    source = folder_identity(folder, tensors, env.cache, progress)
+    engine = transformers_engine(
+        name,
+        folder,
+        tensors,
+        source,
+        precision=build.precision,
+        max_context=build.max_context,
+        max_batch=build.max_batch,
+    )
+    if say:
+        for note in engine.manifest.notes:
+            say(note)
+    return name, engine
 
 
 def _say_price(engine: Engine, say: Say | None) -> None:

@@ -20,6 +20,7 @@ from millrace.engine.artifact.engine import Engine
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.executor import Executor
 from millrace.engine.native.executor import NativeExecutor, NativeNetwork
+from millrace.engine.transformers.engine import TransformersEngine
 from millrace.errors import ConfigError
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.encoder_loop import EncoderExecutor, EncoderLimits, EncoderLoop
@@ -28,7 +29,7 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.memory_plan import RunPlan, capped, plan_encoder, plan_run, with_one_table
 from millrace.runtime.scheduling.admission_policy import Policy, fcfs
 from millrace.runtime.scheduling.token_budget import TokenBudget
-from millrace.runtime.settings import RunSettings
+from millrace.runtime.settings import NATIVE, TRANSFORMERS, RunSettings
 from millrace.settings import flag_of
 
 TIER_BYTES = 4 * 2**30  # default size of the KV offload store
@@ -69,7 +70,13 @@ class RunningModel:
     @property
     def isa(self) -> str:
         """The instruction set; on a GPU, its name."""
-        return self.engine.gpu.name if isinstance(self.engine, GpuEngine) else self.native.isa
+        if isinstance(self.engine, GpuEngine):
+            return self.engine.gpu.name
+        return TRANSFORMERS if isinstance(self.engine, TransformersEngine) else self.native.isa
+
+    @property
+    def implementation(self) -> str:
+        return TRANSFORMERS if isinstance(self.engine, TransformersEngine) else NATIVE
 
     @property
     def kv_bytes(self) -> int:
@@ -112,6 +119,9 @@ def open_engine(
     if isinstance(engine, GpuEngine):
         on_gpu = engine.on_gpu(plan.n_pages, plan.window_pages)
         return RunningModel(name, engine, plan, on_gpu, tokenizer, template, defaults, run.prefix_cache)
+    if isinstance(engine, TransformersEngine):
+        loaded = engine.load(plan.n_pages, run.threads or usable_cores())
+        return RunningModel(name, engine, plan, loaded, tokenizer, template, defaults, prefix_cache=False)
     executor = engine.executor(
         n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa, window_pages=plan.window_pages,
         n_slots=plan.n_slots,
@@ -158,6 +168,7 @@ class OpenedEncoder:
     limits: EncoderLimits
     chat_template: None = None
     kv_bytes: int = 0
+    implementation: str = NATIVE
 
     def loop(self) -> EncoderLoop:
         return EncoderLoop(self.network, self.limits)

@@ -8,6 +8,7 @@ from millrace.errors import ConfigError
 from millrace.settings import Settings, flag_of, setting
 
 MAX_QUEUED = 256  # sequences waiting for their first step
+NATIVE, TRANSFORMERS = IMPLEMENTATIONS = "native", "transformers"
 SCHEDULES = ("fcfs", "shortest", "prefix")  # the names of the policies in admission_policy.py
 
 
@@ -36,6 +37,11 @@ class RunSettings(Settings):
     isa: str | None = setting(
         None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
     )
+    model_impl: str = setting(
+        NATIVE,
+        "what runs the model: native, or transformers: any causal language model of Hugging Face, in PyTorch, slowly",
+        choices=IMPLEMENTATIONS,
+    )
     device: str = setting(CPU, "where it runs: cpu, or an NVIDIA GPU: cuda, or cuda:1 for the second", metavar="NAME")
     random_weights: bool = setting(
         False, "on a GPU: draw weights there instead of reading some, to measure a model of which only config.json and "
@@ -55,6 +61,16 @@ class RunSettings(Settings):
             what = "--kv-tier-size is given, and --kv-tier is not: there is no second tier of KV pages"
             raise ConfigError(what, "the file whose size it is", "name it with --kv-tier, or leave --kv-tier-size out")
 
+        if self.is_transformers:
+            changed = {"isa": self.isa is not None, "kv_tier": self.kv_tier is not None, "device": self.device != CPU}
+            if native_only := [name for name, is_changed in changed.items() if is_changed]:
+                what = f"{flag_of(native_only[0])} is given, and --model-impl is {TRANSFORMERS}"
+                raise ConfigError(what, "a model that runs natively", "leave one of them out")
+
+    @property
+    def is_transformers(self) -> bool:
+        return self.model_impl == TRANSFORMERS
+
     @property
     def place(self) -> DeviceId:
-        return DeviceId(self.device, self.random_weights)
+        return DeviceId(self.device, self.random_weights, self.is_transformers)

@@ -119,7 +119,7 @@ def family_of(raw: Raw) -> Family:
         raise CheckpointError(
             f"config.json: the architecture is {shown!r}, which is not supported",
             supported,
-            "choose a checkpoint of a supported family",
+            "choose a checkpoint of a supported family, or run this one in PyTorch, slowly: --model-impl transformers",
         )
     if isinstance(name, str):
         family = by_architecture[name]

@@ -1,4 +1,4 @@
-"""`millrace doctor`: what this machine is, what it can do at most, and what holds it back."""
+"""`millrace doctor`: this machine, its measured limits and what holds it back; or which implementation runs a model."""
 
 import click
 
@@ -10,11 +10,13 @@ EPILOG = """\b
 Examples:
   millrace doctor
   millrace doctor --isa avx2 --json
+  millrace doctor Qwen/Qwen3-0.6B      whether a model runs natively, and what it lacks for that
   millrace doctor --device cuda        what the GPU here reaches, and which precisions it has
   millrace doctor --device L40S        which precisions a GPU has"""
 
 
 @click.command(epilog=EPILOG)
+@click.argument("model", required=False)
 @click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Measure with so many threads.")
 @click.option("--isa", metavar="|".join((*NEEDED, "scalar")), help="Measure with this instruction set.")
 @click.option("--device", metavar="NAME", help="Instead of this machine a GPU: cuda, cuda:1, or one that `millrace "
@@ -22,13 +24,18 @@ Examples:
               "reaches.")  # fmt: skip
 @json_option
 @click.pass_obj
-def command(env: Env, threads: int | None, isa: str | None, device: str | None, as_json: bool) -> None:
-    """Examine this machine, and measure what it can do.
+def command(
+    env: Env, model: str | None, threads: int | None, isa: str | None, device: str | None, as_json: bool
+) -> None:
+    """Examine this machine and measure what it can do; with MODEL, say which implementation runs that model.
 
     Processor, caches, memory and huge pages; then a few seconds of measurements. The measured rates are the
     roofline that every benchmark is compared with; they are kept, and a server's /metrics then has the least time of a
     step beside what it takes. Run it on an idle machine.
+
+    With MODEL nothing is measured, and no weight is read: it says whether the model runs natively, what it lacks for
+    that, and whether it runs through transformers.
     """
     from millrace.cli.doctor.run import run  # imported when it runs: --help needs none of it
 
-    run(env=env, threads=threads, isa=isa, device=device, as_json=as_json)
+    run(env=env, model=model, threads=threads, isa=isa, device=device, as_json=as_json)

@@ -6,6 +6,7 @@ import click
 
 from millrace.cli.console import heading, note, pairs, print_json, size, table
 from millrace.cli.doctor.gpu import examine_gpu
+from millrace.cli.doctor.model import examine_model
 from millrace.compile.cache.rooflines import keep_roofline
 from millrace.engine.cuda.device_lookup import CPU
 from millrace.engine.roofline_probe import roofline_here
@@ -30,8 +31,18 @@ from millrace.machine.roofline import Rate, Roofline
 LOW_MEMORY_BYTES = 2 << 30  # below this, doctor warns
 
 
-def run(env: Env, threads: int | None, isa: str | None, device: str | None, as_json: bool) -> None:
+def run(
+    env: Env, model: str | None, threads: int | None, isa: str | None, device: str | None, as_json: bool
+) -> None:  # fmt: skip
     """Run `millrace doctor`."""
+    if model is not None:
+        of_machine = {"--threads": threads, "--isa": isa, "--device": device}
+        if given := [name for name, value in of_machine.items() if value is not None]:
+            raise ConfigError(
+                f"{given[0]} is given beside MODEL", "one of both: that is about a machine", "leave one out"
+            )
+        examine_model(model, env, as_json)
+        return
     if device not in (None, CPU):
         if threads is not None or isa is not None:
             raise ConfigError(f"--{'threads' if isa is None else 'isa'} beside --device {device}",

@@ -18,8 +18,8 @@ from millrace.cli.serve.flags import ListenFlags, ProfileFlags, QueueFlags, Serv
 from millrace.cli.serve.repository import repository_model
 from millrace.compile.cache.rooflines import kept_roofline
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.decode_roofline import DecodeWork
+from millrace.engine.native.executor import NativeExecutor
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
@@ -193,7 +193,7 @@ def _warm_prompts(file: str | None, run: RunSettings) -> tuple[WarmPrompt, ...]:
 
 def _decode_clock(model: RunningModel, budget: TokenBudget, env: Env) -> DecodeRoofline | None:
     """Return the expected decode times; None if `millrace doctor` has not measured this machine, or for a GPU."""
-    if isinstance(model.engine, GpuEngine):
+    if not isinstance(model.executor, NativeExecutor):
         return None
     roofline = kept_roofline(env.cache, model.isa, model.native.threads)
     return None if roofline is None else DecodeRoofline(DecodeWork.of(model.engine), roofline, budget)
@@ -217,7 +217,8 @@ def _common_fields(model: RunningModel | OpenedEncoder, names: tuple[str, ...]) 
         "created": int(time.time()), "max_context": m.max_context,
         "metadata": {
             "source": m.source, "engine": m.identity, "architecture": m.architecture, "precision": m.precision,
-            "isa": model.isa, "parameters": m.n_parameters, "weights_bytes": m.cpu.weights_bytes,
+            "isa": model.isa, "implementation": model.implementation, "parameters": m.n_parameters,
+            "weights_bytes": m.cpu.weights_bytes,
         },
     }  # fmt: skip
 

@@ -6,6 +6,7 @@ unnoticed only if the clock was set back, or if the file system's times are coar
 less than that before it was read is not recorded.
 """
 
+import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.checkpoint import SMALL_FILES, Checkpoint
 from millrace.checkpoint.files import FileState, Report, file_digest, unreadable
+from millrace.checkpoint.tokenizer.tokenizer import read_files
+from millrace.checkpoint.weights.safetensors import DigestOf, Tensors
 from millrace.compile.settings import Progress
 from millrace.engine.artifact.manifest import UNREADABLE
 from millrace.engine.artifact.tactics import write_whole
@@ -76,14 +79,26 @@ def _status(file: Path) -> tuple[str, dict[str, int]]:
 
 
 def checkpoint_identity(checkpoint: Checkpoint, cache: Path | None, progress: Progress | None = None) -> str:
-    """Return the digest of the checkpoint's whole content. `cache`: of the digests of unchanged files"""
-    done, total = 0, sum(file.stat().st_size for file in checkpoint.tensors.files)
+    """Return the identity of its whole content. Files that were read before and have not changed are not read again."""
+    return checkpoint.identity(*_digests_and_report(checkpoint.tensors, cache, progress))
 
-    def read(nbytes: int) -> None:
+
+def folder_identity(folder: Path, tensors: Tensors, cache: Path | None, progress: Progress | None = None) -> str:
+    """Return the identity of a checkpoint whose configuration is not read here, as `checkpoint_identity`."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(tensors.digest(*_digests_and_report(tensors, cache, progress)).encode())
+    for name, content in read_files(folder, SMALL_FILES).items():
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _digests_and_report(tensors: Tensors, cache: Path | None, progress: Progress | None) -> tuple[DigestOf, Report]:
+    done, total = 0, sum(file.stat().st_size for file in tensors.files)
+
+    def report(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress:
             progress("reading the checkpoint", done, total)
 
-    digest_of = file_digest if cache is None else FileDigests(cache / "digests.json").digest
-    return checkpoint.identity(digest_of, read)
+    return file_digest if cache is None else FileDigests(cache / "digests.json").digest, report

@@ -23,10 +23,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class DeviceId:
-    """Where a model runs, by the name of its device. random_weights: drawn on the device instead of read"""
+    """Where a model runs, by the name of its device, and by what.
+
+    random_weights: weights are drawn on the device, and none is read
+    transformers: it runs through transformers in PyTorch, on a CPU
+    """
 
     device: str = CPU
     random_weights: bool = False
+    transformers: bool = False
 
 
 ON_CPU = DeviceId()

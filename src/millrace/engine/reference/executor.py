@@ -6,18 +6,11 @@ from itertools import pairwise
 import numpy as np
 
 from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat
-from millrace.engine.executor import (
-    Executor,
-    ExecutorLimits,
-    IntArray,
-    SampleError,
-    StepInputs,
-    StepOutputs,
-)
+from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.engine.reference.interpreter import Interpreter, PageTables, WindowTables
+from millrace.engine.reference.sampling import sample_step
 from millrace.graph.types import Graph
 from millrace.kernels.operators import Rows
-from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform, unpacked
 
 
 class ReferenceExecutor(Executor):
@@ -35,18 +28,7 @@ class ReferenceExecutor(Executor):
         self._step = step
 
     def wait(self) -> StepOutputs:
-        step = self._step
-        logits = self.logits(step)
-        rows = step.sampling
-        top = max(int(rows["n_top"].max()), 0) if len(rows) else 0
-        out = StepOutputs(
-            tokens=np.zeros(len(rows), np.int32), logprobs=np.zeros(len(rows), np.float32),
-            ranks=np.zeros(len(rows), np.int32), top_ids=np.zeros((len(rows), top), np.int32),
-            top_logprobs=np.zeros((len(rows), top), np.float32),
-        )  # fmt: skip
-        for r in range(len(rows)):
-            self._sample(r, logits[r], step, out)
-        return out
+        return sample_step(self._step, self.logits(self._step))
 
     def logits(self, step: StepInputs) -> Rows:
         """Return the logits (R, V) of the sampled rows, and store keys and values."""
@@ -70,39 +52,6 @@ class ReferenceExecutor(Executor):
 
     def close(self) -> None:
         self.interpreter.forget()
-
-    def _sample(self, r: int, logits: Rows, step: StepInputs, out: StepOutputs) -> None:
-        row = step.sampling[r]
-        if not np.isfinite(logits).all():
-            out.tokens[r] = SampleError.NOT_FINITE
-            return
-        if row["mask"]:
-            logits = np.where(unpacked(step.filled_masks()[row["mask"] - 1], len(logits)), logits, -np.inf)
-        if not np.isfinite(logits).any():
-            out.tokens[r] = SampleError.NOTHING_ALLOWED
-            return
-        logp = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-        adjusted = logits.copy()
-        biases = slice(row["bias_start"], row["bias_start"] + row["bias_count"])
-        adjusted[step.bias_ids[biases]] += step.bias_values[biases]
-        start, prompt, output = (int(row[n]) for n in ("history_start", "history_prompt", "history_output"))
-        history = step.history[start : start + prompt + output]
-        adjusted = penalised(
-            adjusted, history[:prompt], history[prompt:], float(row["repetition_penalty"]),
-            float(row["presence_penalty"]), float(row["frequency_penalty"]),
-        )  # fmt: skip
-        token = int(adjusted.argmax() if row["target"] < 0 else row["target"])
-        if row["target"] < 0 and row["temperature"] >= 1e-5:
-            p = probabilities(
-                adjusted, float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), float(row["min_p"])
-            )
-            token = draw(p, uniform(int(row["seed"]), int(row["choice"]), int(row["position"])))
-        out.tokens[r], out.logprobs[r] = token, logp[token]
-        out.ranks[r] = 1 + int((logits > logits[token]).sum())
-        best = np.lexsort((np.arange(len(logits)), -logits))[: max(int(row["n_top"]), 0)]
-        best = best[np.isfinite(logits[best])]
-        out.top_ids[r, : max(int(row["n_top"]), 0)] = -1
-        out.top_ids[r, : len(best)], out.top_logprobs[r, : len(best)] = best, logp[best]
 
 
 def _split(pages: IntArray, starts: IntArray) -> PageTables:

@@ -169,6 +169,7 @@ class ModelCard(Struct):
     parent: str | None = None
     default_sampling: dict[str, Any] | UnsetType = UNSET  # of requests that leave it out; as the model says
     default_sampling_of: str | UnsetType = UNSET  # whose defaults these are, if the model says none
+    implementation: str | UnsetType = UNSET  # "transformers" if it does not run natively: it is slow
 
 
 class ModelList(Struct):

@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from millrace import __version__
 from millrace.prometheus import CONTENT_TYPE
+from millrace.runtime.settings import NATIVE
 from millrace.serve.backend import Backend, Models
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.http_request import header
@@ -171,4 +172,7 @@ def _card(backend: Backend, name: str) -> ModelCard:
     if backend.defaults:
         card.default_sampling = dict(backend.defaults)
         card.default_sampling_of = backend.defaults_origin or UNSET
+    implementation = backend.model.metadata.get("implementation", NATIVE)
+    if implementation != NATIVE:
+        card.implementation = str(implementation)
     return card
