@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
-from millrace.runtime.encoder_loop import EncoderLimits, check_ids, truncate, truncation
+from millrace.runtime.encoder_loop import EncoderLimits, check_ids, truncate_ids, truncation
 from millrace.runtime.request.sampling_params import resolve
 from millrace.serve.http.http_request import RequestContext, RequestLog
 from millrace.serve.http.server_context import ServerContext
@@ -92,7 +92,9 @@ class Endpoints:
         elif isinstance(asked, EmbeddingRequest):
             given, most = texts_or_ids(asked.input, "input"), truncation(asked.truncate_prompt_tokens, 64)
             for ids in given:
-                check_ids(truncate([5] if isinstance(ids, str) else ids, most or 64, (1, 1)), _ENCODER, "x", "input")
+                check_ids(
+                    truncate_ids([5] if isinstance(ids, str) else ids, most or 64, (1, 1)), _ENCODER, "x", "input"
+                )
         elif isinstance(asked, CompletionRequest):
             params = completion_params(asked)
             _prompts(asked.prompt, params.n, params.max_tokens, self._serving)

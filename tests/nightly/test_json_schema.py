@@ -30,13 +30,13 @@ def answer(grammars: GrammarCompiler, rng: Random, schema: dict[str, Any]) -> by
     said = b""
     for _ in range(MOST):
         allowed = np.flatnonzero(unpacked(grammars.masks([matcher])[0], VOCABULARY))
-        if matcher.why or not len(allowed):
+        if matcher.error or not len(allowed):
             return None
         if words.eos_token_id in allowed and (len(allowed) == 1 or rng.random() < 0.7):
             return said
         token = int(rng.choice([token for token in allowed if token != words.eos_token_id]))
         said += words.token_bytes(token)
-        matcher.take(token)
+        matcher.accept(token)
     return None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from millrace.api.offline_generate import Progress, Prompt, prompt_tokens
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
-from millrace.runtime.encoder_loop import EncoderLoop, check_ids, truncate, truncation
+from millrace.runtime.encoder_loop import EncoderLoop, check_ids, truncate_ids, truncation
 
 PROGRESS_S = 0.2
 
@@ -45,7 +45,7 @@ def embed(
     for i, prompt in enumerate(prompts):
         text, ids = prompt_tokens(tokenizer, prompt)
         if most is not None:
-            ids = truncate(ids, most, (0, 0) if text is None else tokenizer.special_around)
+            ids = truncate_ids(ids, most, (0, 0) if text is None else tokenizer.special_around)
         texts.append(check_ids(ids, loop.limits, f"text {i}"))
     job = loop.submit(texts)
     try:

@@ -77,7 +77,7 @@ def check_ids(ids: Sequence[int], limits: EncoderLimits, label: str, param: str 
     return wide.astype(np.int32)
 
 
-def truncate(ids: Sequence[int], max_tokens: int, n_special: tuple[int, int]) -> Sequence[int]:
+def truncate_ids(ids: Sequence[int], max_tokens: int, n_special: tuple[int, int]) -> Sequence[int]:
     """Return the first tokens of a text and the special tokens around it, at most `max_tokens`."""
     n_end = n_special[1] if sum(n_special) <= max_tokens else 0
     return ids if len(ids) <= max_tokens else [*ids[: max_tokens - n_end], *ids[len(ids) - n_end :]]

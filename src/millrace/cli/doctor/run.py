@@ -37,9 +37,9 @@ def run(
     """Run `millrace doctor`."""
     if model is not None:
         of_machine = {"--threads": threads, "--isa": isa, "--device": device}
-        if given := [name for name, value in of_machine.items() if value is not None]:
+        if flags := [name for name, value in of_machine.items() if value is not None]:
             raise ConfigError(
-                f"{given[0]} is given beside MODEL", "one of both: that is about a machine", "leave one out"
+                f"{flags[0]} is given beside MODEL", "one of both: that is about a machine", "leave one out"
             )
         examine_model(model, env, as_json)
         return

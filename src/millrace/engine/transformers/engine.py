@@ -161,8 +161,8 @@ def _read_config(folder: Path) -> Any:
             f"transformers cannot be used: {error}", "PyTorch and transformers", f"install them: {INSTALL}"
         ) from error
     raw = read_json_object(folder / CONFIG)
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if "auto_map" in raw and raw.get("model_type") not in known:
+    causal_types = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if "auto_map" in raw and raw.get("model_type") not in causal_types:
         raise CheckpointError(
             f"{folder} needs code of its own ({raw['auto_map']})"[:300], "a model that transformers itself has",
             "choose another checkpoint: code that comes with one is never run",
@@ -171,7 +171,7 @@ def _read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refused(folder, "cannot read its config.json", error) from error
-    if config.model_type not in known:
+    if config.model_type not in causal_types:
         raise CheckpointError(
             f"{folder}: transformers has no causal language model of type {config.model_type!r}",
             "a model that generates text token by token", "choose another checkpoint",
@@ -197,12 +197,12 @@ def _count(tensors: Tensors) -> tuple[int, int]:
     return tensors.nbytes, sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 
-def _context(text: Any, asked: int | None) -> int:
+def _context(text: Any, requested: int | None) -> int:
     """Return the context: the model's own, at most MAX_CONTEXT, or what is asked for. raises ConfigError"""
     own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    if asked is not None and own is not None and asked > own:
-        raise ConfigError(f"--max-context is {asked}", f"at most the model's {own}", "lower it")
-    return int(asked or min(own or MAX_CONTEXT, MAX_CONTEXT))
+    if requested is not None and own is not None and requested > own:
+        raise ConfigError(f"--max-context is {requested}", f"at most the model's {own}", "lower it")
+    return int(requested or min(own or MAX_CONTEXT, MAX_CONTEXT))
 
 
 def _largest_width(text: Any) -> int:

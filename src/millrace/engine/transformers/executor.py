@@ -72,33 +72,33 @@ class TransformersExecutor(Executor):
         states = step.states_of(self.limits)
         assert states is not None, "there are slots"
         for s, (start, end) in enumerate(pairwise(step.starts.tolist())):
-            wanted = [(r, at - start) for r, at in enumerate(step.sampling["token"].tolist()) if start <= at < end]
+            sampled = [(r, at - start) for r, at in enumerate(step.sampling["token"].tolist()) if start <= at < end]
             sequence = self._at(int(states.read[s]), int(states.write[s]), int(step.positions[start]))
-            logits = self._forward(sequence, step.tokens[start:end].tolist(), sorted({at for _, at in wanted}))
-            for r, at in wanted:
+            logits = self._forward(sequence, step.tokens[start:end].tolist(), sorted({at for _, at in sampled}))
+            for r, at in sampled:
                 rows[r] = logits[at]
         return rows
 
     def _at(self, read: int, write: int, n_tokens: int) -> _Sequence:
         """Return the sequence whose state is in slot `read`, cut to `n_tokens`, and move it to slot `write`."""
-        known = self._sequences.get(read)
+        previous = self._sequences.get(read)
         if not n_tokens:
             sequence = _Sequence([], None, write)
-        elif known is None or len(known.tokens) < n_tokens:
+        elif previous is None or len(previous.tokens) < n_tokens:
             raise ExecutionError(f"slot {read} has no state of {n_tokens} tokens")
-        elif known.slot == read and len(known.tokens) == n_tokens:
-            sequence = known
+        elif previous.slot == read and len(previous.tokens) == n_tokens:
+            sequence = previous
             sequence.slot = write
         else:  # another sequence has continued it, or the step is repeated: its cache is beyond this point
-            sequence = _Sequence(known.tokens[:n_tokens], None, write)
+            sequence = _Sequence(previous.tokens[:n_tokens], None, write)
         self._sequences[write] = sequence
         return sequence
 
-    def _forward(self, sequence: _Sequence, tokens: list[int], wanted: list[int]) -> dict[int, Rows]:
-        """Append tokens to the sequence; return the logits after the wanted ones, by their index in `tokens`."""
+    def _forward(self, sequence: _Sequence, tokens: list[int], sampled: list[int]) -> dict[int, Rows]:
+        """Append tokens to the sequence; return the logits after the sampled ones, by their index in `tokens`."""
         ids = tokens if sequence.cache is not None else [*sequence.tokens, *tokens]
         cache, sequence.cache = sequence.cache, None  # if this fails, the cache is in an unknown state
-        keep = [len(ids) - len(tokens) + at for at in wanted]
+        keep = [len(ids) - len(tokens) + at for at in sampled]
         continued = {self._cache_name: cache} if self._cache_name and cache is not None else {}
         out = self._model(
             input_ids=torch.tensor([ids]), use_cache=self.keeps_cache,
@@ -111,17 +111,17 @@ class TransformersExecutor(Executor):
         if len(logits) == len(ids) != len(keep):  # a model that does not know `logits_to_keep`
             logits = logits[keep]
         values = logits[:, : self.limits.vocab_size].double().numpy()
-        return dict(zip(wanted, values, strict=True))
+        return dict(zip(sampled, values, strict=True))
 
     def _continues_from_cache(self) -> bool:
-        """Return whether chunks that continue from the cache give the logits of the whole sequence.
+        """Return whether chunks that continue from the cache give the logits of the full sequence.
 
-        Some models only continue with one token at a time; the whole sequence is then computed in each step.
+        Some models only continue with one token at a time; the full sequence is then computed in each step.
         """
         self.keeps_cache = True
         ids = np.random.default_rng(0).integers(0, self.limits.vocab_size, sum(_PROBE)).tolist()
         with torch.inference_mode():
-            whole = self._forward(_Sequence([], None, 0), ids, [len(ids) - 1])[len(ids) - 1]
+            full = self._forward(_Sequence([], None, 0), ids, [len(ids) - 1])[len(ids) - 1]
             chunks, at = _Sequence([], None, 0), 0
             try:
                 for n in _PROBE:
@@ -129,4 +129,4 @@ class TransformersExecutor(Executor):
                     at += n
             except _MODEL_ERRORS:
                 return False
-        return bool(np.abs(last - whole).max() <= _PROBE_TOLERANCE * np.abs(whole).max())
+        return bool(np.abs(last - full).max() <= _PROBE_TOLERANCE * np.abs(full).max())

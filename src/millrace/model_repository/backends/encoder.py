@@ -23,7 +23,7 @@ from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import ModelConfig, ModelInput, ModelOutput
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.runtime.encoder_loop import MAX_INPUTS, EmbeddingJob, Vectors, check_ids, truncate, truncation
+from millrace.runtime.encoder_loop import MAX_INPUTS, EmbeddingJob, Vectors, check_ids, truncate_ids, truncation
 from millrace.runtime.open_engine import OpenedEncoder
 
 TEXT, OUT = "text_input", "embedding"
@@ -72,7 +72,7 @@ class Encoder(EngineInstance):
         prompts = []
         for i, text in enumerate(_texts(request)):
             _, ids = prompt_tokens(tokenizer, text)
-            prompt = ids if limit is None else truncate(ids, limit, tokenizer.special_around)
+            prompt = ids if limit is None else truncate_ids(ids, limit, tokenizer.special_around)
             prompts.append(check_ids(prompt, limits, f"text {i}"))
         job = self._loop.submit(prompts)
         self._running[request] = job

@@ -22,6 +22,7 @@ from millrace.runtime.encoder_loop import (
     EncoderStats,
     Vectors,
     check_ids,
+    truncate_ids,
     truncation,
 )
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, stop_within
@@ -196,7 +197,7 @@ async def token_ids(
     def check_all() -> list[Ids]:
         checked_ids_of_texts: list[Ids] = []
         for i, ids in enumerate(encoded):
-            cut = ids if max_tokens is None else truncate(ids, max_tokens, around)
+            cut = ids if max_tokens is None else truncate_ids(ids, max_tokens, around)
             checked_ids_of_texts.append(
                 check_ids(cut, limits, f"{field} {i}" if len(encoded) > 1 else f"the {field}", field)
             )
