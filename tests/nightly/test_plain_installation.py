@@ -242,7 +242,7 @@ NOT_RUN = {
 # What a command has that needs an extra, which its page names.
 NEEDS_EXTRA = {
     "--png": "png", "--grpc-port": "grpc", "--protocol grpc": "grpc", "mode=opentelemetry": "otel",
-    "millrace doctor --device cuda": "gpu",
+    "millrace doctor --device cuda": "gpu", "--model-impl transformers": "torch",
 }  # fmt: skip
 # What keeps a command short: added to those of the pages, and said again it goes before what they say.
 # The first beginning of a line that fits is taken.
