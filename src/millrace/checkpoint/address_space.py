@@ -1,7 +1,7 @@
-"""Address space: what this process uses, and what its limit (`ulimit -v`) leaves.
+"""Address space: how much this process uses, and how much its limit (`ulimit -v`) leaves.
 
-Native tokenizer libraries end the process when an allocation fails, so a file that needs more is refused before they
-see it.
+Native tokenizer libraries abort the process if an allocation fails, so a file that needs too much memory is refused
+before they read it.
 """
 
 import resource
@@ -10,17 +10,17 @@ from pathlib import Path
 from millrace.errors import CheckpointError
 
 _STATM = Path("/proc/self/statm")  # Linux
-_UNKNOWN_BYTES = 2 << 30  # in use, where the system does not tell
-_BASE_BYTES = 16 << 20  # whatever the size of the file: tables of the library, and an allocator's step
+_UNKNOWN_BYTES = 2 << 30  # assumed to be in use if the system does not report it
+_BASE_BYTES = 16 << 20  # independent of the file's size: the library's tables, and the step of an allocator
 
 
 def used_address_space() -> int | None:
-    """Return the bytes of address space that this process uses; None where the system does not tell."""
+    """Return the bytes of address space that this process uses; None if the system does not report it."""
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() if _STATM.exists() else None
 
 
 def limit_address_space(more_bytes: int) -> None:
-    """Let this process take so many bytes more than it uses now; an allocation beyond that fails, or ends it."""
+    """Let this process allocate `more_bytes` beyond its current use; a larger allocation fails or aborts it."""
     limit = (used_address_space() or _UNKNOWN_BYTES) + more_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -28,9 +28,9 @@ def limit_address_space(more_bytes: int) -> None:
 
 
 def check_address_space(data: bytes, per_byte: int, path: Path) -> None:
-    """Check that the limit of address space (ulimit -v) leaves what reading the file takes.
+    """Check that the limit on address space (ulimit -v) leaves enough to read the file.
 
-    per_byte: address space that the library takes for each byte of the file
+    per_byte: address space that the library uses per byte of the file
     raises CheckpointError
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -1,4 +1,4 @@
-"""A checkpoint, opened: typed configuration, weights, tokenizer, chat template, generation defaults."""
+"""An open checkpoint: typed configuration, weights, tokenizer, chat template and generation defaults."""
 
 import hashlib
 from collections import Counter
@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 NOT_FOLLOWED = "random weights do not follow config.json's quantization_config: name a precision, such as fp8"
-# The files beside the weights that decide what a checkpoint does.
+# Files other than the weights that determine what a checkpoint computes.
 SMALL_FILES = (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Weights are not read before they are asked for; the tokenizer and the template are opened when first used."""
+    """A checkpoint. Weights are read on demand; the tokenizer and the template are opened on first use."""
 
-    folder: Path  # of a GGUF checkpoint: the file
+    folder: Path  # for a GGUF checkpoint: the file
     config: ModelConfig | EncoderConfig
     tensors: Tensors
     generation: GenerationDefaults
-    notes: tuple[str, ...]  # to be said aloud to the user
+    notes: tuple[str, ...]  # to be shown to the user
 
-    # Whether every matrix asks for the precision in which it is stored; else config.dtype speaks for all of them.
+    # Whether every matrix is to be used in the precision that it is stored in; otherwise config.dtype applies to all.
     own_precisions = False
 
     @staticmethod
     def open(path: Path) -> "Checkpoint":
-        """A Hugging Face folder, or a GGUF file. raises CheckpointError for what is missing, damaged, not supported"""
+        """Open a Hugging Face folder or GGUF file. raises CheckpointError if incomplete, damaged or unsupported"""
         return _open_gguf(path) if is_gguf(path) else _open_folder(path)
 
     @staticmethod
     def without_weights(folder: Path) -> "Checkpoint":
-        """A Hugging Face folder's configuration and tokenizer. Weights need not be there, and how they would be coded
-        is not read. raises as `open`, ConfigError for a GGUF file"""
+        """Open the configuration and tokenizer of a Hugging Face folder, whose weights may be missing. The quantization
+        of weights is not read. raises like `open`, and ConfigError for a GGUF file"""
         if is_gguf(folder):
             raise ConfigError(
                 "--random-weights is given for a GGUF file", "a folder with config.json and a tokenizer",
@@ -78,7 +78,7 @@ class Checkpoint:
 
     @property
     def decoder(self) -> ModelConfig:
-        """Its configuration, where it is no encoder. raises CheckpointError where it is one"""
+        """Return the configuration of a decoder. raises CheckpointError for an encoder"""
         if isinstance(self.config, EncoderConfig):
             raise CheckpointError(
                 f"{self.folder} is an encoder ({self.config.architecture})", "a model that gives tokens",
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> Files:
-        """What an engine carries of its checkpoint, so that it serves alone."""
+        """Return the files that are copied into an engine, so that it can be served without the checkpoint."""
         files = read_files(self.folder, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
         return flatten(files | additional_templates(self.folder), self.folder)
 
@@ -98,26 +98,28 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """raises CheckpointError where it is missing or damaged, or of another model
+        """Open the tokenizer. raises CheckpointError if it is missing, damaged or belongs to another model
 
-        It may know more tokens than the model (somebody added some): who feeds ids to a model checks them.
+        It may have more tokens than the model (tokens that were added): callers must check ids before they reach a
+        model.
         """
         return make_tokenizer(self.files, self.folder, self.config.vocab_size)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """None where the checkpoint has none: then it is not a chat model."""
+        """Return the chat template; None if the checkpoint has none, as it is no chat model."""
         return _make_template(self.files, self.folder, self.tokenizer)
 
     @property
     def bos_token_id(self) -> int | None:
-        """config.json's; an encoder has none."""
+        """Return the id from config.json; None for an encoder."""
         return None if isinstance(self.config, EncoderConfig) else self.config.bos_token_id
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """generation_config.json's where it has some, else config.json's; and the tokenizer's own, as in vLLM: a tuned
-        model may end its turns with a token that only tokenizer_config.json names. An encoder has none."""
+        """Return the ids from generation_config.json if it has some, otherwise from config.json, and the tokenizer's
+        own, like vLLM: a tuned model may end its turns with a token that only tokenizer_config.json names. () for an
+        encoder."""
         if isinstance(self.config, EncoderConfig):
             return ()
         result = self.generation.eos_token_ids or self.config.eos_token_ids
@@ -127,12 +129,12 @@ class Checkpoint:
         return result if eos is None or eos in result else (*result, eos)
 
     def identity(self, digest_of: DigestOf = file_digest, report: Report | None = None) -> str:
-        """32 hexadecimal digits: equal for checkpoints of equal content, wherever they lie and whenever they were made.
+        """Return 32 hexadecimal digits that are equal for checkpoints of equal content, whatever their paths and dates.
 
-        Reads all weights, except where `digest_of` knows what it has read before. raises CheckpointError
+        Reads all weights, except files whose digest `digest_of` has cached. raises CheckpointError
         """
         digest = hashlib.blake2b(self.tensors.digest(digest_of, report).encode(), digest_size=16)
-        small = read_files(self.folder, SMALL_FILES)  # a GGUF file has everything inside
+        small = read_files(self.folder, SMALL_FILES)  # none for a GGUF file, which contains everything
         if isinstance(self.config, EncoderConfig):
             small |= sentence_files(self.folder)
         small |= additional_templates(self.folder)
@@ -143,19 +145,19 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class CompressedCheckpoint(Checkpoint):
-    """A folder in the format of compressed-tensors."""
+    """A checkpoint in the compressed-tensors format."""
 
     own_precisions = True
 
 
 @dataclass(frozen=True, eq=False)
 class GgufCheckpoint(Checkpoint):
-    """One file that holds configuration, tokenizer, chat template and weights."""
+    """A GGUF file, with configuration, tokenizer, chat template and weights."""
 
     gguf: "GgufModel"
 
     own_precisions = True
-    has_tokenizer = True  # which opening the file has seen to
+    has_tokenizer = True  # checked when the file was opened
 
     @cached_property
     def files(self) -> Files:
@@ -163,7 +165,7 @@ class GgufCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """raises CheckpointError, which names this file: what it was written into is nobody's to mend"""
+        """Open the tokenizer. raises CheckpointError that names the GGUF file, not a file extracted from it"""
         try:
             return make_tokenizer(self.files, self.folder, self.config.vocab_size)
         except CheckpointError as error:
@@ -178,7 +180,8 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _open_gguf(path: Path) -> GgufCheckpoint:
-    from millrace.checkpoint.gguf.model import read_gguf  # ten milliseconds, which a built engine need not wait for
+    # imported here: takes 10 ms, which a built engine should not wait for
+    from millrace.checkpoint.gguf.model import read_gguf
 
     fields = read_gguf(path)
     return GgufCheckpoint(path, fields.config, fields.tensors, fields.generation, fields.notes, fields)
@@ -203,7 +206,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class _ConfigFiles:
-    """What a folder says beside its weights. has_dtype: whether it names the type of these"""
+    """Contents of the configuration files. has_dtype: whether they name the type of the weights"""
 
     config: ModelConfig | EncoderConfig
     generation: GenerationDefaults
@@ -216,7 +219,7 @@ class _ConfigFiles:
 
 
 def _read_raw(folder: Path) -> dict[str, object]:
-    """config.json. raises CheckpointError"""
+    """Read config.json. raises CheckpointError"""
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}", "the folder of a checkpoint", "check the path")
     if not (folder / CONFIG).is_file():
@@ -233,7 +236,7 @@ def _read_raw(folder: Path) -> dict[str, object]:
 
 
 def _config_fields(folder: Path, raw: dict[str, object]) -> _ConfigFiles:
-    """raw: config.json, whose part about compression is taken out. raises CheckpointError"""
+    """Read the configuration files. raw: config.json; its quantization_config is removed. raises CheckpointError"""
     fields = None if family_of(raw).is_encoder else raw.get(COMPRESSION)
     compression = read_compression(fields) if is_compressed(fields) else None
     if compression:
@@ -246,7 +249,7 @@ def _config_fields(folder: Path, raw: dict[str, object]) -> _ConfigFiles:
 
 
 def _stored_dtype(tensors: Tensors) -> str:
-    """The type that most bytes of the weights have, of those that are floats."""
+    """Return the floating-point type of most bytes of the weights."""
     sizes: Counter[str] = Counter()
     for info in tensors.values():
         sizes[info.dtype] += info.nbytes if info.dtype in FLOAT_NAMES else 0
@@ -254,7 +257,7 @@ def _stored_dtype(tensors: Tensors) -> str:
 
 
 def open_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of a checkpoint or engine folder, None where it has none. raises CheckpointError"""
+    """Open the chat template of a checkpoint or engine folder; None if it has none. raises CheckpointError"""
     files = read_files(folder, (TEMPLATE_FILE, TOKENIZER_CONFIG)) | additional_templates(folder)
     return _make_template(files, folder, tokenizer)
 

@@ -1,6 +1,6 @@
-"""Files of a checkpoint; those with weights are read so that one which changes meanwhile is an error, not a signal.
+"""Reads files of a checkpoint, so that a weight file that changes meanwhile causes an error instead of a signal.
 
-Data is read into memory of its own: a page of a mapped file that is truncated, or lies on a failing disk, is SIGBUS.
+Data is read, not mapped: access to a mapped page of a truncated file, or on a failing disk, raises SIGBUS.
 """
 
 import hashlib
@@ -17,26 +17,26 @@ from millrace.errors import CheckpointError
 from millrace.machine.cpu import usable_cores
 
 MAX_SMALL_BYTES = 256 << 20  # the largest tokenizer.json in use has 35 MB
-_READ = 1 << 30  # bytes a call: the system takes less than 2 GiB
+_READ = 1 << 30  # bytes per call: the system's limit is below 2 GiB
 _DIGEST_BLOCK = 16 << 20
-Report = Callable[[int], None]  # bytes that were read since it was called last
+Report = Callable[[int], None]  # bytes read since the last call
 
 
 class FileState(NamedTuple):
-    """What differs when a file was written or replaced. Not its inode: not every network file system keeps these."""
+    """Detects that a file was written or replaced. The inode is not used: not all network file systems keep it."""
 
     nbytes: int
     modified_ns: int
 
     @classmethod
     def of(cls, file: BinaryIO) -> "FileState":
-        """raises OSError"""
+        """Return the state of an open file. raises OSError"""
         status = os.fstat(file.fileno())
         return cls(status.st_size, status.st_mtime_ns)
 
 
 def read_small(path: Path) -> bytes:
-    """The whole of a file beside the weights. raises CheckpointError where it cannot be read, or is large"""
+    """Read a small file completely. raises CheckpointError if it is unreadable or too large"""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_SMALL_BYTES + 1)
@@ -49,7 +49,7 @@ def read_small(path: Path) -> bytes:
 
 
 def read_span(path: Path, state: FileState, offset: int, nbytes: int) -> NDArray[np.uint8]:
-    """(nbytes,) from `offset` on. raises CheckpointError where the file is not what it was when it was `seen`"""
+    """Read (nbytes,) at `offset`. raises CheckpointError if the file has changed since `state` was taken"""
     data = np.empty(nbytes, np.uint8)
     try:
         with path.open("rb") as file:
@@ -63,7 +63,7 @@ def read_span(path: Path, state: FileState, offset: int, nbytes: int) -> NDArray
 
 
 def _read_into(file: int, view: memoryview, offset: int) -> int:
-    """How many bytes were read: fewer than asked for where the file ends."""
+    """Read into a buffer, and return the number of bytes: fewer at the end of the file."""
     done = 0
     while done < len(view):
         n = os.preadv(file, [view[done : done + _READ]], offset + done)
@@ -74,14 +74,15 @@ def _read_into(file: int, view: memoryview, offset: int) -> int:
 
 
 def file_digest(path: Path, state: FileState, report: Report | None = None) -> str:
-    """blake2b (16 bytes, hex) over the blake2b of every 16 MiB, which are read on all cores. raises CheckpointError"""
+    """Return blake2b (16 bytes, hex) over the blake2b of every 16 MiB, which are read on all cores. raises
+    CheckpointError"""
 
     def block(offset: int) -> tuple[int, bytes]:
         data = read_span(path, state, offset, min(_DIGEST_BLOCK, state.nbytes - offset))
         return len(data), hashlib.blake2b(data.data, digest_size=16).digest()
 
     hasher = hashlib.blake2b(digest_size=16)
-    pool = ThreadPoolExecutor(usable_cores())  # reading and hashing both let go of the interpreter
+    pool = ThreadPoolExecutor(usable_cores())  # reading and hashing release the interpreter lock
     try:
         for nbytes, digest in pool.map(block, range(0, state.nbytes, _DIGEST_BLOCK)):
             hasher.update(digest)

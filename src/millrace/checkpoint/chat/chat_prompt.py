@@ -1,4 +1,5 @@
-"""Conversations as prompts: in turns that the chat template renders, with native calls if it writes them."""
+"""Renders conversations as prompts, with turns that the chat template accepts, and with native tool calls if it
+supports them."""
 
 import hashlib
 import json
@@ -15,7 +16,7 @@ _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 class PromptRenderer:
-    """Renders conversations through a model's chat templates, which stay its owner's to close."""
+    """Renders conversations with a model's chat templates. Closing the templates is up to their owner."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -30,11 +31,11 @@ class PromptRenderer:
         continue_final_message: bool = False,
         extra: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the prompt's text. Turns that the template refuses are merged, and a system message that it does not
-        render joins the first message of the user.
+        """Return the prompt's text. Turns that the template refuses are merged; if it does not render a system message,
+        that message is put in front of the user's first one.
 
-        messages: normalised; tools: as OpenAI's clients describe them; the rest: as for `ChatTemplate.render`, which
-        says what is raised
+        messages: normalized; tools: as OpenAI's clients describe them; other parameters and errors: see
+        `ChatTemplate.render`
         """
         preamble, variables = "", dict(extra or {})
         if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
@@ -53,12 +54,12 @@ class PromptRenderer:
         )  # fmt: skip
 
     def _form(self, has_tools: bool) -> tuple[ToolFormat, bool, bool]:
-        """Return how calls are written, whether the template is given the tools, and whether it writes calls."""
+        """Return the call format, whether the template gets the tools, and whether it renders calls."""
         name = self.template.name_for(has_tools)
         form = self._format(name)
         if form.native:
             return form, True, True
-        if name != DEFAULT:  # made for tools, though its calls are of no known format
+        if name != DEFAULT:  # a template for tools, but the format of its calls is unknown
             shows_tools, shows_calls = self.template.renders_tools()
             if shows_tools:
                 return replace(form, tells=True), True, shows_calls
@@ -72,13 +73,13 @@ class PromptRenderer:
 
     @staticmethod
     def _tools_text(tools: Sequence[Mapping[str, object]], form: ToolFormat) -> str:
-        """Return the text that describes the tools to a model whose template does not."""
+        """Return a description of the tools for a model whose template does not describe them."""
         (message,) = with_tools((), tools, replace(form, tells=False))
         return str(message["content"])
 
 
 def _with_text_arguments(message: Message) -> Message:
-    """Return the message with arguments of calls as JSON text: users of Python also write objects."""
+    """Return the message with the arguments of calls as JSON text: Python clients also send objects."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -86,7 +87,7 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def _with_short_ids(message: Message) -> Message:
-    """Return the message with ids of calls as Mistral's templates take them: nine letters and digits."""
+    """Return the message with call ids in the form that Mistral's templates accept: nine letters and digits."""
     changed = dict(message)
     calls = message.get("tool_calls")
     if isinstance(calls, list):

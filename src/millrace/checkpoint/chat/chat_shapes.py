@@ -1,9 +1,9 @@
-"""The contents and turns that a chat template can render, found by rendering short conversations.
+"""Finds out which contents and turns a chat template can render, by rendering short conversations.
 
-Templates differ: some fail on null content, print "None" for it, print a list of text parts in Python's spelling, or
-refuse system messages. `Shapes` gives a template what it can render, and asks it each question once.
+Templates differ: some fail on null content, print "None" for it, print a list of text parts as Python's repr, or refuse
+system messages. `TemplateProbe` converts messages to what a template can render, and runs each probe once.
 
-Loaded by `chat_worker.py` in a process of its own: standard library only.
+Loaded by `chat_worker.py` in its own process: standard library only.
 """
 
 import re
@@ -12,10 +12,10 @@ from typing import Any, cast
 
 Message = dict[str, object]
 Messages = list[Message]
-# Returns the text of a conversation, with or without TOOL described to the template; None if it cannot be rendered.
+# Returns the text of a conversation, with or without TOOL passed to the template; None if it cannot be rendered.
 Probe = Callable[[Messages, bool], str | None]
 _Texts = Callable[[object], list[str | None]]
-# Recognisable texts of probes: letters only, so that trimming, quoting and escaping leave them as they are.
+# Recognizable texts for probes: letters only, so that trimming, quoting and escaping do not change them.
 _SYSTEM, _USER, _ANSWER, _RESULT = "zqSystemzq", "zqUserzq", "zqAnswerzq", "zqResultzq"
 _FIRST, _SECOND, _FUNCTION, _ARGUMENT = "zqFirstzq", "zqSecondzq", "zqFunctionzq", "zqArgumentzq"
 TOOL: dict[str, object] = {
@@ -24,22 +24,22 @@ TOOL: dict[str, object] = {
         "name": _FUNCTION, "description": "probe", "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }  # fmt: skip
-# A list of text parts in Python's or JSON's spelling, also within a JSON string.
+# A list of text parts printed as Python or JSON, also inside a JSON string.
 _DUMPED = re.compile(r"""\\*['"]text\\*['"]\s*:""")
-_CALLING = "calling"  # the kind of an assistant's message with tool calls; other messages' kind is their role
-_ID = "abcdefgh0"  # nine letters and digits: some templates take no other
+_CALLING = "calling"  # kind of an assistant message with tool calls; the kind of other messages is their role
+_ID = "abcdefgh0"  # nine letters and digits: some templates accept nothing else
 ABSENT = object()
 
 
 class TemplateProbe:
-    """Which contents a template renders for each kind of message. Found when first needed, then remembered."""
+    """Finds and caches which contents a template renders for each kind of message."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._cache: dict[tuple[object, ...], object] = {}
 
     def system_renders(self) -> bool:
-        """Whether a system message in front of the conversation is rendered: some templates refuse or drop it."""
+        """Whether a leading system message is rendered: some templates refuse or drop it."""
         if (key := ("system renders",)) not in self._cache:
             user = _message("user", _USER)
             text = self._probe([_message("system", _SYSTEM), user], False)
@@ -47,7 +47,7 @@ class TemplateProbe:
         return bool(self._cache[key])
 
     def list_renders(self, message: Message, has_tools: bool) -> bool:
-        """Whether a list of parts is rendered wherever a string is: all its texts, and not the spelling of a list."""
+        """Whether a list of parts is rendered like a string: all its texts, and not as a printed list."""
 
         def all_shown(texts: _Texts) -> bool:
             plain, lists = texts(_FIRST), texts(_parts(_FIRST, _SECOND))
@@ -69,10 +69,10 @@ class TemplateProbe:
         return bool(self._cached("text", message, has_tools, shown))
 
     def empty(self, message: Message, has_tools: bool) -> object:
-        """Return how to write a content without text: "", ABSENT or None, whichever renders.
+        """Return how to represent a content without text: "", ABSENT or None, whichever renders.
 
-        Null is tried as absent first, as transformers passes it on. Few templates need it: they write calls beside null
-        alone.
+        Like in transformers, a null content is first tried as an absent one. Few templates require null: those that
+        render calls only if the content is null.
         """
         own: object = ABSENT if message.get("content") is None else ""
         order = [ABSENT, "", None] if own is ABSENT else ["", ABSENT, None]
@@ -89,17 +89,17 @@ class TemplateProbe:
         return self._cached(("empty", own == ""), message, has_tools, best)
 
     def tools_render(self) -> bool:
-        """Whether the template describes the tools that it is given."""
+        """Whether the template describes the tools that it gets."""
         return _shows(self._probe([_message("user", _USER)], True), _FUNCTION)
 
     def calls_render(self) -> bool:
-        """Whether the template writes tool calls and their results."""
+        """Whether the template renders tool calls and their results."""
         calling: Message = {"role": "assistant", "tool_calls": [_call({})]}
         each = [self._contexts(calling, content, True) for content in (_FIRST, "", None)]
         return any(all(_shows(text, _ARGUMENT, _RESULT) for text in texts) for texts in each)
 
     def fit(self, message: Message, has_tools: bool) -> Message:
-        """Return the message with its content as the template renders it."""
+        """Return the message with its content in a form that the template renders."""
         content = message.get("content")
         if isinstance(content, list) and content:
             if self.list_renders(message, has_tools):
@@ -112,11 +112,11 @@ class TemplateProbe:
         return {**message, "content": [{"type": "text", "text": content}]}
 
     def attempts(self, messages: Messages, preamble: str, merges: bool) -> Iterator[Messages]:
-        """Yield the conversation, then forms of it for templates that want turns to alternate.
+        """Yield the conversation, then variants of it for templates that require alternating turns.
 
-        preamble: text that goes before the conversation: in the system message, or in the first message of the user
-            if the template renders no system message
-        merges: neighbouring messages of one role, and system messages, may be merged
+        preamble: text to put before the conversation: in the system message, or in the user's first message if the
+        template renders no system message
+        merges: whether adjacent messages of one role, and system messages, may be merged
         """
         takes_system = not (preamble or merges) or self.system_renders()
         if preamble:
@@ -141,7 +141,7 @@ class TemplateProbe:
         return self._cache[key]
 
     def _contexts(self, like: Message, content: object, has_tools: bool) -> list[str | None]:
-        """Render conversations with a message of the kind of `like`, at the end and further in front."""
+        """Render conversations with a message of the same kind as `like`, at the end and earlier."""
         kind, user, answer = _kind(like), _message("user", _USER), _message("assistant", _ANSWER)
         arguments: object = {_ARGUMENT: 1}
         if _has_text_arguments(like):
@@ -149,7 +149,7 @@ class TemplateProbe:
         calling: Message = {"role": "assistant", "tool_calls": [_call(arguments)]}
         result: Message = {**_message("tool", _RESULT), "name": _FUNCTION, "tool_call_id": _ID}
         if kind == "tool":
-            for of_call in ("", None, _FIRST):  # whichever the template takes: that is another question
+            for of_call in ("", None, _FIRST):  # whichever the template accepts: this probe does not depend on it
                 turn = [user, _with_content(calling, of_call), _with_content(result, content)]
                 texts = [self._probe(each, has_tools) for each in (turn, [*turn, answer, user])]
                 if any(text is not None for text in texts):
@@ -203,7 +203,7 @@ def _n_dumped(text: str | None) -> int:
 
 
 def _is_clean(texts: Sequence[str | None], plain: Sequence[str | None]) -> bool:
-    """Whether nothing fails that a plain text does not fail at, and no "None" is printed."""
+    """Whether rendering succeeds wherever it does for a plain text, and prints no "None"."""
     pairs = list(zip(texts, plain, strict=True))
     return any(text is not None for text in texts) and all(
         base is None if text is None else text.count("None") <= (base or "").count("None") for text, base in pairs
@@ -233,7 +233,7 @@ def _with_preamble(messages: Messages, preamble: str, takes_system: bool) -> Mes
 
 
 def _without_system(messages: Messages) -> Messages:
-    """Move the system messages at the beginning into the first message of the user; later ones become the user's."""
+    """Move leading system messages into the user's first message; later ones become user messages."""
     n = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     text = "\n\n".join(filter(None, (_text_of(m.get("content")) for m in messages[:n])))
     rest = [_as_user(message) for message in messages[n:]]
@@ -249,9 +249,9 @@ def _as_user(message: Message) -> Message:
 
 
 def _merged(messages: Messages, after_results: bool = False) -> Messages:
-    """Merge neighbouring messages of one role, except results of tools and calls.
+    """Merge adjacent messages of one role, except tool results and calls.
 
-    after_results: what a user says right after a tool's result becomes part of that result
+    after_results: also append a user message that follows a tool result to that result
     """
     joined: Messages = []
     for message in messages:

@@ -1,8 +1,8 @@
-"""Chat templates: messages to the text that the model was trained on.
+"""Chat templates: render messages as the text format that the model was trained on.
 
-A template is a Jinja2 program that comes with the checkpoint. It runs in Jinja2's sandbox, and in a process of its own
-(`chat_worker.py`) that has a memory limit and is killed when it takes too long; the next rendering starts a new one.
-A checkpoint may have several, by name: "tool_use" is taken for conversations with tools, else "default".
+A template is a Jinja2 program that comes with the checkpoint. It runs in Jinja2's sandbox, in a separate process
+(`chat_worker.py`) with a memory limit, which is killed if it takes too long; the next rendering starts a new one. A
+checkpoint may have several templates by name: "tool_use" is used for conversations with tools, otherwise "default".
 """
 
 import json
@@ -23,13 +23,13 @@ from millrace.checkpoint.worker_process import (
 from millrace.errors import CheckpointError, RequestError
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
-_START_S = 30.0  # a fresh process on a busy machine: an interpreter and Jinja2
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers has them
+_START_S = 30.0  # to start the interpreter and import Jinja2 on a busy machine
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as in transformers
 
 
 @dataclass(frozen=True, slots=True)
 class ChatLimits:
-    """For one rendering."""
+    """Limits of one rendering."""
 
     timeout_s: float = 5.0
     memory_bytes: int = 512 * 2**20  # address space of the process
@@ -37,13 +37,12 @@ class ChatLimits:
 
 
 class ChatTemplate:
-    """The templates of a model. Safe to use from several threads, which take turns; the process starts with the first
-    rendering."""
+    """The templates of a model. Thread-safe: renderings are serialized. The process starts with the first rendering."""
 
     def __init__(
         self, source: str | Mapping[str, str], variables: Mapping[str, str], limits: ChatLimits | None = None
     ) -> None:
-        """Hold one template, or several by name, of which one is called "default".
+        """Create from one template, or from several by name, one of them "default".
 
         variables: the named special tokens, `{"bos_token": "<s>", ...}`
         """
@@ -54,18 +53,18 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The template of conversations without tools."""
+        """Return the template for conversations without tools."""
         return self.sources[DEFAULT]
 
     def name_for(self, has_tools: bool) -> str:
-        """Return the name of the template that is taken, as transformers chooses it."""
+        """Return the name of the template to use, chosen like in transformers."""
         return TOOL_USE if has_tools and TOOL_USE in self.sources else DEFAULT
 
     def source_for(self, has_tools: bool) -> str:
         return self.sources[self.name_for(has_tools)]
 
     def another(self) -> "ChatTemplate":
-        """The same template with a process of its own, for those who must not wait for others' renderings."""
+        """Return the same template with a separate process, for callers that must not wait for other renderings."""
         return ChatTemplate(self.sources, self._variables, self._limits)
 
     def render(
@@ -78,17 +77,17 @@ class ChatTemplate:
         preamble: str = "",
         merges: bool = False,
     ) -> str:
-        """The prompt's text. Special tokens are in it already: encode it with `add_special_tokens=False`.
+        """Render the prompt's text. It includes special tokens, so encode it with `add_special_tokens=False`.
 
         messages: `{"role", "content", ...}`, content a string, null, or a list of `{"type": "text", "text": ...}`. Each
-            content goes to the template in a form that it renders: a list as it is, or its texts joined by line ends
-        continue_final_message: end where the last message's content ends, so that the model goes on with it
-        extra: further variables for the template (`enable_thinking`, `tools`, ...)
-        preamble: text of the server in front of the conversation; it joins the first message of the user if the
-            template renders no system message
-        merges: neighbouring messages of one role, and system messages, may be merged if the template refuses them
-        raises RequestError (param "messages") where the template refuses or cannot render them;
-            CheckpointError where it is broken, or stopped at a limit of time, memory or size
+        content is passed in a form that the template renders: as a list, or as its texts joined by newlines
+        continue_final_message: end the prompt where the last message's content ends, so that the model continues it
+        extra: more variables for the template (`enable_thinking`, `tools`, ...)
+        preamble: the server's own text before the conversation; it joins the user's first message if the template
+        renders no system message
+        merges: whether adjacent messages of one role, and system messages, may be merged if the template refuses them
+        raises RequestError (param "messages") if the template refuses or cannot render them, CheckpointError if it is
+        broken or exceeds a limit of time, memory or size
         """
         checked = [_checked(i, message) for i, message in enumerate(messages)]
         if continue_final_message and checked:
@@ -119,9 +118,9 @@ class ChatTemplate:
         raise _broken(f"the chat template was stopped at its limits: {reply.get('what')}")
 
     def renders_tools(self) -> tuple[bool, bool]:
-        """Whether the template for conversations with tools describes them, and whether it writes calls and results.
+        """Return whether the template for tools describes them, and whether it renders calls and results.
 
-        raises CheckpointError as `render`
+        raises CheckpointError like `render`
         """
         reply = self._exchange({"template": self.name_for(True), "probe": True})
         return bool(reply.get("tools")), bool(reply.get("calls"))
@@ -135,16 +134,14 @@ class ChatTemplate:
             return cast(dict[str, object], json.loads(self._worker.exchange(payload, self._limits.timeout_s)))
 
     def close(self) -> None:
-        """Stop the process, also in the middle of a rendering; a later one would start it again."""
+        """Stop the process, even during a rendering; a later rendering starts it again."""
         self._worker.stop()
 
 
 def normalised(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Messages as OpenAI's clients write them, in the words that templates know: `developer` is the newer name of
-    `system`, null is what is not there.
+    """Convert messages from OpenAI's clients to what templates expect: `developer` becomes `system`, nulls are removed.
 
-    raises RequestError (param "messages") for a system or user message without a content (null is one), or for one that
-    is no text
+    raises RequestError (param "messages") for a system or user message whose content is missing, null or not text
     """
     plain = [_checked(i, message) for i, message in enumerate(messages)]
     for i, message in enumerate(plain):
@@ -156,7 +153,7 @@ def normalised(messages: Sequence[Mapping[str, object]]) -> list[dict[str, objec
 
 
 def _greet(sources: Mapping[str, str], variables: Mapping[str, str], limits: ChatLimits, process: FrameProcess) -> None:
-    """Give a new process its memory limit, then the template. raises CheckpointError if the template is broken"""
+    """Send a new process its memory limit, then the templates. raises CheckpointError if one is broken"""
     process.exchange(json.dumps({"memory_bytes": limits.memory_bytes}).encode(), _START_S)
     load = {"templates": dict(sources), "first": DEFAULT, "variables": dict(variables)}
     with _translated_errors(limits, limits.timeout_s):
@@ -167,7 +164,7 @@ def _greet(sources: Mapping[str, str], variables: Mapping[str, str], limits: Cha
 
 @contextmanager
 def _translated_errors(limits: ChatLimits, timeout_s: float) -> Iterator[None]:
-    """Say what became of the process. raises CheckpointError; MachineError if something else killed it"""
+    """Translate errors of the process. raises CheckpointError; MachineError if something else killed it"""
     try:
         yield
     except WorkerTimeoutError:
@@ -200,8 +197,8 @@ def _checked(index: int, message: Mapping[str, object]) -> dict[str, object]:
         if not isinstance(fields.get("name"), str) or not isinstance(fields.get("arguments"), str | Mapping | None):
             expected = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
             raise _refused(f"{where}.tool_calls has {str(call)[:100]}", expected)
-    # OpenAI's clients send null for what is not there, and many templates would print it (transformers does the same)
-    # But of a message of calls alone, templates ask whether its content is null.
+    # OpenAI's clients send null for absent values, and many templates would print it (transformers does the same). The
+    # exception is a message with only calls: templates check whether its content is null.
     calls = message.get("tool_calls")
     return {key: value for key, value in message.items() if value is not None or (key == "content" and calls)}
 
@@ -212,11 +209,11 @@ def _listed(value: object, where: str) -> list[Any]:
     return value or []
 
 
-_MARK = "\u2063millrace: continue here\u2063"  # nobody writes that
+_MARK = "\u2063millrace: continue here\u2063"  # does not occur in messages
 
 
 def _marked(message: dict[str, object]) -> dict[str, object]:
-    """With a mark where its content ends. raises RequestError where it has none that is a text"""
+    """Return the message with a mark at the end of its content. raises RequestError if it has no text"""
     content = message.get("content")
     if isinstance(content, list) and content:
         return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}

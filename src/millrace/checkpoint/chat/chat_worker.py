@@ -1,7 +1,7 @@
-"""The process in which chat templates are rendered: a template is a program from the internet, so it can be killed.
+"""The process that renders chat templates: a template is an untrusted program, so it must be possible to kill it.
 
-It is started as a script, imports the standard library and Jinja2 only, and its stdin is a connection to its owner (see
-`worker_process.py`). The messages are JSON; until the connection ends:
+It is started as a script, imports the standard library and Jinja2 only, and its stdin is a connection to its parent
+(see `worker_process.py`). Messages are JSON; until the connection ends:
 
     {"memory_bytes"}  ->  {"ready": true}
     {"templates", "first", "variables"}  ->  {"ready": true} or an error; then, any number of times,
@@ -44,7 +44,7 @@ else:
 Reply = dict[str, object]
 Message = dict[str, object]
 Messages = list[Message]
-# What a template can raise while it runs, beside Jinja2's own errors.
+# Errors that a template can raise while it runs, in addition to Jinja2's own.
 _RUNTIME_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -57,7 +57,7 @@ class _TooLarge(jinja2.TemplateError):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is rendered as it is."""
+    """`{% generation %}` marks the assistant's text for training; here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja2 declares it as a plain class attribute
 
@@ -67,7 +67,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """As in transformers' `utils/chat_template_utils.py`."""
+    """Create the environment, like transformers' `utils/chat_template_utils.py`."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -92,7 +92,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without Jinja2's HTML escapes, which a model would read."""
+    """Serialize to JSON without Jinja2's HTML escapes, which the model would see."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -128,16 +128,16 @@ class Template:
 
 
 class Renderer:
-    """Renders conversations as far as the template can. raises jinja2.TemplateError if it cannot be compiled"""
+    """Renders conversations in a form that the template supports. raises jinja2.TemplateError if it is broken"""
 
     def __init__(self, source: str, variables: dict[str, object]) -> None:
         self._template = Template(source, variables)
         self.shapes = shapes.TemplateProbe(self._template.probe)
 
     def render(self, request: dict[str, Any]) -> str:
-        """Render the first form of the conversation that the template accepts.
+        """Render the first variant of the conversation that the template accepts.
 
-        raises what the first attempt raised if it accepts none
+        raises the first variant's error if it accepts none
         """
         tries, error = self.shapes.attempts(request["messages"], request["preamble"], request["merges"]), None
         has_tools = bool(request["extra"].get("tools"))
@@ -159,7 +159,7 @@ class Renderer:
         raise error
 
     def is_broken(self) -> bool:
-        """Whether it cannot even render a plain greeting, so that the client's messages are not what is wrong."""
+        """Return whether even a plain greeting fails, so that the client's messages are not at fault."""
         try:
             self._template.render([{"role": "user", "content": "Hi"}], True, {}, 10**6)
         except _Refused:
@@ -190,7 +190,8 @@ def _serve(read: Callable[[], dict[str, Any] | None], write: Callable[[Reply], N
     if limits is not None:
         resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], limits["memory_bytes"]))
         write({"ready": True})
-        load = read()  # now the parent's short clock runs: compiling folds constants, which can take for ever
+        # from here the parent's short timeout applies: compiling folds constants, which can take arbitrarily long
+        load = read()
     if load is None:
         return
     renderers: dict[str, Renderer] = {}
@@ -199,7 +200,7 @@ def _serve(read: Callable[[], dict[str, Any] | None], write: Callable[[Reply], N
         return
     write({"ready": True})
     while (request := read()) is not None:
-        # the parent kills this process when its time is over; this alarm does it if the parent is dead
+        # The parent kills this process after the timeout; the alarm does it if the parent is dead.
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + 1.0)
         name = request["template"]
         reply = _compiled(renderers, load, name) or _answer(renderers[name], request)
@@ -208,7 +209,7 @@ def _serve(read: Callable[[], dict[str, Any] | None], write: Callable[[Reply], N
 
 
 def _compiled(renderers: dict[str, Renderer], load: dict[str, Any], name: str) -> Reply | None:
-    """Compile the template `name` into `renderers` if it is not there. Return the error if it is broken."""
+    """Compile the template `name` into `renderers` unless it is there. Return the error if it is broken."""
     if name in renderers:
         return None
     try:
@@ -220,7 +221,7 @@ def _compiled(renderers: dict[str, Renderer], load: dict[str, Any], name: str) -
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     owner = Connection(0)
 
     def read() -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
-"""The chat templates of a checkpoint, wherever they are stored.
+"""Chat templates of a checkpoint, read from wherever they are stored.
 
-As transformers reads them: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or `chat_template` of
+Like in transformers: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or `chat_template` of
 tokenizer_config.json, which is a string or a list of {name, template}.
 """
 
@@ -17,7 +17,7 @@ _SUFFIX = ".jinja"
 
 
 def additional_templates(folder: Path) -> dict[str, bytes]:
-    """Return the contents of additional_chat_templates/*.jinja by their paths in `folder`. raises CheckpointError"""
+    """Return the contents of additional_chat_templates/*.jinja by path relative to `folder`. raises CheckpointError"""
     within = folder / TEMPLATE_FOLDER
     try:
         names = sorted(path.name for path in within.iterdir() if path.suffix == _SUFFIX) if within.is_dir() else []
@@ -48,7 +48,7 @@ def read_templates(files: Files, folder: Path) -> dict[str, str]:
 
 
 def flatten(files: Files, folder: Path) -> dict[str, bytes]:
-    """Return the files without a subfolder: additional templates become a list in tokenizer_config.json."""
+    """Return the files without subfolders: additional templates become a list in tokenizer_config.json."""
     flat = {name: data for name, data in files.items() if not name.startswith(f"{TEMPLATE_FOLDER}/")}
     if len(flat) == len(files):
         return flat

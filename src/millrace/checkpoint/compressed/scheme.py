@@ -1,7 +1,8 @@
-"""What `quantization_config` of a config.json says, where its quant_method is compressed-tensors.
+"""Reads `quantization_config` of config.json if its quant_method is compressed-tensors: which layers are quantized, and
+how.
 
-Which layers hold codes, and in which form. A key that is not known, or a value that would mean other arithmetic, is an
-error that names it. source: https://github.com/vllm-project/compressed-tensors, quantization/quant_config.py
+An unknown key, or a value that would require other arithmetic, is an error that names it.
+source: https://github.com/vllm-project/compressed-tensors, quantization/quant_config.py
 """
 
 import json
@@ -18,16 +19,16 @@ METHOD = "compressed-tensors"
 KEY = "quantization_config"
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 FORMATS = (PACKED, INTEGERS, FLOATS, NAIVE)
-_MIXED = "mixed-precision"  # each scheme says its own
-LINEAR = "Linear"  # the one class of modules that is read
+_MIXED = "mixed-precision"  # each scheme has its own
+LINEAR = "Linear"  # the only supported class of modules
 _MOST_SCHEMES, _MOST_NAMES, _MOST_PATTERNS, _LONGEST = 256, 100_000, 256, 300
 _MEND = "choose another checkpoint, or compress the original one with `millrace compress`"
 
 _KV = "kv_cache_scheme"
-INT8, FP8, INT4 = "int8", "fp8", "int4"  # of keys and values, with scales that are found as they come
+INT8, FP8, INT4 = "int8", "fp8", "int4"  # of keys and values, with dynamic scales
 STATIC_FP8 = "fp8 with scales of its own"
 
-# keys whose values change no weight, or are read each by itself
+# Keys that change no weight, or that are read separately.
 _HARMLESS = {
     "quant_method", "global_compression_ratio", "version", "run_compressed", "dequantize", "use_optimized_inference",
     "config_groups", "format", "ignore", _KV,
@@ -50,8 +51,8 @@ class Scheme:
     """How the matrices that `targets` names are stored.
 
     bits: 4 or 8; floats: E4M3 instead of integers
-    group: inputs of a scale; None: a whole row has one, or where `per_tensor` the whole matrix
-    activation_bits: what the checkpoint means to multiply them with; 16: floats
+    group: inputs per scale; None: one scale per row, or per matrix if `per_tensor`
+    activation_bits: precision of the activations that the checkpoint was made for; 16: floats
     """
 
     targets: tuple[str, ...]
@@ -62,8 +63,8 @@ class Scheme:
     floats: bool = False
     per_tensor: bool = False
     activation_bits: int = 16
-    float_activations: bool = False  # of 8 bits
-    per_token: bool = False  # their scales, found as they come
+    float_activations: bool = False  # 8-bit floats
+    per_token: bool = False  # dynamic scales of activations, one per token
 
     @property
     def packed(self) -> bool:
@@ -71,15 +72,15 @@ class Scheme:
 
     @property
     def dtype(self) -> str:
-        """The name in `TensorInfo`."""
+        """Return the name used in `TensorInfo`."""
         return "fp8" if self.floats else f"int{self.bits}"
 
 
 class Compression:
-    """Which linear layer is in which scheme. kv: how keys and values are meant to be kept; None: as floats"""
+    """Assigns schemes to linear layers. kv: format of keys and values that the checkpoint was made for; None: floats"""
 
     def __init__(self, schemes: Sequence[Scheme], ignore: Sequence[str], kv: str | None = None) -> None:
-        """raises CheckpointError where there are more names or patterns than any model needs"""
+        """Raise CheckpointError if there are implausibly many names or patterns."""
         self.schemes, self.kv = tuple(schemes), kv
         pairs = [(target, scheme) for scheme in schemes for target in scheme.targets]
         _check_bounds([target for target, _ in pairs] + list(ignore))
@@ -90,7 +91,8 @@ class Compression:
         self._ignored_patterns = [_glob(target) for target in ignore if _is_pattern(target)]
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Of a linear layer by its name; None where it holds floats. A name goes before a pattern, this before all."""
+        """Return the scheme of a linear layer, or None if it is stored as floats. A name takes precedence over a
+        pattern, a pattern over the class."""
         ignored = self._ignored
         if module in ignored or LINEAR in ignored or any(fnmatchcase(module, g) for g in self._ignored_patterns):
             return None
@@ -108,12 +110,12 @@ def _is_name(target: str) -> bool:
 
 
 def is_compressed(raw: object) -> TypeGuard[Mapping[str, Any]]:
-    """said: what config.json has at KEY"""
+    """Whether the value at KEY of config.json describes compressed-tensors."""
     return isinstance(raw, dict) and raw.get("quant_method") == METHOD
 
 
 def read_compression(raw: Mapping[str, Any]) -> Compression:
-    """raises CheckpointError for what is not read here, by name"""
+    """Parse quantization_config. raises CheckpointError that names what is unsupported"""
     for key, value in raw.items():
         if key in _HARMLESS:
             continue
@@ -129,7 +131,8 @@ def read_compression(raw: Mapping[str, Any]) -> Compression:
 
 
 def kv_scheme(kv: str | None) -> dict[str, object] | None:
-    """What `_kv_cache` reads. There is no word for a scale of each token and head; one of each token is next."""
+    """Return the `kv_cache_scheme` for a format, as `_kv_cache` reads it. The format cannot express one scale per token
+    and head; one per token is closest."""
     if kv is None:
         return None
     return {
@@ -139,7 +142,7 @@ def kv_scheme(kv: str | None) -> dict[str, object] | None:
 
 
 def _kv_cache(raw: object) -> str | None:
-    """Integers must have scales that are found as they come, as ours are; floats with others are another matter."""
+    """Parse kv_cache_scheme: integers must have dynamic scales, like ours; floats must have static ones."""
     if raw is None:
         return None
     if not isinstance(raw, dict):
@@ -208,7 +211,7 @@ def _weights(where: str, raw: object, targets: tuple[str, ...], format: str) -> 
 
 
 def _grouping(where: str, raw: Mapping[str, Any]) -> tuple[str, int]:
-    """The strategy, which follows from group_size where it is not said, and the group's size."""
+    """Return the strategy, derived from group_size if it is missing, and the group size."""
     size = raw.get("group_size")
     if size is not None and type(size) is not int:
         raise _wrong(f"{where}.group_size", size, "a number of inputs")
@@ -224,14 +227,15 @@ def _grouping(where: str, raw: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _activations(where: str, raw: object) -> tuple[int, bool]:
-    """Bits, and whether they are floats of 8."""
+    """Return the bits of activations, and whether these are 8-bit floats."""
     if raw is None:
         return 16, False
     if not isinstance(raw, dict):
         raise _wrong(where, raw, "null, or how activations are rounded")
     _check_keys(where, raw, _ARGUMENTS)
     floats = raw.get("type", "int") == "float"
-    strategies = ("token", "tensor", "group") if floats else ("token", "group")  # floats stay bfloat16 here anyway
+    # activations stay bfloat16 here in any case
+    strategies = ("token", "tensor", "group") if floats else ("token", "group")
     _check_values(where, raw, {
         "num_bits": (8,), "type": (None, "int", "float"), "symmetric": (None, True),
         "dynamic": (True, False) if floats else (True,), "strategy": strategies, "block_structure": (None,),
@@ -274,7 +278,8 @@ _PIECE = re.compile(r"\\\.|\.\*|[.A-Za-z0-9_-]")
 
 
 def _glob(target: str) -> str:
-    r"""A pattern of fnmatch for `re:` ones of names, \. and .*, which are most: others could take any time to match."""
+    r"""Convert a `re:` pattern to an fnmatch pattern. Only names, \. and .* are supported (most patterns): other
+    expressions could take arbitrarily long to match."""
     expression = target.removeprefix("re:").removeprefix("^")
     body, end = (expression[:-1], "") if expression.endswith("$") else (expression, "*")
     pieces = _PIECE.findall(body)

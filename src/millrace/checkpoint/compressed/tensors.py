@@ -1,6 +1,6 @@
-"""Tensors of a compressed-tensors folder, under the names of the layers that they are.
+"""Tensors of a compressed-tensors folder, by the names of the layers they belong to.
 
-A layer `q_proj` is several tensors in the file; here it is `q_proj.weight` (N, K), as in every other checkpoint:
+A layer `q_proj` is stored as several tensors; here it is `q_proj.weight` (N, K), like in other checkpoints:
 
     pack-quantized   weight_packed int32 (N, words), weight_shape int64 (2) = N, K
     others           weight int8 or E4M3 (N, K)
@@ -25,19 +25,20 @@ from millrace.errors import CheckpointError
 
 WEIGHT, PACKED, SHAPE = ".weight", ".weight_packed", ".weight_shape"
 SCALE, ZERO = ".weight_scale", ".weight_zero_point"
-NAMES = {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}  # beside those of floats
-_E4M3_NAN = 0x7F  # and with the sign
+# in addition to floating-point types
+NAMES = {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}
+_E4M3_NAN = 0x7F  # and the same with the sign bit
 _UNSUPPORTED = (".weight_g_idx", ".weight_global_scale", ".input_global_scale")
-_ALLOWED = (".input_scale", ".input_zero_point")  # of static FP8 activations, which stay bfloat16 here
-_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of FP8 ones, which are not read
+_ALLOWED = (".input_scale", ".input_zero_point")  # of static FP8 activations; activations stay bfloat16 here
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of an FP8 KV cache; not used
 _SCALES = ("float32", "float16", "bfloat16")
-_TABLE = ".embed_tokens.weight"  # which is no linear layer
+_TABLE = ".embed_tokens.weight"  # not a linear layer
 _AGAIN = "download or copy the checkpoint again, or compress the original one with `millrace compress`"
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One compressed matrix. group: whole rows have the next multiple of 4, which is what kernels take"""
+    """One compressed matrix. group: for whole rows the length rounded up to a multiple of 4, as kernels require"""
 
     name: str
     scheme: Scheme
@@ -53,7 +54,8 @@ class _Layer:
 
 
 class CompressedTensors(Tensors):
-    """`load` gives floats, exact as far as float32 holds them; `stored` the checkpoint's own codes."""
+    """Tensors of such a folder: `load` returns floats, exact within float32; `stored` returns the checkpoint's own
+    codes."""
 
     def __init__(
         self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _Layer], kv: str | None = None
@@ -65,7 +67,7 @@ class CompressedTensors(Tensors):
 
     @classmethod
     def of(cls, folder: Path, compression: Compression) -> "CompressedTensors":
-        """Reads headers, and the shapes that lie beside packed words. raises CheckpointError"""
+        """Open a folder; reads headers, and the shapes stored next to packed words. raises CheckpointError"""
         parts = Tensors.open(folder, NAMES)
         infos: dict[str, TensorInfo] = {}
         layers: dict[str, _Layer] = {}
@@ -106,7 +108,7 @@ class CompressedTensors(Tensors):
         return tuple(result)
 
     def renamed(self, old: str, new: str) -> "CompressedTensors":
-        """raises CheckpointError if `old` is stored as codes: an embedding is stored as floats"""
+        """Return the tensors with one renamed. raises CheckpointError if `old` is quantized: embeddings are floats"""
         if old in self._layers:
             raise CheckpointError(
                 f"{old} is compressed, and stands for {new}, which is missing", f"{new} as floats", _AGAIN
@@ -120,7 +122,8 @@ class CompressedTensors(Tensors):
         return super().load(name) if layer is None else self._floats(layer)
 
     def format(self, name: str) -> QuantisedFormat | None:
-        """None: floats, and integers that float16 scales and minimums do not stand for exactly. Reads these."""
+        """Return the format of the codes; None for floats, and if float16 cannot hold the scales and minimums exactly.
+        Reads these."""
         if name not in self._formats:
             layer = self._layers.get(name)
             self._formats[name] = self._format(layer) if layer else None
@@ -140,7 +143,7 @@ class CompressedTensors(Tensors):
         if not stored_format.minimums:
             wide = np.repeat(zeros, group, axis=1)[:, : codes.shape[1]]
             return QuantisedMatrix(codes - wide, scales, group, bits)
-        if stored_format.bits == 4:  # which count from 0
+        if stored_format.bits == 4:  # unsigned codes
             codes, zeros = codes + np.int8(8), zeros + np.int8(8)
         return QuantisedMatrix(codes, scales, group, bits, _minimums(scales, zeros)[0])
 
@@ -153,7 +156,7 @@ class CompressedTensors(Tensors):
         return layer is not None and layer.scheme.float_activations and layer.scheme.per_token
 
     def _format(self, layer: _Layer) -> QuantisedFormat | None:
-        if layer.scheme.floats:  # float32 holds whatever scales they come with
+        if layer.scheme.floats:  # float32 holds any scale
             return FP8 if layer.n_groups == 1 else None
         wide = self._scales(layer)
         with np.errstate(over="ignore"):
@@ -172,7 +175,7 @@ class CompressedTensors(Tensors):
         result = np.empty(layer.shape, np.float32)
         codes = self._e4m3(layer).view(E4M3) if layer.scheme.floats else self._codes(layer)
         rows = max((1 << 22) // layer.shape[1], 1)
-        for start in range(0, len(codes), rows):  # of float64 some rows at a time
+        for start in range(0, len(codes), rows):  # a few rows at a time, because they are float64
             part = slice(start, start + rows)
             wide = codes[part].astype(np.float64)
             if zeros is not None:
@@ -184,14 +187,14 @@ class CompressedTensors(Tensors):
         return np.repeat(of_groups, layer.group, axis=1)[:, : layer.shape[1]]
 
     def _codes(self, layer: _Layer) -> NDArray[np.int8]:
-        """(N, K), as signed as the file has them."""
+        """Return the codes (N, K), signed or unsigned as stored."""
         if not layer.scheme.packed:
             return self._parts.load(layer.name)
         words = self._parts.load(_module(layer) + PACKED)
         return unpack(words, layer.scheme.bits, layer.shape[1])
 
     def _e4m3(self, layer: _Layer) -> NDArray[np.int8]:
-        """(N, K), their bytes. raises CheckpointError where one is no number"""
+        """Return E4M3 bytes (N, K). raises CheckpointError if one is NaN"""
         codes = np.ascontiguousarray(self._parts.load(layer.name)).view(np.int8)
         wrong = (codes & np.int8(_E4M3_NAN)) == _E4M3_NAN
         if wrong.any():
@@ -203,7 +206,7 @@ class CompressedTensors(Tensors):
         return codes
 
     def _scales(self, layer: _Layer) -> NDArray[np.float64]:
-        """(N, G). raises CheckpointError where one is no number"""
+        """Return the scales (N, G). raises CheckpointError if one is NaN"""
         scales = self._parts.load(_module(layer) + SCALE).astype(np.float64)
         if not np.isfinite(scales).all():
             raise CheckpointError(f"{_module(layer)}{SCALE} has scales that are not finite", "numbers", _AGAIN)
@@ -211,7 +214,7 @@ class CompressedTensors(Tensors):
                                (layer.shape[0], layer.n_groups))  # fmt: skip
 
     def _zeros(self, layer: _Layer) -> NDArray[np.int8] | None:
-        """(N, G), as signed as codes; None where all are 0."""
+        """Return the zero points (N, G), signed like the codes; None if all are 0."""
         if layer.scheme.symmetric:
             return None
         zeros = self._parts.load(_module(layer) + ZERO)
@@ -221,7 +224,7 @@ class CompressedTensors(Tensors):
 
 
 def _minimums(scales: NDArray[np.float16], zeros: NDArray[np.int8]) -> tuple[NDArray[np.float16], bool]:
-    """-zero * scale, and whether float16 holds all of them."""
+    """Return -zero * scale, and whether float16 holds all of them exactly."""
     exact = -zeros.astype(np.float64) * scales.astype(np.float64)
     with np.errstate(over="ignore"):
         result = exact.astype(np.float16)
@@ -233,7 +236,7 @@ def _module(layer: _Layer) -> str:
 
 
 def _compressed(parts: Tensors) -> Iterator[str]:
-    """Names of layers that hold codes."""
+    """Yield the names of quantized layers."""
     for name, info in parts.items():
         if name.endswith(PACKED):
             yield name.removesuffix(PACKED)
@@ -249,7 +252,7 @@ def _own_parts(layer: _Layer) -> tuple[str, ...]:
 
 
 def _layer(parts: Tensors, module: str, scheme: Scheme) -> _Layer:
-    """Of this module, after every tensor of it was checked. raises CheckpointError"""
+    """Return the layer of a module after checking all its tensors. raises CheckpointError"""
     if not scheme.packed:
         stored_format = "float8_e4m3fn" if scheme.floats else "int8"
         _check(parts, module + WEIGHT, (stored_format,), None)
@@ -289,7 +292,7 @@ def _check(parts: Tensors, name: str, dtypes: tuple[str, ...], *shapes: tuple[in
 
 
 def _check_plain(name: str, info: TensorInfo, compression: Compression) -> None:
-    """A tensor that is no part of a compressed layer. raises CheckpointError where config.json says otherwise"""
+    """Check a tensor that belongs to no quantized layer. raises CheckpointError if config.json says otherwise"""
     if name.endswith(_UNSUPPORTED):
         raise CheckpointError(
             f"the checkpoint has {name}", "codes in the order of their inputs, with one level of scales", _AGAIN

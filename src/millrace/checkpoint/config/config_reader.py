@@ -1,4 +1,4 @@
-"""What reading a `config.json` needs, of whatever family: typed access, and a check of every key."""
+"""Reads `config.json` of any family: typed access, and a check of every key."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from millrace.checkpoint.config.declared_keys import DECLARED
 from millrace.errors import CheckpointError, close_matches, sanitize
 
 CONFIG = "config.json"
-MAX_LAYERS = 4096  # far beyond any model, and soon enough said
-MAX_KEYS = 40  # that a note lists
+MAX_LAYERS = 4096  # far more than any model has, so that a wrong value is refused at once
+MAX_KEYS = 40  # listed in a note
 DTYPES = ("float32", "float16", "bfloat16")
 Raw = Mapping[str, object]
 
@@ -28,7 +28,7 @@ def wrong(key: str, value: object, expected: str, mend: str = "", source: str = 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Typed access to a config.json. Every method raises CheckpointError that names the key that it read.
+    """Typed access to a config.json. Every method raises CheckpointError that names the key.
 
     source: what errors call the file
     """
@@ -40,14 +40,14 @@ class Keys:
         return self.raw.get(key)
 
     def positive_int(self, key: str, missing: int | None = None, most: int = 2**31 - 1) -> int:
-        """`missing` is what null stands for; where there is none, null is an error."""
+        """Return a positive integer. missing: the value if the key is null; without it null is an error."""
         value = self.get(key)
         if value is None and missing is not None:
             return missing
         return self._integer(key, value, 1, most)
 
     def first_int(self, *keys: str, default: int | None = None, low: int = 1, most: int = 2**31 - 1) -> int:
-        """The integer under the first of several names, as families spell one size in several ways."""
+        """Return the integer of the first key that is there: families use several names for one size."""
         for key in keys:
             if (value := self.get(key)) is not None:
                 return self._integer(key, value, low, most)
@@ -59,7 +59,7 @@ class Keys:
         return positive_number(key, self.get(key))
 
     def boolean(self, key: str, missing: bool | None = None) -> bool:
-        """`missing` as of positive_int."""
+        """Return a boolean. missing: as for `positive_int`"""
         value = self.get(key)
         if value is None and missing is not None:
             return missing
@@ -68,14 +68,14 @@ class Keys:
         return value
 
     def name(self, key: str) -> str:
-        """Empty where there is none."""
+        """Return a string; "" if there is none."""
         value = self.get(key)
         if not isinstance(value, str | None):
             raise self._wrong(key, value, "a name")
         return value or ""
 
     def names(self, key: str) -> list[str]:
-        """Empty where there is no list."""
+        """Return a list of strings; [] if there is none."""
         value = self.get(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
             raise self._wrong(key, value, "a list of names")
@@ -101,14 +101,14 @@ class ConfigReader(Keys):
 
 
 def positive_number(key: str, value: object) -> float:
-    """A finite number above zero (a bool is not a number here)."""
+    """Return a finite number above zero (a bool is not a number here). raises CheckpointError"""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise wrong(key, value, "a positive number")
     return float(value)
 
 
 def family_of(raw: Raw) -> Family:
-    """By its architecture, else by its model type. raises CheckpointError for one that is not supported"""
+    """Return the family by architecture, otherwise by model type. raises CheckpointError if it is not supported"""
     by_architecture = {name: family for family in FAMILIES.values() for name in (family.architecture, *family.also)}
     supported = "one of " + ", ".join(sorted(by_architecture))
     names = raw.get("architectures")
@@ -136,10 +136,10 @@ def family_of(raw: Raw) -> Family:
 
 
 def check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
-    """Check that every key is used, changes nothing, or is at a value that changes nothing; return notes.
+    """Check that every key is used, has no effect, or has a value without effect; return notes.
 
-    A key that transformers' configuration class declares and that is in no table here must have its default.
-    A key that the class does not declare is not read by transformers either: all of these are listed in one note.
+    A key that transformers' configuration class declares and that is in no table here must have its default. Keys that
+    the class does not declare are not read by transformers either: all of them are listed in one note.
     """
     used = {"architectures", "model_type", "dtype", "torch_dtype", *family.defaults}
     declared = DECLARED.get(family.name, {})
@@ -164,7 +164,7 @@ def check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
 
 
 def unread_keys(where: str, keys: Sequence[str], used: Collection[str]) -> str:
-    """Return the note that `keys` change nothing, with the key that may be meant where one is misspelt."""
+    """Return the note that `keys` have no effect, with the probable key for a misspelled one."""
     shown = [
         key if (meant := close_matches(key, used)) is None else f"{key} (did you mean {meant}?)"
         for key in keys[:MAX_KEYS]
@@ -185,12 +185,12 @@ HEAD_SIZES = "a multiple of 8, at most 512: no kernel takes others"
 
 
 def head_fits(head_dim: int) -> bool:
-    """Whether it is one of HEAD_SIZES."""
+    """Return whether the head size is one of HEAD_SIZES."""
     return head_dim % 8 == 0 and head_dim <= 512
 
 
 def read_dtype(raw: Raw) -> str:
-    """`dtype` wins over `torch_dtype`, as in transformers; float32 where nothing is said."""
+    """Return the type: `dtype` takes precedence over `torch_dtype`, as in transformers; float32 if neither is there."""
     value = raw.get("dtype")
     value = raw.get("torch_dtype") if value is None else value
     name = "float32" if value is None else str(value).removeprefix("torch.")
@@ -199,11 +199,11 @@ def read_dtype(raw: Raw) -> str:
     return name
 
 
-MOST_IDS = 1024  # that end an answer; published models have up to a dozen
+MOST_IDS = 1024  # stop token ids; published models have up to a dozen
 
 
 def token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
-    """An id, a list of ids or null, as a tuple. raises CheckpointError"""
+    """Parse an id, a list of ids or null into a tuple. raises CheckpointError"""
     values = value if isinstance(value, list) else [] if value is None else [value]
     if len(values) > MOST_IDS:
         raise CheckpointError(f"{file}: {key} has {len(values)} ids", f"at most {MOST_IDS}", f"correct {key}")

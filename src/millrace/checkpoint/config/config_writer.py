@@ -1,4 +1,4 @@
-"""A config.json of what was read: for checkpoints that came in another form."""
+"""Writes config.json from a ModelConfig, for checkpoints of other formats."""
 
 from millrace.checkpoint.config.config_keys import FAMILIES
 from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
@@ -8,7 +8,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def config_json(config: ModelConfig) -> dict[str, object]:
-    """Which `read_config` reads as the same. raises CheckpointError for what such a file cannot say"""
+    """Return a config.json that `read_config` reads as the same config. raises CheckpointError if there is none"""
     if config.rope.divisors:
         raise CheckpointError(
             "the model's rotary frequencies have divisors of their own (rope_freqs.weight)",
@@ -53,7 +53,7 @@ def _of_rope(rope: RopeConfig) -> dict[str, object]:
 
 
 def _of_windows(config: ModelConfig) -> dict[str, object]:
-    """What says which layers have a window. raises CheckpointError for several, or for a family that has none"""
+    """Return the keys for sliding windows. raises CheckpointError for several sizes, or a family without windows"""
     windows = {window for window in config.windows if window}
     fields: dict[str, object] = {"sliding_window": None, "use_sliding_window": False}
     if not windows:

@@ -5,7 +5,7 @@ Written by `python -m tools.config_keys` from transformers 5.24.0 and gguf 0.19.
 
 from collections.abc import Mapping
 
-# By model type. A default that is no JSON value (it is computed) is None.
+# By model type. A default that is not a JSON value (it is computed) is None.
 DECLARED: Mapping[str, Mapping[str, object]] = {
     "llama": {
         "architectures": None,

@@ -1,7 +1,7 @@
-"""The sizes of a decoder of any family, as far as memory and time depend on them, from its `config.json`.
+"""Sizes of a decoder of any family that determine memory and time, from its `config.json`.
 
-It reads more families than engines run (`model_config.py` reads those in full): hardware is sized before there is a
-checkpoint.
+Supports more families than engines run (`model_config.py` reads those completely), because hardware is sized before a
+checkpoint is available.
 """
 
 import json
@@ -15,27 +15,26 @@ from millrace.errors import CheckpointError, ConfigError, sanitize
 from millrace.settings import read_given, reject_duplicate_keys
 
 _MOST_BYTES = 1 << 20  # of a config.json
-_MOST = 1 << 24  # of any size in it
+_MOST = 1 << 24  # largest size in it
 SIZES = ("n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn", "vocab", "max_context")
 
-# What makes memory and time of a token others than those of attention in every layer.
+# Keys of architectures whose memory and time differ from attention in every layer.
 _NOT_MODELLED = {
     "kv_lora_rank": "keys and values are compressed (MLA), which is not modelled",
     **dict.fromkeys(("hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state", "ssm_cfg"),
                     "layers without attention are not modelled"),
     "conv_L_cache": "convolution layers are not modelled",
 }  # fmt: skip
-_SOME_LAYERS = ("gemma2", "gemma3", "gemma3_text", "gpt_oss", "cohere2")  # in which alone a window is
+_SOME_LAYERS = ("gemma2", "gemma3", "gemma3_text", "gpt_oss", "cohere2")  # only some of their layers have a window
 _NOT_GATED = ("falcon", "RefinedWeb", "mpt", "gpt2", "nemotron", "opt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
-    """experts: of a layer (0: dense), of which a token visits `experts_active`
+    """Sizes of a decoder. raises ConfigError if they contradict each other
 
-    shared: width of what each token visits beside those; window: tokens that attention reaches back in all layers,
-    where that is less than the context
-    raises ConfigError for sizes that contradict each other
+    experts: per layer (0: dense), of which a token uses `experts_active`
+    shared: width of the shared experts; window: attention window of all layers, if smaller than the context
     """
 
     name: str
@@ -44,10 +43,10 @@ class DecoderSizes:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    ffn: int  # of one expert, where there are some
+    ffn: int  # of one expert, if there are experts
     vocab: int
     max_context: int
-    gated: bool = True  # three matrices in a feed-forward layer, else two
+    gated: bool = True  # three matrices in a feed-forward layer, otherwise two
     experts: int = 0
     experts_active: int = 0
     shared: int = 0
@@ -72,7 +71,7 @@ class DecoderSizes:
 
 
 def read_config_file(path: Path) -> Mapping[str, object]:
-    """The object in a config.json that may be anywhere, of no checkpoint. raises ConfigError"""
+    """Read a config.json that need not belong to a checkpoint. raises ConfigError"""
     try:
         data = read_given(path, _MOST_BYTES)
         config = json.loads(data, object_pairs_hook=reject_duplicate_keys) if len(data) <= _MOST_BYTES else None
@@ -86,12 +85,12 @@ def read_config_file(path: Path) -> Mapping[str, object]:
 
 
 def read_sizes(raw: Raw, name: str) -> DecoderSizes:
-    """From the keys that families write them under.
+    """Read the sizes under the names that families use.
 
-    raises CheckpointError, also for what would be sized wrongly; ConfigError as DecoderSizes
+    raises CheckpointError, also if the estimate would be wrong; ConfigError like DecoderSizes
     """
     inner = raw.get("text_config")
-    if inner is not None:  # of a model that sees, too: its decoder
+    if inner is not None:  # the decoder of a vision-language model
         if not isinstance(inner, dict):
             raise wrong("text_config", inner, "an object", source=name)
         raw = {**raw, **inner}
@@ -130,7 +129,7 @@ def _count(keys: Keys, *names: str, default: int = 0) -> int:
 
 
 def _window(keys: Keys) -> int | None:
-    """Of all layers. Where only some layers have a window, none is assumed to: the plan then overestimates rather than
+    """Return the window of all layers. If only some layers have one, None: the plan then overestimates rather than
     underestimates."""
     if not keys.boolean("use_sliding_window", True):
         return None
@@ -141,6 +140,6 @@ def _window(keys: Keys) -> int | None:
 
 
 def _has_pattern(keys: Keys) -> bool:
-    """Of layers: every so many of them is another one, or a letter for each ("LLLG")."""
+    """Return whether layers alternate: a period, or a letter per layer ("LLLG")."""
     letters = keys.get("sliding_window_pattern")
     return (isinstance(letters, str) and letters.isalpha()) or _size(keys, "sliding_window_pattern", default=0) > 0

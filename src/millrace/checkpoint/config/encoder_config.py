@@ -1,4 +1,5 @@
-"""`config.json` of an encoder as a frozen `EncoderConfig`: every key is used, known to be harmless, or an error."""
+"""Reads `config.json` of an encoder into a frozen `EncoderConfig`: every key is used, known to have no effect, or an
+error."""
 
 from dataclasses import dataclass
 
@@ -18,9 +19,9 @@ from millrace.checkpoint.config.config_reader import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """What the architecture of an encoder needs to know of a checkpoint.
+    """Configuration of an encoder.
 
-    The last three are not config.json's: `checkpoint/config/sentence_transformers.py` reads them.
+    The last three fields are not from config.json: `checkpoint/config/sentence_transformers.py` reads them.
     """
 
     architecture: str  # "BertModel"
@@ -34,14 +35,14 @@ class EncoderConfig:
     norm_eps: float
     activation: str  # "gelu" | "gelu_tanh" | "relu" | "silu"
     dtype: str = "float32"
-    notes: tuple[str, ...] = ()  # to be said aloud to the user
-    pooling: str = "mean"  # of a text's rows: "mean" | "cls"
-    normalised: bool = True  # the vector of a text, to a length of 1
-    max_context: int = 0  # tokens of the longest text that the model's authors meant it for
+    notes: tuple[str, ...] = ()  # to be shown to the user
+    pooling: str = "mean"  # how rows become a vector: "mean" | "cls"
+    normalised: bool = True  # whether vectors are normalized to length 1
+    max_context: int = 0  # tokens of the longest text that the authors intend
 
 
 def read_encoder(raw: Raw) -> EncoderConfig:
-    """`raw` is the parsed config.json. Raises CheckpointError naming the key, its value and what was expected."""
+    """Parse config.json. raises CheckpointError that names the key, its value and what was expected"""
     family = family_of(raw)
     notes = check_keys(raw, family)
     read = ConfigReader(raw, family)

@@ -1,4 +1,4 @@
-"""`generation_config.json`: how the model's authors would sample, where a request does not say."""
+"""Reads `generation_config.json`: the authors' sampling defaults, used if a request does not set them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from millrace.checkpoint.config.config_reader import token_ids
 from millrace.errors import CheckpointError
 
 GENERATION_CONFIG = "generation_config.json"
-ORIGIN = "millrace_sampling_of"  # whose defaults the values are, where the model's authors say none
+ORIGIN = "millrace_sampling_of"  # source of the values, if they are not the authors'
 _USED = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id", ORIGIN)
-# What llama.cpp samples with by default. A GGUF file is made to be run so; over the whole vocabulary at temperature 1,
-# a small quantised model drifts into nonsense. source: common/common.h, 2026
+# llama.cpp's sampling defaults, which authors of GGUF files assume; at temperature 1 over the whole vocabulary, a small
+# quantized model drifts into nonsense. source: common/common.h, 2026
 LLAMA_CPP: Mapping[str, object] = {
     "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, ORIGIN: "llama.cpp",
 }  # fmt: skip
-# They say nothing about which token is chosen, or belong to the request (lengths), or to another kind of model.
+# Keys that do not affect the chosen token, that belong to the request (lengths), or to other kinds of models.
 _HARMLESS_TEXT = """
     _from_model_config transformers_version bos_token_id pad_token_id decoder_start_token_id use_cache
     cache_implementation return_dict_in_generate output_attentions output_hidden_states output_scores output_logits
@@ -24,7 +24,7 @@ _HARMLESS_TEXT = """
     compile_config token_healing prefill_chunk_size remove_invalid_values renormalize_logits
 """
 _HARMLESS = frozenset(_HARMLESS_TEXT.split())
-# They change nothing at these values; anything else is told to the user, because it is not supported.
+# Keys without effect at these values; other values are reported to the user, because they are not supported.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -49,9 +49,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """None means that the model does not say. temperature 0 is greedy; top_k 0 is off.
+    """Sampling defaults of a model; None: not set. temperature 0 is greedy; top_k 0 is off.
 
-    origin: "" if the values are the model's own, else whose defaults they are
+    origin: "" if the values are the model's own, otherwise their source
     """
 
     temperature: float | None = None
@@ -60,21 +60,21 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     eos_token_ids: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()  # to be said aloud to the user
+    notes: tuple[str, ...] = ()  # to be shown to the user
     origin: str = ""
 
     @property
     def sampling(self) -> dict[str, float | int]:
-        """The values that are set, by their names in a request."""
+        """Return the values that are set, by their names in a request."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def read_generation(raw: Mapping[str, object]) -> GenerationDefaults:
-    """`raw` is the parsed generation_config.json; an unsupported wish becomes a note. raises CheckpointError
+    """Parse generation_config.json; unsupported settings become notes. raises CheckpointError
 
-    `do_sample: false` is temperature 0; a missing do_sample says nothing (transformers would be greedy, and every
-    server of note samples).
+    `do_sample: false` is temperature 0; a missing do_sample means nothing (transformers would be greedy, but all common
+    servers sample).
     """
     do_sample = raw.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):

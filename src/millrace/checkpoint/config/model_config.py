@@ -1,4 +1,4 @@
-"""`config.json` as a typed, frozen `ModelConfig`: every key is used, refused, or listed in a note.
+"""Reads `config.json` into a typed, frozen `ModelConfig`: every key is used, refused, or listed in a note.
 
 Both of today's spellings are read: `rope_theta`, `rope_scaling`, `torch_dtype`, and `rope_parameters`, `dtype`.
 Defaults of missing keys are those of the family's configuration class in transformers 5.
@@ -25,8 +25,8 @@ from millrace.checkpoint.config.config_reader import (
 
 ROPE_KINDS = ("default", "linear", "llama3")
 LATER_GEMMAS = ("gemma2", "gemma3_text")
-WINDOWED = ("mistral", *LATER_GEMMAS)  # by default; Qwen has use_sliding_window
-MOST_TAPS = 8  # of a short convolution
+WINDOWED = ("mistral", *LATER_GEMMAS)  # families with windows by default; Qwen has use_sliding_window
+MOST_TAPS = 8  # kernel size of a short convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int | None = None  # only llama3
-    divisors: tuple[float, ...] = ()  # (D/2,) of GGUF's rope_freqs.weight: each frequency's own, beside `factor`
+    divisors: tuple[float, ...] = ()  # (D/2,) from GGUF's rope_freqs.weight: one per frequency, in addition to `factor`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What the architecture needs to know of a checkpoint, under one set of names for all families."""
+    """Configuration of a decoder, with the same names for all families."""
 
     architecture: str  # "LlamaForCausalLM"
     family: str  # a name of config_keys.FAMILIES
@@ -70,28 +70,28 @@ class ModelConfig:
     dtype: str  # "float32" | "float16" | "bfloat16"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    notes: tuple[str, ...]  # to be said aloud to the user
+    notes: tuple[str, ...]  # to be shown to the user
     # per layer: window size in tokens, including the token itself; 0: full attention. (): full attention in all layers
     windows: tuple[int, ...] = ()
-    local_rope: RopeConfig | None = None  # of layers with a window; None: the same as of the others
+    local_rope: RopeConfig | None = None  # of layers with a window; None: same as the others
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
-    attention_softcap: float = 0.0  # at which scores saturate; 0: nowhere
-    logits_softcap: float = 0.0  # likewise of logits
-    # Of each layer, whether it convolves the last `conv_taps` tokens in place of attention. (): none does.
+    attention_softcap: float = 0.0  # of attention scores; 0: none
+    logits_softcap: float = 0.0  # of logits; 0: none
+    # Whether each layer is a short convolution over `conv_taps` tokens instead of attention. (): none is.
     convolves: tuple[bool, ...] = ()
     conv_taps: int = 0
     conv_bias: bool = False
 
     def window_of(self, layer: int) -> int:
-        """Its window; 0: it has none, or one in which every sequence has room."""
+        """Return the window of a layer; 0 if it has none, or if it covers the whole context."""
         window = self.windows[layer] if self.windows else 0
         return window if window < self.max_context else 0
 
 
 def read_config(raw: Raw) -> ModelConfig:
-    """`raw`: the parsed config.json of a decoder. Raises CheckpointError naming the key, its value, what it may be."""
+    """Parse config.json of a decoder. raises CheckpointError that names the key, its value and what was expected"""
     family = family_of(raw)
-    assert not family.is_encoder, family  # checkpoint/config/encoder_config.py reads these
+    assert not family.is_encoder, family  # read by checkpoint/config/encoder_config.py
     notes = check_keys(raw, family)
     read = ConfigReader(raw, family)
     n_layers = read.positive_int("num_hidden_layers", most=MAX_LAYERS)
@@ -161,7 +161,8 @@ def _head_dim(read: ConfigReader, hidden_size: int, n_heads: int) -> int:
 
 
 def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
-    """On q/k/v and on o. Qwen2 has the first by architecture; Mistral has none; the rest say it in config.json."""
+    """Return whether q/k/v and o have a bias. Qwen2 has the former by architecture; Mistral has none; others are
+    configured."""
     if read.family.name in ("qwen2", "mistral", "lfm2"):
         return read.family.name == "qwen2", False
     has = read.boolean("attention_bias")
@@ -169,7 +170,7 @@ def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
 
 
 def _lfm2_inner(read: ConfigReader) -> int:
-    """As transformers' Lfm2MLP derives it."""
+    """Return the inner size of LFM2's MLP, derived like in transformers' Lfm2MLP."""
     inner = read.positive_int("intermediate_size" if read.get("block_ff_dim") is None else "block_ff_dim")
     if not read.boolean("block_auto_adjust_ff_dim"):
         return inner
@@ -203,13 +204,13 @@ def _lfm2_convolutions(read: ConfigReader, n_layers: int) -> dict[str, Any]:
 
 
 def _tied(read: ConfigReader) -> bool:
-    """LFM2's files have another name for it, which wins as in transformers."""
+    """Return whether the head is tied. LFM2 has another key for it, which takes precedence as in transformers."""
     other = read.family.name == "lfm2" and read.get("tie_embedding") is not None
     return read.boolean("tie_embedding" if other else "tie_word_embeddings")
 
 
 def _softcap(read: ConfigReader, key: str) -> float:
-    """0 for a family whose model has none."""
+    """Return a softcap; 0 if the family has none."""
     return 0.0 if key not in read.family.defaults or read.get(key) is None else read.positive_float(key)
 
 
@@ -223,11 +224,11 @@ def _activation(read: ConfigReader) -> str:
     name = read.get("hidden_act")
     gemma = read.family.name == "gemma"
     if gemma and name == "gelu":
-        name = "gelu_pytorch_tanh"  # the official Gemma files say "gelu" and mean the tanh form (transformers PR 29402)
+        name = "gelu_pytorch_tanh"  # official Gemma files say "gelu" but mean the tanh form (transformers PR 29402)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise wrong("hidden_act", name, "one of " + ", ".join(sorted(ACTIVATIONS)))
     if gemma:
-        # transformers 4 obeyed hidden_activation and ignored hidden_act, transformers 5 does the opposite
+        # transformers 4 used hidden_activation and ignored hidden_act, transformers 5 does the opposite.
         for key in ("hidden_act", "hidden_activation"):
             value = name if key == "hidden_act" else read.get(key)
             if value is not None and ACTIVATIONS.get(str(value)) != "gelu_tanh":
@@ -236,7 +237,7 @@ def _activation(read: ConfigReader) -> str:
 
 
 def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
-    """Of each layer, as transformers' configuration classes have them; 0: none."""
+    """Return the window of each layer, like transformers' configuration classes; 0: none."""
     if read.family.name == "lfm2":
         return ()
     types = read.get("layer_types")
@@ -250,7 +251,8 @@ def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
         kinds = cast(list[str], types)
         allowed = {"full_attention", "sliding_attention"} if window else {"full_attention"}
         if name == "mistral" and window:
-            allowed = {"sliding_attention"}  # transformers gives every Mistral layer the window, whatever is said here
+            # transformers gives every Mistral layer the window, whatever layer_types says
+            allowed = {"sliding_attention"}
         if not set(kinds) <= allowed:
             if not window and name in WINDOWED and "sliding_attention" in kinds:
                 raise wrong("sliding_window", read.get("sliding_window"), "tokens of the layers with sliding_attention")
@@ -268,7 +270,7 @@ def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
 
 
 def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, RopeConfig | None], tuple[str, ...]]:
-    """Return the rotary embedding and that of layers with a window, if they have one of their own; with notes."""
+    """Return the rotary embedding, that of layers with a window if they have their own, and notes."""
     if read.family.name != "gemma3_text":
         rope, unread = _rope(read.raw, max_positions, 1e6 if read.family.name == "lfm2" else 10_000.0)
         return (rope, None), unread
@@ -290,7 +292,7 @@ def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, Ro
         has_own = bool(own) and "rope_theta" in cast(dict[str, object], own)
         flat_theta = {} if flat is None and has_own else {"rope_theta": usual if flat is None else flat}
         if flat is not None:
-            positive_number(key, flat)  # under the name that it has here
+            positive_number(key, flat)  # checked under the key that the user wrote
         rope, more = _rope({"rope_parameters": own, "rope_scaling": scaling, **flat_theta}, max_positions)
         result.append(rope)
         notes += more
@@ -298,9 +300,9 @@ def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, Ro
 
 
 def _rope(raw: Raw, max_positions: int, usual: float = 10_000.0) -> tuple[RopeConfig, tuple[str, ...]]:
-    """Return the rotary embedding, with a note on the keys that transformers does not read for its type.
+    """Return the rotary embedding, and a note on keys that transformers does not read for its type.
 
-    Two spellings of one value must agree.
+    If a value is given in both spellings, they must agree.
     """
     old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
@@ -335,7 +337,7 @@ def _rope(raw: Raw, max_positions: int, usual: float = 10_000.0) -> tuple[RopeCo
     return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions), notes
 
 
-# What transformers' functions of modeling_rope_utils.py read of a scaling, by its type.
+# Keys of a scaling that transformers' modeling_rope_utils.py reads, by type.
 _SCALING_KEYS = {
     "default": (),
     "linear": ("factor",),

@@ -1,7 +1,7 @@
-"""What sentence-transformers keeps beside an encoder: how rows become a vector, and how long a text may be.
+"""Reads sentence-transformers' files of an encoder: how rows become a vector, and how long a text may be.
 
-modules.json lists the steps: the transformer, a pooling, and perhaps a normalisation. A folder without it is a
-transformer alone: sentence-transformers then takes the mean and does not normalise, and so do we, aloud.
+modules.json lists the steps: the transformer, a pooling, and perhaps a normalization. A folder without it is a plain
+transformer: like sentence-transformers, use the mean without normalization, and report it.
 source: sentence-transformers 6.2, and the older spellings that it reads
 """
 
@@ -23,7 +23,7 @@ from millrace.errors import CheckpointError, nearest
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 POOLINGS = ("mean", "cls")
-# Older folders have a key for each way of pooling.
+# Older folders have one key per pooling method.
 _POOLING_KEYS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
@@ -31,9 +31,9 @@ _POOLING_KEYS = {
 }  # fmt: skip
 _POOLING_KNOWN = {
     *_POOLING_KEYS, "pooling_mode", "embedding_dimension", "word_embedding_dimension",
-    "include_prompt",  # of no matter where no prompt is put before a text
+    "include_prompt",  # no effect without prompts
 }  # fmt: skip
-# Keys of sentence_bert_config.json that change nothing at these values.
+# Keys of sentence_bert_config.json without effect at these values.
 _TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",),
@@ -42,12 +42,12 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("model_args", "tokenizer_args", "config_args", "processing_kwargs"), (None, {})),
     **dict.fromkeys(("model_kwargs", "processor_kwargs", "config_kwargs"), (None, {})),
 }  # fmt: skip
-_LONGEST_NAME = 60  # of a module's folder
+_LONGEST_NAME = 60  # name of a module's folder
 _AGAIN = "download the checkpoint again, or choose another encoder"
 
 
 def with_sentences(config: EncoderConfig, folder: Path) -> EncoderConfig:
-    """The configuration with what these files say. raises CheckpointError for what is damaged, or not supported"""
+    """Return the configuration completed from these files. raises CheckpointError if they are damaged or unsupported"""
     pooling, normalised, notes = _pooling(folder, config.hidden_size)
     return replace(
         config, pooling=pooling, normalised=normalised, max_context=_longest_text(folder, config.max_positions),
@@ -56,14 +56,14 @@ def with_sentences(config: EncoderConfig, folder: Path) -> EncoderConfig:
 
 
 def sentence_files(folder: Path) -> dict[str, bytes]:
-    """The files that decide what a text's vector is, besides config.json, the tokenizer and the weights."""
+    """Return the files that determine a text's vector, except config.json, the tokenizer and the weights."""
     if not (folder / MODULES).is_file():
         return {}
     return read_files(folder, (MODULES, *(f"{where}/config.json" for _, where in _modules(folder / MODULES) if where)))
 
 
 def _pooling(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[str, ...]]:
-    """Which, whether the vector is normalised, and notes."""
+    """Return the pooling, whether the vector is normalized, and notes."""
     path = folder / MODULES
     if not path.is_file():
         what = "a text's vector is the mean of its rows and is not normalised, as in sentence-transformers"
@@ -87,7 +87,7 @@ def _pooling(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[str, ...]
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """(the last word of its type, its folder) of each module, in order."""
+    """Return (last word of the type, folder) of each module, in order."""
     try:
         raw = parsed_json(read_files(path.parent, [path.name])[path.name])
     except (ValueError, RecursionError) as error:
@@ -119,7 +119,7 @@ def _pooling_kind(path: Path, hidden_size: int) -> str:
         if not isinstance(raw.get(key, False), bool):
             raise CheckpointError(f"{path}: {key} is {raw[key]!r:.60}", "true or false", "correct it")
     older = [name for key, name in _POOLING_KEYS.items() if raw.get(key)]
-    unsaid = "pooling_mode_mean_tokens" not in raw  # then it is on, where nothing else is
+    unsaid = "pooling_mode_mean_tokens" not in raw  # on by default, unless another one is set
     modes = raw.get("pooling_mode", older or ("mean" if unsaid else []))
     kinds = modes if isinstance(modes, list) else [modes]
     if len(kinds) != 1 or kinds[0] not in POOLINGS:
@@ -137,7 +137,8 @@ def _check_normalize(path: Path | None) -> None:
 
 
 def _longest_text(folder: Path, max_positions: int) -> int:
-    """In tokens: max_seq_length of sentence_bert_config.json, else the tokenizer's limit, else all positions."""
+    """Return the limit in tokens: max_seq_length of sentence_bert_config.json, otherwise the tokenizer's, otherwise all
+    positions."""
     path = folder / SENTENCE_CONFIG
     raw = read_json_object(path)
     _check_known(path, raw, {"max_seq_length", "do_lower_case", *_NEUTRAL})
@@ -154,11 +155,11 @@ def _longest_text(folder: Path, max_positions: int) -> int:
     limit = read_json_object(folder / TOKENIZER_CONFIG).get("model_max_length")
     if isinstance(limit, int) and not isinstance(limit, bool) and 0 < limit < max_positions:
         return limit
-    return max_positions  # where a tokenizer has no limit, it is said to be 1e30
+    return max_positions  # a tokenizer without a limit has 1e30
 
 
 def _prompt_notes(folder: Path) -> tuple[str, ...]:
-    """Prompts go before texts of some kind; of which kind a text is, only its sender knows."""
+    """Return a note on prompts, which are not applied: only the client knows the kind of a text."""
     path = folder / PROMPTS
     raw = read_json_object(path)
     prompts, name = raw.get("prompts") or {}, raw.get("default_prompt_name")
