@@ -48,7 +48,7 @@ class Counter:
         self._values: dict[str, CounterValue] = {}
 
     def labels(self, *values: str) -> CounterValue:
-        text = label_text(dict(zip(self._labels, values, strict=True)))
+        text = label_text(dict(sorted(zip(self._labels, values, strict=True))))
         return self._values.setdefault(text, CounterValue())
 
     def families(self) -> Iterator[MetricFamily]:
@@ -88,7 +88,7 @@ class Histogram:
             n = 0.0
             for bound, count in zip(self._bound_texts, histogram.counts, strict=True):
                 n += count
-                family.add(n, f'{labels},le="{bound}"', "_bucket")
+                family.add(n, f'le="{bound}",{labels}', "_bucket")
             family.add(n, labels, "_count")
             family.add(histogram.sum, labels, "_sum")
         yield family

@@ -20,6 +20,7 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.engine.artifact.engine import Engine
 from tests.e2e.live import live
+from tests.serve.support import until
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf
 from tests.support.repository import ADD_SUB, in_process, write_models
@@ -89,6 +90,7 @@ def test_the_way_of_a_kserve_request(tmp_path: Path) -> None:
         files.clear()
         other_head = {"x-other": "1"}  # a head that came before is not read again
         assert httpx.post(url, json=body, headers=other_head).status_code == 200
+        until(lambda: "prometheus.py" in files)  # it is counted once it is sent
         way = set(files)
     assert way - {"serve/http/uvicorn_server.py"} == named("KServe request")
 

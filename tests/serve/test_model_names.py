@@ -73,7 +73,7 @@ def test_bodies_are_json_whatever_they_are_called(named: Running) -> None:
 def test_flags_become_names() -> None:
     class Opened:
         name = "own"
-        tokenizer = isa = None
+        tokenizer = isa = implementation = None
 
         class engine:  # noqa: N801
             folder = None

@@ -30,7 +30,7 @@ COMMANDS = {
     "demo": "Build, serve, ask and measure the bundled model `tiny`.",
     "bench": "Measure what users of a server feel.",
     "lint": "Explain a Triton model repository before it is served.",
-    "doctor": "Examine this machine, and measure what it can do.",
+    "doctor": "Examine this machine, or say what runs a model.",
     "verify": "Give an answer with a receipt once more, and compare.",
     "eval": "Measure a model's answers.",
     "compress": "Make a smaller checkpoint of one, and prove it.",

@@ -27,7 +27,7 @@ Examples:
 def command(
     env: Env, model: str | None, threads: int | None, isa: str | None, device: str | None, as_json: bool
 ) -> None:
-    """Examine this machine and measure what it can do; with MODEL, say which implementation runs that model.
+    """Examine this machine, or say what runs a model.
 
     Processor, caches, memory and huge pages; then a few seconds of measurements. The measured rates are the
     roofline that every benchmark is compared with; they are kept, and a server's /metrics then has the least time of a

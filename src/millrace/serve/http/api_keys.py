@@ -219,7 +219,7 @@ class ApiKeys:
             tokens.add(account.tokens, labels)
             running.add(account.running, labels)
             for limit, n in account.refused.items():
-                refused.add(n, label_text({"key": name, "limit": limit}))
+                refused.add(float(n), label_text({"key": name, "limit": limit}))
         yield from (requests, tokens, refused, running)
 
 

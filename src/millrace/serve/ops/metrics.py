@@ -276,16 +276,16 @@ def _family(
 def _finish_reasons(model: str, stats: LoopStats) -> MetricFamily:
     family = MetricFamily("vllm:request_success_total", "counter", "Answers that came to their end")
     for reason, count in stats.finished_total.items():
-        family.add(count, label_text({LABEL: model, "finished_reason": reason.value}))
+        family.add(float(count), label_text({"finished_reason": reason.value, LABEL: model}))
     return family
 
 
 def _iterations(model: str, stats: LoopStats) -> MetricFamily:
     """Return the histogram of tokens per step; sum and count are exact, but the loop has no buckets."""
     family = MetricFamily("vllm:iteration_tokens_total", "histogram", "Tokens computed per engine step")
-    family.add(stats.steps_total, label_text({LABEL: model, "le": "+Inf"}), "_bucket")
-    family.add(stats.steps_total, label_text({LABEL: model}), "_count")
-    family.add(stats.step_tokens_total, label_text({LABEL: model}), "_sum")
+    family.add(float(stats.steps_total), label_text({"le": "+Inf", LABEL: model}), "_bucket")
+    family.add(float(stats.steps_total), label_text({LABEL: model}), "_count")
+    family.add(float(stats.step_tokens_total), label_text({LABEL: model}), "_sum")
     return family
 
 
