@@ -13,6 +13,7 @@ import transformers
 
 from millrace import LLM, SamplingParams
 from millrace.compile.resolve_model import BUNDLED
+from millrace.engine.transformers.engine import _context, _kv_numbers, _largest_width
 from millrace.errors import CheckpointError, ConfigError, MillraceError
 from tests.support.command_line import run_process
 
@@ -107,11 +108,13 @@ def test_a_sequence_that_is_preempted_continues_with_its_tokens(tmp_path: Path) 
 
 def test_bfloat16_is_taken_where_it_is_stored_or_asked_for(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "f32", gpt2)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
-    for path in (tmp_path / "f32").glob("tokenizer*"):
-        shutil.copy(path, tmp_path / "bf16" / path.name)
-    for folder, precision, expected in (("f32", None, "fp32"), ("bf16", None, "bf16"), ("f32", "bf16", "bf16")):
-        with LLM(tmp_path / folder, model_impl="transformers", precision=precision) as llm:
+    for name, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16)):
+        model.to(dtype).save_pretrained(tmp_path / name)
+        for path in (tmp_path / "f32").glob("tokenizer*"):
+            shutil.copy(path, tmp_path / name / path.name)
+    cases = (("f32", None, "fp32"), ("bf16", None, "bf16"), ("f32", "bf16", "bf16"), ("f16", None, "fp32"))
+    for folder, precision, expected in cases:
+        with LLM(tmp_path / folder, model_impl="transformers", threads=1, precision=precision) as llm:
             assert llm._opened.engine.manifest.precision == {"default": expected}
             assert len(llm.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
 
@@ -149,3 +152,18 @@ def test_a_checkpoint_without_a_native_implementation_says_what_runs_it(tmp_path
     write_checkpoint(tmp_path, gpt2)
     outcome = run_process(["generate", str(tmp_path), "Once"], tmp_path / "cache")
     outcome.assert_mistake("GPT2LMHeadModel", "--model-impl transformers")
+
+
+@pytest.mark.nightly
+def test_every_causal_type_of_transformers_has_sizes() -> None:
+    types = list(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    n_read = 0
+    for model_type in types:
+        try:
+            config = transformers.AutoConfig.for_model(model_type)
+        except Exception:  # noqa: BLE001  some have no default configuration
+            continue
+        text = config.get_text_config(decoder=True)
+        assert min(_kv_numbers(text), _context(text, None), _largest_width(text), text.vocab_size) > 0, model_type
+        n_read += 1
+    assert n_read > len(types) - 5

@@ -106,7 +106,7 @@ def transformers_engine(
 ) -> TransformersEngine:  # fmt: skip
     """Read a checkpoint's configuration with transformers; no code of the checkpoint runs, and no weight is read.
 
-    source: identity of the checkpoint. precision: fp32 or bf16; None: bf16 if it is stored so, else fp32
+    source: identity of the checkpoint. precision: fp32 or bf16; None: bf16 if all tensors are stored so, else fp32
     raises CheckpointError for a checkpoint that transformers cannot run, ConfigError for settings that it has not
     """
     if precision not in (None, *WEIGHT_BYTES):
@@ -116,8 +116,9 @@ def transformers_engine(
         )  # fmt: skip
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
-    stored_bytes, n_parameters = _count(tensors)
-    chosen = precision or ("bf16" if stored_bytes <= 2 * n_parameters else "fp32")
+    n_parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    is_bf16 = all(tensor.dtype == "bfloat16" for tensor in tensors.values())  # float16 would lose bits as bfloat16
+    chosen = precision or ("bf16" if is_bf16 else "fp32")
     context = _context(text, max_context)
     eos: Any = read_json_object(folder / GENERATION_CONFIG).get("eos_token_id", getattr(text, "eos_token_id", None))
     batch = max_batch or MAX_BATCH
@@ -130,7 +131,7 @@ def transformers_engine(
         symbols=[SymbolEntry(s, 1, most, most) for s, most in (("T", MAX_STEP_TOKENS), ("S", batch), ("R", batch))],
         max_context=context, vocab_size=int(text.vocab_size),
         eos_token_ids=[eos] if isinstance(eos, int) else [int(token) for token in eos or ()],
-        bos_token_id=getattr(text, "bos_token_id", None), files={CONFIG: FileEntry(stored_bytes, source)},
+        bos_token_id=getattr(text, "bos_token_id", None), files={CONFIG: FileEntry(tensors.nbytes, source)},
         notes=[SLOW], evaluation=Evaluation("it runs as stored, or as fp32"),
         cpu=CpuSection(
             n_calls=0, weights_bytes=weights_bytes,
@@ -140,7 +141,7 @@ def transformers_engine(
     )  # fmt: skip
     lock = FolderLock(os.open(folder / CONFIG, os.O_RDONLY | os.O_CLOEXEC))
     return TransformersEngine(
-        folder, manifest, lock, config=config, kv_bytes_per_token=_kv_bytes(text) * WEIGHT_BYTES[chosen]
+        folder, manifest, lock, config=config, kv_bytes_per_token=_kv_numbers(text) * WEIGHT_BYTES[chosen]
     )
 
 
@@ -192,11 +193,6 @@ def _architecture(config: Any) -> str:
     return sanitize(str(names[0]))
 
 
-def _count(tensors: Tensors) -> tuple[int, int]:
-    """Bytes and parameters of all tensors."""
-    return tensors.nbytes, sum(math.prod(tensor.shape) for tensor in tensors.values())
-
-
 def _context(text: Any, requested: int | None) -> int:
     """Return the context: the model's own, at most MAX_CONTEXT, or what is asked for. raises ConfigError"""
     own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
@@ -210,10 +206,18 @@ def _largest_width(text: Any) -> int:
     return max((w for w in widths if isinstance(w, int)), default=4096)
 
 
-def _kv_bytes(text: Any) -> int:
+def _kv_numbers(text: Any) -> int:
     """Numbers of keys and values per token, at most: as if every layer had full attention."""
-    heads = int(getattr(text, "num_attention_heads", 1) or 1)
-    own = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
-    layers = int(getattr(text, "num_hidden_layers", 1))
-    return 2 * layers * int(max(own) if isinstance(own, list | tuple) else own) * int(size)
+    n_layers = getattr(text, "num_hidden_layers", None)
+    if n_layers is None:
+        return _layer_kv_numbers(text)
+    by_layer = getattr(text, "per_layer_config", None)  # layers may differ, since transformers 5.20
+    layers = [text if by_layer is None else by_layer[i] for i in range(int(n_layers))]
+    return sum(map(_layer_kv_numbers, layers))
+
+
+def _layer_kv_numbers(layer: Any) -> int:
+    heads = int(getattr(layer, "num_attention_heads", 0) or 1)
+    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+    head_size = getattr(layer, "head_dim", None) or (getattr(layer, "hidden_size", None) or 4096) // heads
+    return 2 * int(max(kv_heads) if isinstance(kv_heads, list | tuple) else kv_heads) * int(head_size)
