@@ -121,7 +121,10 @@ def asks_for_embeddings(arguments: Mapping[str, object]) -> bool | None:
 def check_call(
     method: str, arguments: Mapping[str, object], valid_names: frozenset[str], sampling: frozenset[str]
 ) -> None:
-    """Arguments of a call beside `known`. sampling: those of SamplingParams. raises ConfigError, with what to use"""
+    """Check the arguments of a call other than `valid_names`. raises ConfigError, with what to use
+
+    sampling: the names of SamplingParams
+    """
     for name, value in arguments.items():
         if name in _CALL:
             _check_neutral(name, value, _CALL)

@@ -24,7 +24,7 @@ _MEND = {FlagKind.SAME: "", FlagKind.FIELD: "leave it out, and send the field wi
 def hint(option: str, value: str | None, known_options: Collection[str]) -> tuple[str, str]:
     """Return what is expected in place of an option that a command does not have, and how to fix it ("": correct it).
 
-    value: what was given with it, where it is known; known: the options that the command has
+    value: what was given with it, where it is known; known_options: the options that the command has
     """
     option, value = _normal(option), (value or "").lower()
     if option in known_options:  # TensorRT-LLM writes underscores

@@ -131,7 +131,7 @@ _FLOATS = {"float32": Precision.FP32, "float16": Precision.FP32, "bfloat16": Pre
 class StoredMatrix:
     """How a checkpoint stores the matrix of one linear layer.
 
-    held: its codes; None: floats, or codes that only floats represent exactly
+    codes: its integer format; None: floats, or codes that only floats represent exactly
     byte_rows: its input rows are meant to be 8-bit; otherwise 16-bit floats
     fp8_rows: its input rows are meant to be E4M3 with a scale per token; 16-bit floats replace that here
     """

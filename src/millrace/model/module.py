@@ -159,7 +159,7 @@ class Weights:
 
     stored: of (name, bits, group), a matrix that the checkpoint has in such codes; None for any other
     formats: of these matrices, by name
-    given: the weights are the user's arrays, not a checkpoint's, which changes the errors
+    from_user: the weights are the user's arrays and not a checkpoint's, which changes the error texts
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Recording:
     """N requests in the order in which they came.
 
     at_s: (N,) since 1970 where `dated`, else since somewhere; n_input, n_output: (N,), the latter of all choices
-    choices: (N,); asked: (N,) tokens that a choice might have had, 0 where the request did not say
+    choices: (N,); max_tokens: (N,) limit per choice, 0 if the request set none
     stay_s, waited_s: (N,) from the first step to the end, and before that; None where the file does not say
     block_of, block_id: (B,) which request each block of 512 tokens belongs to, and its id
     """

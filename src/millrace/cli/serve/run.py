@@ -51,7 +51,7 @@ _DOORS = {"grpc_url": "gRPC", "metrics_url": "metrics"}
 
 
 def run(env: Env, model: str | None, as_json: bool, options: Mapping[str, Any]) -> None:
-    """Serve MODEL, a model repository, or both. given: the flags. raises ConfigError"""
+    """Serve MODEL, a model repository, or both. options: the flags. raises ConfigError"""
     flags = make_settings(ServeFlags, options)
     traces = TraceFlags.from_flags(flags.trace_config)  # so that a mistake is said before a model is looked at
     repository = _repository(options)

@@ -29,7 +29,7 @@ from millrace.size.report.page import size_page
 def run(
     ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Run `millrace size`. given: what is on the command line"""
+    """Run `millrace size`. options: the flags of the command line"""
     flags = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
     if report is not None:
         check_page(report)

@@ -81,7 +81,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """found: by region, the tile for up to so many rows, ascending; without an entry the default rule applies."""
+    """result: per region, the tile for up to so many rows, ascending; without an entry the default rule applies"""
 
     result: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
 

@@ -44,7 +44,7 @@ def resume(request: Request, vocab_size: int, grammars: GrammarCompiler) -> None
 
 
 def parse_resume_token_ids(value: object) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each choice. given: a list of ids, or one for each choice. raises RequestError"""
+    """Return the tokens of each choice. value: a list of ids, or one for each choice. raises RequestError"""
     if value is None:
         return ()
     if isinstance(value, np.ndarray):

@@ -4,7 +4,7 @@ A step takes first the sequences that lack one token (the running answers), then
 the budget, oldest first, then new sequences from the queue, first come, first served. A sequence gets the pages of all
 its known tokens when it is admitted, so only growing answers can run out of pages. Then the most recently admitted
 sequence (of those with the highest priority number) is preempted: it releases its pages and waits again with its
-tokens, and recomputing them gives the same bits (promise 1). If requests have priorities or tenants, or another policy
+tokens, and recomputing them gives the same bits. If requests have priorities or tenants, or another policy
 is set, `admission_policy.py` orders the queue.
 
 Nothing starves: the first of the running sequences is never preempted for another and fits into the pool alone (longer

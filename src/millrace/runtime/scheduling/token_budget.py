@@ -15,7 +15,7 @@ The budget balances three limits:
   row in a step with few others misses the sequences whose prompts still wait: the more wait, the longer the chunk.
 - Prompts get at least a third of the time of a step, however slow the machine is.
 
-Answers do not depend on how prompts are cut into chunks (promise 1 of docs/architecture.md), so the budget is free to
+Answers do not depend on how prompts are cut into chunks (docs/architecture.md), so the budget is free to
 choose.
 """
 

@@ -255,7 +255,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.pipeline or self.transport.is_closing():
             super().on_response_complete()
-        else:  # as uvicorn, but without its timer for each request: `_check_silence` closes what is silent
+        else:  # as uvicorn, but without its timer for each request: `Connections.sweep` closes idle connections
             self.server_state.total_requests += 1
             self.flow.resume_reading()
         self._set_state(self._state)

@@ -66,7 +66,7 @@ class HttpEndpoint:
 
     operation: Operation
     post_handler: PostHandler | None = None
-    backend: type[Backend] | None = None  # with `posted`: the models that can answer
+    backend: type[Backend] | None = None  # with `post_handler`: the kind of backend that can answer
     get_handler: GetHandler | None = None  # one of the two
     names: Mapping[str, str] = field(default_factory=dict)
 

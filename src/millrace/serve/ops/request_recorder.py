@@ -46,7 +46,7 @@ class Recorder:
         self._n_numbers, self._n_bytes = 0, 0
 
     def write(self, arrived_s: float, prompt: IntArray, n_output: int, **fields: float) -> None:
-        """prompt: (N,) token ids; stay: what else its line says"""
+        """prompt: (N,) token ids; fields: further fields of the line"""
         if self._file is None:
             return
         line = json.dumps(

@@ -123,7 +123,7 @@ def check_possible(result: UserRun, instance: ModelInstance) -> None:
 
 
 def check_point(point: OperatingPoint, model: ModelShape, location: str) -> None:
-    """where: file and line. raises ConfigError where an instance was measured to do more than its devices can, as
+    """location: file and line. raises ConfigError where an instance was measured to do more than its devices can, as
     figures of a whole server or of another model would have it; of what the catalogue has not nothing is known
     """
     if point.precision not in WEIGHT_BYTES:

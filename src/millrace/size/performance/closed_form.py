@@ -38,7 +38,7 @@ def kv_capacity(instance: ModelInstance) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InstanceMemory:
-    """Bytes of one instance. held: KV cache of the requests in flight; free: KV cache for further requests"""
+    """Bytes of one instance. kv_in_use: KV cache of the requests in flight; free: KV cache for further requests"""
 
     total: float
     kept_back: float

@@ -193,7 +193,7 @@ class SharedMemoryRegions:
 
 @dataclass(frozen=True, slots=True)
 class TenantRegions:
-    """The regions that one tenant registered; it sees no others. Methods as those of `Regions`."""
+    """The regions that one tenant registered; it sees no others. The methods are those of `SharedMemoryRegions`."""
 
     _all: SharedMemoryRegions
     _tenant: str

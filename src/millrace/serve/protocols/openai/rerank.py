@@ -70,7 +70,10 @@ async def _cosines(
     second: tuple[str, list[str]],
     truncate: int | None,
 ) -> tuple[NDArray[np.float64], int]:
-    """(of each of `second` and its text of `first`, tokens of all). one, second: fields of the request"""
+    """Return the cosine of each text of `second` with its text of `first`, and the number of tokens of all.
+
+    first, second: name and texts of a field of the request
+    """
     parts = [await token_ids(backend, [*texts], field, truncate=truncate) for field, texts in (first, second)]
     call.log.prompt_tokens = n_tokens = sum(len(ids) for part in parts for ids in part)
     lease = backend.unsent.lease()

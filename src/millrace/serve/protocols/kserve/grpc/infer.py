@@ -54,8 +54,9 @@ class GrpcOutputOptions:
 def read_infer(
     proto: Any, model: Model, shared: TenantRegions | None = None, cut: SplitInferRequest | None = None
 ) -> tuple[InferRequest, GrpcOutputOptions]:
-    """told: a ModelInferRequest. shared: None where no client's memory is read. cut: the data of a large one
+    """Return the request and the output options of a ModelInferRequest.
 
+    shared: None if clients' shared memory is not read. cut: the tensor data of a large message, split off before
     raises StatusError
     """
     request, output_options = InferRequest({}, request_id=proto.id), GrpcOutputOptions()
@@ -225,7 +226,7 @@ def response_bytes(
 def fill_response(
     proto: Any, model: Model, request: InferRequest, response: InferResponse, output_options: GrpcOutputOptions
 ) -> list[bytes | memoryview]:
-    """found: an empty one. Its tensors are what is returned, to be written behind it. raises StatusError"""
+    """Fill an empty ModelInferResponse; return its tensors, which are written after it. raises StatusError"""
     proto.model_name, proto.model_version, proto.id = model.name, str(model.version), request.id
     for key, value in response.parameters.items():
         set_parameter(proto, key, value)
