@@ -1,6 +1,6 @@
-"""What llguidance may spend on a grammar, whoever asks: work and states that it counts, no time.
+"""Limits of llguidance per grammar, the same for all callers: counted work and states, not time.
 
-So a refusal does not depend on the machine.
+Therefore a refusal does not depend on the machine's speed.
 """
 
 from typing import TYPE_CHECKING
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-LEXER_FUEL = 1_000_000  # to build a lexer: some 20 ms
-STEP_FUEL, STEP_ITEMS = 200_000, 50_000  # for a mask: some 15 ms
-LEXER_STATES = 20_000  # of 1 to 2 KB each
+LEXER_FUEL = 1_000_000  # to build a lexer: about 20 ms
+STEP_FUEL, STEP_ITEMS = 200_000, 50_000  # to compute a mask: about 15 ms
+LEXER_STATES = 20_000  # 1 to 2 KB each
 GRAMMAR_SIZE = 250_000  # symbols
 
 
 def limits() -> dict[str, int | bool]:
-    """Return the limits by llguidance's names."""
+    """Return the limits under llguidance's names."""
     return {
         "initial_lexer_fuel": LEXER_FUEL, "step_lexer_fuel": STEP_FUEL, "step_max_items": STEP_ITEMS,
         "max_lexer_states": LEXER_STATES, "max_grammar_size": GRAMMAR_SIZE, "verbose_errors": False,
@@ -23,7 +23,7 @@ def limits() -> dict[str, int | bool]:
 
 
 def parser_limits() -> "LLParserLimits":
-    """Return the limits as llguidance takes them."""
+    """Return the limits as llguidance's own type."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(**limits())

@@ -1,4 +1,4 @@
-"""From what the user wrote to a folder on this machine: a path, or a hub id `org/name` or `org/name@revision`."""
+"""Resolves a model's name to a local folder: a path, or a hub id `org/name` or `org/name@revision`."""
 
 import re
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 
 from millrace.errors import CheckpointError, HubError
 
-Progress = Callable[[int, int], None]  # bytes here, bytes in all; the second grows while files are being listed
+Progress = Callable[[int, int], None]  # downloaded bytes, total bytes; the total grows while files are being listed
 
 _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
-# What a checkpoint is read from. Mistral's repositories hold the weights a second time as consolidated*.safetensors.
+# The files of a checkpoint. Mistral's repositories have a second copy of the weights, consolidated*.safetensors.
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 
@@ -23,19 +23,19 @@ def resolve(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder of `model`, downloaded into the hub's cache where needed.
+    """Return the folder of `model`, downloading it into the hub's cache if needed.
 
-    hf_home: where the hub keeps its files (`hub/` below it is the cache); None: ~/.cache/huggingface
+    hf_home: the hub's folder (`hub/` in it is the cache); None: ~/.cache/huggingface
     offline: use the cache only
-    raises HubError where the id is unknown, private or cannot be reached; CheckpointError where there is no such folder
-        or the repository has no safetensors
+    raises HubError if the id is unknown, private or cannot be reached; CheckpointError if there is no such folder or
+        the repository has no safetensors
     """
     try:
         local = Path(model).expanduser()
         if local.is_dir():
             return local
         exists = local.exists()
-    except (OSError, RuntimeError):  # a name that is too long; a home folder of nobody
+    except (OSError, RuntimeError):  # a name that is too long, or the home folder of an unknown user
         exists = False
     if exists:
         raise CheckpointError(
@@ -117,12 +117,12 @@ def _unreachable(shown: str, cache: Path, offline: bool, error: Exception) -> Hu
 
 
 def _quiet_bar(progress: Progress | None) -> type[Any]:
-    """A progress bar of the hub's library that draws nothing and reports the bytes written, of all files together."""
+    """Return a progress bar class for the hub's library that draws nothing and reports the bytes of all files."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # a second bar, ".transfer", counts the bytes on the wire, which compression makes fewer
+            # a second bar, ".transfer", counts the bytes on the wire, which are fewer due to compression
             self.reports = kwargs.get("unit") == "B" and not str(kwargs.get("name")).endswith(".transfer")
             super().__init__(*args, **{**kwargs, "disable": True})
 

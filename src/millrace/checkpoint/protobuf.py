@@ -1,4 +1,4 @@
-"""Protobuf's wire format, for messages that are looked over, or written, without their schema.
+"""Reads and writes protobuf's wire format without a schema.
 
 Specification: https://protobuf.dev/programming-guides/encoding/
 """
@@ -11,15 +11,15 @@ _SIZES = {FIXED64: 8, FIXED32: 4}
 
 
 class WireError(ValueError):
-    """The bytes are no message: a field ends outside them, or has no known type."""
+    """The bytes are not a message: a field exceeds them, or has an unknown wire type."""
 
 
 def fields(
     data: bytes | memoryview, begin: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the fields of a message: number, wire type, and the offsets of its key, of its content and behind it.
+    """Yield the fields of a message: number, wire type, and the offsets of its key, its content and its end.
 
-    begin, end: of the message in `data`. raises WireError
+    begin, end: offsets of the message in `data`. raises WireError
     """
     at, end = begin, len(data) if end is None else end
     while at < end:
@@ -42,7 +42,7 @@ def fields(
 
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return the number at an offset, and the offset behind it. raises WireError"""
+    """Return the number at an offset, and the offset after it. raises WireError"""
     value = shift = 0
     for i in range(at, min(at + MAX_VARINT, len(data))):
         byte = data[i]
@@ -54,7 +54,7 @@ def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def varint(value: int) -> bytes:
-    """Return a number, at least 0, as protobuf writes it."""
+    """Return a non-negative number encoded as a varint."""
     if value < 128:
         return bytes((value,))
     out = bytearray()
@@ -66,10 +66,10 @@ def varint(value: int) -> bytes:
 
 
 def key(number: int, kind: int) -> bytes:
-    """Return what stands in front of a field's content. kind: its wire type"""
+    """Return the key that precedes a field's content. kind: its wire type"""
     return varint(number << 3 | kind)
 
 
 def bytes_field(number: int, content: bytes) -> bytes:
-    """Return a field of bytes, text or a message."""
+    """Return a length-delimited field: bytes, text or a message."""
     return key(number, BYTES) + varint(len(content)) + content

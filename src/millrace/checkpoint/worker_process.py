@@ -1,4 +1,4 @@
-"""A script in a process of its own that answers one message with another, over a connection that is its stdin.
+"""Runs a script in a separate process that answers each message with one message, over a connection as its stdin.
 
 The messages are bytes, as `multiprocessing.connection` sends them: nothing is pickled.
 """
@@ -19,19 +19,20 @@ from pathlib import Path
 from millrace.errors import MachineError
 
 log = logging.getLogger(__name__)
-_CAN_HOLD = sys.platform == "linux"  # where a process that is stopped can go on when its owner has ended
-_ENDING_S = 1.0  # for a process to end after its connection was closed
-_LONG_S = 0.05  # of which what a process takes, one slice of the kernel's, is hardly felt
+_CAN_HOLD = sys.platform == "linux"  # only there can a stopped process be continued when its owner has ended
+_ENDING_S = 1.0  # wait for a process to end after its connection was closed
+_LONG_S = 0.05  # duration of a compute step in which one time slice of the kernel for the process hardly matters
 
 
 class WorkerTimeoutError(Exception):
-    """The process did not answer in time, and was killed."""
+    """The process did not answer in time and was killed."""
 
 
 class WorkerDiedError(Exception):
     """The process ended without an answer.
 
-    returncode: its exit status; -N if signal N ended it; closed: by its owner, who wants no answer
+    returncode: its exit status; -N if signal N ended it
+    closed: whether the owner closed it and needs no answer
     """
 
     def __init__(self, returncode: int, closed: bool = False) -> None:
@@ -40,17 +41,17 @@ class WorkerDiedError(Exception):
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether something else ended the process, as the kernel does if memory runs out: not what it was sent."""
+        """Whether something other than the message ended the process, such as the kernel if memory runs out."""
         return self.returncode == -signal.SIGKILL and not self.closed
 
 
 class FrameProcess:
-    """Runs from its making until `close`, or until nobody holds it any more. One exchange at a time."""
+    """A process that runs from construction until `close` or garbage collection. One exchange at a time."""
 
     def __init__(self, script: Path) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            # not fork: the parent has threads; -P: the script's folder is not put in front of the import path
+            # not fork: the parent has threads; -P: do not prepend the script's folder to sys.path
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(script)],
                 stdin=theirs.fileno(),
@@ -67,26 +68,29 @@ class FrameProcess:
 
     @property
     def killed(self) -> bool:
-        """By `kill`: whoever did that wants no answer."""
+        """Whether `kill` was called; its caller needs no answer."""
         return self._killed
 
     def kill(self) -> None:
-        """From any thread, without waiting: an exchange under way ends with EndedError, and nobody begins another."""
+        """Kill the process, from any thread, without waiting: an exchange in progress raises WorkerDiedError."""
         self._killed = True
         self.process.kill()
 
     def halt(self) -> None:
-        """Stop it where it is, until `go_on`. Where the owner ends meanwhile, the script has to see to it itself."""
+        """Suspend the process until `go_on`. If the owner ends meanwhile, the script itself must continue."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
     def exchange(self, payload: bytes, timeout_s: float) -> bytes:
-        """Send one message and receive one. raises LateError, EndedError; the process is gone after any exception"""
+        """Send one message and receive one.
+
+        raises WorkerTimeoutError, WorkerDiedError; the process has ended after any exception
+        """
         late, process = threading.Event(), self.process
 
-        def kill() -> None:  # holds the process, not its owner, which must be free to go
+        def kill() -> None:  # has no reference to self, so that it can be collected
             late.set()
             process.kill()
 
@@ -99,7 +103,7 @@ class FrameProcess:
             answer = self._connection.recv_bytes()
         except (EOFError, OSError):  # broken pipe, connection reset
             pass
-        except BaseException:  # interrupted: the next exchange would take this one's answer for its own
+        except BaseException:  # interrupted: the next exchange would receive this one's answer
             self.close()
             raise
         finally:
@@ -108,26 +112,26 @@ class FrameProcess:
             return answer
         if not late.is_set():
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_ENDING_S)  # its connection closes before it has ended: its own exit status is awaited
+                process.wait(_ENDING_S)  # the connection closes before the process ends: wait for its own exit status
         self.close()
         raise WorkerTimeoutError if late.is_set() else WorkerDiedError(process.returncode, self._killed)
 
 
 def unavailable(what: str) -> MachineError:
-    """Log what happened to a process that a request needs, and return it as an error."""
+    """Log a failure of a process that a request needs, and return it as an error."""
     log.error("%s", what)
     return MachineError(what, "memory and time for one more process", "free memory, then try again")
 
 
 class WorkerProcess:
-    """A FrameProcess that is started when it is needed, and again after it ended. Threads take turns with it."""
+    """A FrameProcess that starts on first use, and again after it ended. Thread-safe: one exchange at a time."""
 
     def __init__(self, script: Path, greet: Callable[[FrameProcess], None]) -> None:
-        """greet: sends the first messages to a new process; what it raises ends the process"""
+        """greet: sends the first messages to a new process; if it raises, the process is closed"""
         self._script, self._greet = script, greet
         self._turn = threading.Lock()
         self.process: FrameProcess | None = None
-        self._settling = threading.Lock()  # guards what is below
+        self._settling = threading.Lock()  # guards the attributes below
         self._paused, self._began_s, self._lasted_s = False, 0.0, 0.0
         self._at_work: FrameProcess | None = None
         self._halted: FrameProcess | None = None
@@ -135,10 +139,10 @@ class WorkerProcess:
     def exchange(self, payload: bytes, timeout_s: float, *, retry: bool = True) -> bytes:
         """Send one message and receive one.
 
-        retry: if the process ends that answered before, ask a new one; False: only if something else ended it, because
-        the message may have
+        retry: if a process that has answered before dies, send the message to a new one; False: only if something else
+            killed it, because the message itself may have been the cause
 
-        raises LateError, EndedError; MachineError if no process can start; and what else `greet` raises
+        raises WorkerTimeoutError, WorkerDiedError; MachineError if no process can start; and errors of `greet`
         """
         with self._turn:
             before, process = self.process, self._started()
@@ -148,15 +152,15 @@ class WorkerProcess:
             except WorkerDiedError as ended:
                 if process is not before or process.killed or not (retry or ended.is_from_outside):
                     raise
-            again = self._started()  # the other may have ended before it was asked
+            again = self._started()  # the other may have ended before it got the message
             with self._work_of(again):
                 return again.exchange(payload, timeout_s)
 
     def pause(self, paused: bool) -> None:
-        """From one thread, which computes on all cores from `hold(True)` to `hold(False)`: messages rest then.
+        """Suspend the process while the calling thread computes on all cores: from `pause(True)` to `pause(False)`.
 
-        A low priority is not enough: who waits is owed a little, and a core once given is given until the kernel's next
-        tick, 4 ms. What lasts long is not held a second time, so that messages get on beside long steps.
+        A low priority is not enough: the scheduler still grants a waiting process some time, and then for a whole tick
+        (4 ms). After a long step the process is not suspended for the next one, so messages progress in long steps.
         """
         if not _CAN_HOLD:
             return
@@ -170,11 +174,11 @@ class WorkerProcess:
             self._settle()
 
     def stop(self) -> None:
-        """End the process, whatever it does, without waiting for whose turn it is; the next exchange starts another."""
+        """Kill the process without waiting for an exchange in progress; the next exchange starts a new one."""
         process = self.process
         if process is not None:
             process.kill()
-            if self._turn.acquire(blocking=False):  # otherwise whoever has the turn lets it go
+            if self._turn.acquire(blocking=False):  # otherwise the thread with the turn closes it
                 process.close()
                 self._turn.release()
 

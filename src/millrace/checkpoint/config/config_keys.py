@@ -1,28 +1,28 @@
-"""Tables behind `read_config`: the keys that each family uses, and those that are refused or change nothing.
+"""Tables for `read_config`: the keys that each family uses, and the keys that are refused or have no effect.
 
-`declared_keys.py` has the keys that transformers' classes declare. A declared key in no table here is refused unless
-it has its default; a key that is not declared changes nothing there, and is listed in a note.
+`declared_keys.py` has the keys that transformers' classes declare. A declared key that is in none of these tables is
+refused unless it has its default value. An undeclared key has no effect in transformers and is listed in a note.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Neutral = tuple[tuple[object, ...], str]  # the values at which a key changes nothing, and what it would change
+Neutral = tuple[tuple[object, ...], str]  # the values at which a key has no effect, and what other values would change
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`defaults` names the keys that are used, with transformers' value for a missing one."""
+    """A model family. `defaults` maps each key that is used to transformers' value if the key is missing."""
 
     name: str  # also config.json's model_type
     architecture: str
     defaults: Mapping[str, object]
     only_at: Mapping[str, Neutral] = field(default_factory=dict)
-    is_encoder: bool = False  # it gives a vector for a text, and no next token
-    also: tuple[str, ...] = ()  # architectures that are this one with a head, which an encoder does not use
+    is_encoder: bool = False  # it computes embeddings, not next tokens
+    also: tuple[str, ...] = ()  # the same architecture with a head, which an encoder does not use
 
 
-# source: models/*/configuration_*.py of transformers 5; null where transformers derives the value from others
+# source: models/*/configuration_*.py of transformers 5; null if transformers derives the value from other keys
 _COMMON: dict[str, object] = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -66,7 +66,7 @@ _GEMMA: dict[str, object] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-# Since Gemma 2: windows in some layers, a norm behind each part of a layer too, a scale of attention of its own.
+# Since Gemma 2: sliding windows in some layers, a norm also after each sublayer, and an explicit attention scale.
 _LATER_GEMMA: dict[str, object] = {
     **{key: value for key, value in _GEMMA.items() if key not in ("hidden_act", "hidden_activation")},
     "hidden_size": 2304,
@@ -152,7 +152,7 @@ FAMILIES: Mapping[str, Family] = {
                 "max_position_embeddings": 131072,
                 "final_logit_softcapping": None,
                 "sliding_window_pattern": 6,
-                "_sliding_window_pattern": None,  # transformers writes it beside layer_types, and does not read it
+                "_sliding_window_pattern": None,  # transformers writes it next to layer_types, but does not read it
                 "rope_local_base_freq": None,
             },
             {
@@ -182,7 +182,7 @@ FAMILIES: Mapping[str, Family] = {
                 "block_auto_adjust_ff_dim": True,
                 "full_attn_idxs": None,
             },
-            # Of the published files, and of no use to transformers.
+            # In the published files, but not used by transformers.
             {"block_use_swiglu": ((True,), _LFM2), "block_norm_eps": ((1e-5, None), _LFM2)},
         ),
         Family(
@@ -199,14 +199,14 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-# hidden_act -> the name of the formula; swish is silu, gelu_new is the tanh form written out
+# hidden_act -> the name of the formula; swish is silu, gelu_new is the tanh approximation written out
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-# Encoders mean by "gelu" what it says; in Gemma's files it is the tanh form.
+# For encoders, "gelu" is the exact function; in Gemma's files it is the tanh approximation.
 ENCODER_ACTIVATIONS: Mapping[str, str] = {
     **ACTIVATIONS,
     "gelu": "gelu",
@@ -220,8 +220,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# These do not change what the model computes, whatever their value, and are not worth a note: training settings,
-# implementation choices, heads of other tasks, metadata that transformers or its users write everywhere.
+# These do not affect the model's results at any value and are not worth a note: training settings, implementation
+# choices, heads of other tasks, and metadata that transformers or its users write everywhere.
 HARMLESS = _words(
     """
     _name_or_path name_or_path _commit_hash transformers_version auto_map tokenizer_class
@@ -235,17 +235,17 @@ HARMLESS = _words(
     attention_probs_dropout_prob hidden_dropout_prob classifier_dropout directionality pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type output_past
     tie_word_embeddings bos_token_id eos_token_id is_matryoshka matryoshka_dimensions
-    """  # pretraining_tp splits the same sums over slices; transformers 5 no longer reads it
-    # an encoder has no head to be tied and no text to begin or end; decoders read these three
+    """  # pretraining_tp computes the same sums in slices; transformers 5 no longer reads it
+    # an encoder has no head to tie and generates no text with bos and eos; decoders read these three keys
 )
 
-# Generation defaults that older versions of transformers kept in config.json and version 5 drops.
+# Generation defaults that older versions of transformers stored in config.json; version 5 drops them.
 GENERATION_KEYS = _words(
     "do_sample temperature top_k top_p min_p typical_p repetition_penalty min_length max_new_tokens num_beams "
     "no_repeat_ngram_size length_penalty early_stopping bad_words_ids num_return_sequences"
 )
 
-# transformers acts on these for every family: they change what the model computes, except at these values.
+# transformers applies these to every family: they change the model's results, except at these values.
 ONLY_AT: Mapping[str, Neutral] = {
     "quantization_config": ((None,), "of quantised folders only compressed-tensors are read, of decoders"),
     "compression_config": ((None,), "compressed checkpoints are not read yet"),

@@ -1,6 +1,6 @@
-"""The tensor types of GGUF that are read: what lies in a block of weights, and what it stands for, exactly.
+"""The supported tensor types of GGUF: the layout of a block of weights, and the exact values that it represents.
 
-Every type is a table of its bytes and a formula in float32, in the order of operations that ggml uses. B blocks.
+Every type has a byte layout and a float32 formula, in ggml's order of operations. In shapes, B is the number of blocks.
 source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h (layouts) and ggml-quants.c (formulas)
 """
 
@@ -42,13 +42,13 @@ assert [t.itemsize for t in (Q4_K, Q5_K, Q6_K)] == [144, 176, 210]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """`name` in llama.cpp's spelling; `weights` of a block, in `layout.itemsize` bytes."""
+    """A tensor type: `name` as in llama.cpp; a block has `weights` weights in `layout.itemsize` bytes."""
 
     name: str
     weights: int
     layout: np.dtype[Any]
     dequantise: Callable[[Blocks], Floats] | None = None  # (B,) -> (B, weights); None: plain floats
-    format: QuantisedFormat | None = None  # of its integers, which `in_codes` gives; None: plain floats
+    format: QuantisedFormat | None = None  # format of the integers that `in_codes` returns; None: plain floats
 
     @property
     def nbytes(self) -> int:
@@ -56,17 +56,17 @@ class BlockType:
 
     @property
     def dtype(self) -> str:
-        """The name in `TensorInfo`: "float16", "q4_k"."""
+        """Return the type's name in `TensorInfo`: "float16", "q4_k"."""
         return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(self.name, self.name.lower())
 
 
 def stored_format(dtype: str) -> QuantisedFormat | None:
-    """Of a type by its name in `TensorInfo`; None for floats."""
+    """Return the integer format of a type, by its name in `TensorInfo`; None for floats."""
     return next(kind.format for kind in TYPES.values() if kind.dtype == dtype)
 
 
 def in_codes(kind: BlockType, blocks: Blocks) -> QuantisedMatrix:
-    """(B,) -> a matrix of B rows, each a block, which stands for w exactly. Only for types with a `format`."""
+    """(B,) -> a matrix with one row per block that represents w exactly. Only for types with a `format`."""
     assert kind.format, kind
     stored_format, build = kind.format, partial(QuantisedMatrix, _codes(kind.name, blocks), blocks["scale"][:, None])
     if not stored_format.minimums:
@@ -78,16 +78,16 @@ def in_codes(kind: BlockType, blocks: Blocks) -> QuantisedMatrix:
         return build(stored_format.group, stored_format.bits, minimums)
     return build(
         stored_format.group, stored_format.bits, -minimums, *_run_levels(blocks["runs"])
-    )  # which ggml takes off
+    )  # ggml subtracts the minimums
 
 
 def _codes(name: str, blocks: Blocks) -> NDArray[np.int8]:
-    """(B,) -> (B, weights) in the order of the weights; what is symmetric is signed."""
+    """(B,) -> (B, weights) in the order of the weights; codes of symmetric types are signed."""
     match name:
         case "Q4_0":
             return (_nibbles(blocks["codes"]) - np.uint8(8)).view(np.int8)
         case "Q5_0":
-            return (_five_bits(blocks) - np.uint8(16)).view(np.int8)  # wraps, and is read as signed: -16 .. 15
+            return (_five_bits(blocks) - np.uint8(16)).view(np.int8)  # wraps around, and is read as signed: -16 .. 15
         case "Q4_1":
             return _nibbles(blocks["codes"]).view(np.int8)
         case "Q5_1":
@@ -108,7 +108,7 @@ def _codes(name: str, blocks: Blocks) -> NDArray[np.int8]:
 
 
 def _as_row(codes: NDArray[Any]) -> NDArray[np.int8]:
-    """Of a block of 256 weights, bytes in whatever shape."""
+    """Reshape the codes of blocks of 256 weights to (B, 256)."""
     return codes.reshape(-1, 256).view(np.int8)
 
 
@@ -143,8 +143,8 @@ def _affine(name: str) -> Callable[[Blocks], Floats]:
 def _run_levels(packed: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     """(B, 12) -> s and m (B, 8), 6 bits each.
 
-    Of runs 0-3 in the low 6 bits of bytes 0-3 (s) and 4-7 (m); of runs 4-7 their low 4 bits in bytes 8-11 (s low
-    nibble, m high) and their upper 2 in the top of bytes 0-3 (s) and 4-7 (m).
+    Runs 0-3 are in the low 6 bits of bytes 0-3 (s) and 4-7 (m). Runs 4-7 have their low 4 bits in bytes 8-11 (s in the
+    low nibble, m in the high one) and their upper 2 bits in the top of bytes 0-3 (s) and 4-7 (m).
     """
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     s = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1)
@@ -189,5 +189,5 @@ _UNSUPPORTED = {
 
 
 def type_name(number: int) -> str:
-    """For messages."""
+    """Return the name of a tensor type, for messages."""
     return _UNSUPPORTED.get(number, str(number))

@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file as a `ModelConfig`: a key of the architecture is used, refused, or listed in a note."""
+"""Reads the metadata of a GGUF file as a `ModelConfig`: each key is used, refused, or listed in a note."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
 from millrace.checkpoint.gguf.reader import GgufFile, Value
 from millrace.errors import CheckpointError
 
-# What general.architecture may be, with the families' names. Mistral's files say llama.
+# Supported values of general.architecture, and the families' names. Mistral's files say llama.
 ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text",
 }  # fmt: skip
-# By which llama.cpp knows the largest ones: their scores are scaled by the hidden size of a head, not by its own.
+# llama.cpp recognizes the largest models by this: they scale attention by hidden_size / heads, not by head_dim.
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers
-_EVERY = {"gemma2": 2, "gemma3": 6}  # of so many layers the last one has no window; elsewhere all have what is said
+_EVERY = {"gemma2": 2, "gemma3": 6}  # layers, the last of which has no window; else all have it
 _USED = frozenset(
     {
         "context_length",
@@ -45,9 +45,9 @@ _USED_BY: Mapping[str, tuple[str, ...]] = {
     "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": ("final_logit_softcapping", "rope.freq_base_swa"),
 }
-# They do not change what the model computes; the last two say how a scaling came about that is given beside them.
+# They do not affect the model's results; the last two only describe how a scaling, itself given, was derived.
 _HARMLESS = frozenset(["tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"])
-# They change what the model computes, except at these values.
+# They change the model's results, except at these values.
 _ONLY_AT: Mapping[str, tuple[object, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -87,7 +87,7 @@ class MetadataKeys:
         return value
 
     def number(self, key: str, missing: float | None = None) -> float:
-        """A finite number above zero. Files hold float32; its shortest decimal is what was meant (1e-5)."""
+        """Return a finite number above zero. Files store float32; the shortest decimal is the intended value (1e-5)."""
         value = self.values.get(key, missing)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
             raise self.wrong(key, "a positive number that float32 can hold")
@@ -112,7 +112,7 @@ class MetadataKeys:
         return value
 
     def token(self, name: str, n_tokens: int, missing: int | None = None) -> int | None:
-        """The id `tokenizer.ggml.NAME_token_id`; None where there is none."""
+        """Return the id `tokenizer.ggml.NAME_token_id`, or None if there is none."""
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.values.get(key, missing)
         if value is None or value == 2**32 - 1:  # written by old converters for "none"
@@ -123,7 +123,7 @@ class MetadataKeys:
 
 
 def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelConfig:
-    """`bos`, `eos`: as the tokenizer's keys have them. raises CheckpointError"""
+    """Return the model's configuration. bos, eos: ids from the tokenizer's keys. raises CheckpointError"""
     keys = MetadataKeys(file.path, file.metadata)
     arch = keys.text("general.architecture")
     notes = _check_keys(keys, arch)
@@ -159,7 +159,7 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
 
 
 def check_is_model(keys: MetadataKeys) -> None:
-    """Parts of split models, adapters, projectors and importance matrices are GGUF files too. raises CheckpointError"""
+    """Refuse GGUF files that are no model: adapters, projectors, parts of split models. raises CheckpointError"""
     if keys.integer("split.count", 1) != 1:
         mend = "join its parts into one file: llama-gguf-split --merge FIRST_PART WHOLE"
         raise keys.wrong("split.count", "1 (a model in one file)", mend)
@@ -204,28 +204,28 @@ def _head_dim(keys: MetadataKeys, arch: str, hidden_size: int, n_heads: int) -> 
 
 
 def _windows(keys: MetadataKeys, arch: str, n_layers: int) -> tuple[int, ...]:
-    """As llama.cpp reads them: Gemma 2 has 4,096 tokens by default; every n-th layer has full attention."""
+    """Return each layer's window like llama.cpp: Gemma 2's default is 4,096; every n-th layer has full attention."""
     every, name = _EVERY.get(arch, n_layers + 1), f"{arch}.attention.sliding_window"
     window = keys.integer(name, 4096 if arch == "gemma2" else 0, low=0)
-    if arch in _EVERY and window == 0 and name in keys.values:  # of other families 0 is how llama.cpp says none
+    if arch in _EVERY and window == 0 and name in keys.values:  # in other families, 0 means none in llama.cpp
         raise keys.wrong(name, "at least 1 token", "convert the checkpoint again")
     return tuple(window if (layer + 1) % every else 0 for layer in range(n_layers)) if window else ()
 
 
 def _local_rope(keys: MetadataKeys, arch: str) -> RopeConfig | None:
-    """Of Gemma 3's layers with a window."""
+    """Return the rotary embedding of Gemma 3's layers with a window."""
     name = f"{arch}.rope.freq_base_swa"
     return RopeConfig(theta=keys.number(name, 10_000.0)) if arch == "gemma3" else None
 
 
 def _softcap(keys: MetadataKeys, arch: str, name: str, missing: float) -> float:
-    """0: none. Only where llama.cpp applies it; elsewhere `_check_keys` has refused it."""
+    """Return a soft cap, 0 if none. Only for families for which llama.cpp applies it; `_check_keys` refuses others."""
     value = keys.values.get(f"{arch}.{name}", missing)
     return 0.0 if value == 0 else keys.number(f"{arch}.{name}", missing)
 
 
 def _vocab_size(file: GgufFile, keys: MetadataKeys, arch: str) -> int:
-    """The rows of the embedding: some vocabularies are padded, and not every file says so elsewhere."""
+    """Return the number of rows of the embedding: it may be padded, which not every file states in its metadata."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] >= 2**31:
         result = "missing" if embedding is None else str(embedding.shape)
@@ -237,12 +237,12 @@ def _vocab_size(file: GgufFile, keys: MetadataKeys, arch: str) -> int:
 
 
 def _rope(keys: MetadataKeys, arch: str) -> RopeConfig:
-    """`rope_freqs.weight` is added by who reads tensors (`GgufTensors.rope_divisors`)."""
+    """Return the rotary embedding without `rope_freqs.weight`, which `rope_divisors` reads from the tensors."""
     theta = keys.number(f"{arch}.rope.freq_base", 10_000.0)
-    kind = keys.text(f"{arch}.rope.scaling.type", "linear")  # as llama.cpp takes it where a file does not say
+    kind = keys.text(f"{arch}.rope.scaling.type", "linear")  # llama.cpp's default
     if kind not in ("none", "linear"):
         raise keys.wrong(f"{arch}.rope.scaling.type", "none or linear", "choose a model without this scaling")
-    old = keys.number(f"{arch}.rope.scale_linear", 1.0)  # its name before there was a type
+    old = keys.number(f"{arch}.rope.scale_linear", 1.0)  # the older name of the key
     factor = keys.number(f"{arch}.rope.scaling.factor", old)
     if factor < 1:
         raise keys.wrong(f"{arch}.rope.scaling.factor", "at least 1")

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: one file that holds configuration, tokenizer, chat template and weights."""
+"""A GGUF file as a checkpoint: one file with configuration, tokenizer, chat template and weights."""
 
 import json
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from millrace.checkpoint.tokenizer.tokenizer import Files
 from millrace.errors import CheckpointError
 
 _SAMPLING = "general.sampling."
-# our name -> the file's
+# name in GenerationDefaults -> name in the file
 _DEFAULTS = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
 }  # fmt: skip
@@ -30,7 +30,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, eq=False)
 class GgufModel:
-    """What the file says, before it is a Checkpoint."""
+    """The contents of a GGUF file, from which a Checkpoint is made."""
 
     config: ModelConfig
     tensors: GgufTensors
@@ -41,7 +41,7 @@ class GgufModel:
     def files(self) -> Files:
         """Return configuration, tokenizer and defaults in the form that Hugging Face folders have.
 
-        So an engine's folder is one from which transformers, and what builds on it, reads the tokenizer.
+        They go into an engine's folder, so that transformers and tools based on it can read the tokenizer there.
         """
         plain = replace(self.config, rope=replace(self.config.rope, divisors=()))
         config = config_json(plain)
@@ -52,7 +52,7 @@ class GgufModel:
 
 
 def read_gguf(path: Path) -> GgufModel:
-    """Reads the header only. raises CheckpointError for what is damaged, hostile or not supported"""
+    """Read the header only. raises CheckpointError if the file is damaged, hostile or not supported"""
     file = GgufFile.open(path)
     keys = MetadataKeys(path, file.metadata)
     check_is_model(keys)
@@ -73,7 +73,7 @@ def read_gguf(path: Path) -> GgufModel:
 
 
 def _sampling(keys: MetadataKeys) -> dict[str, object]:
-    """As generation_config.json would have it: the file's own settings, or llama.cpp's defaults if it has none."""
+    """Return generation_config.json's equivalent: the file's own settings, or llama.cpp's defaults if it has none."""
     values = {ours: keys.values.get(_SAMPLING + theirs) for ours, theirs in _DEFAULTS.items()}
     fields: dict[str, object] = {
         ours: float(str(np.float32(value))) if isinstance(value, float) else value

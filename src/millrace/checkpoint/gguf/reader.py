@@ -1,4 +1,6 @@
-"""The container: metadata and the table of tensors. Data is not touched; everything here is checked, a file is hostile.
+"""Reads the header of GGUF files: metadata and the table of tensors, not the data.
+
+A file is hostile input: every value is checked.
 
     byte 0-3         "GGUF"
     byte 4-7         version, 2 or 3 (their bytes are the same)
@@ -7,7 +9,7 @@
                      tensors: name, number of dimensions, dimensions (innermost first), type, offset into the data
     aligned up -     the data, each tensor at a multiple of general.alignment (32)
 
-Integers are little endian; a string is its length in bytes (8 bytes) and UTF-8; an array the type of its elements
+Integers are little endian; a string is its length in bytes (8 bytes) and UTF-8; an array is the type of its elements
 (4 bytes), their number (8 bytes), and the elements.
 source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -27,7 +29,7 @@ from millrace.errors import CheckpointError
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 100_000_000  # a vocabulary of 256,000 tokens with its merges takes 10 MB
 MAX_ENTRIES, MAX_STRINGS = 1 << 16, 1 << 22  # far more than any model has; reading more would take seconds
-MAX_NAME_BYTES = 65_535  # of a key; tensors' names have 64 at most, by the format
+MAX_NAME_BYTES = 65_535  # of a key; the format limits names of tensors to 64
 MAX_DIMENSIONS = 4
 
 Value = bool | int | float | str | list[str] | np.ndarray[Any, np.dtype[Any]]
@@ -50,7 +52,7 @@ _COPY_AGAIN = "download or copy the file again"
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """`shape` has the outermost dimension first, as NumPy does; `offset` counts from the start of the file."""
+    """A tensor's entry. `shape` has the outermost dimension first, as in NumPy; `offset` is from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +63,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
-    """What the header of a file says, after it was checked against the file's size."""
+    """The header of a file, after checking it against the file's size."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -70,7 +72,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
-        """raises CheckpointError for anything damaged, or of a version or tensor type that is not supported"""
+        """Read a header. raises CheckpointError if it is damaged, or has an unsupported version or tensor type"""
         try:
             with path.open("rb") as file:
                 if (start := file.read(len(MAGIC))) != MAGIC:
@@ -84,13 +86,13 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name, or by its first bytes (a download cache keeps files under names of its own)."""
+    """Whether a file is GGUF, by its name or its first bytes (a download cache has its own names for files)."""
     try:
         if not path.is_file():
             return False
         with path.open("rb") as file:
             return path.suffix.lower() == ".gguf" or file.read(len(MAGIC)) == MAGIC
-    except OSError:  # a name that is too long; a file that may not be read, which whoever opens it will say
+    except OSError:  # a name that is too long, or an unreadable file, which opening it will report
         return path.suffix.lower() == ".gguf"
 
 
@@ -99,14 +101,14 @@ def damaged(path: Path, what: str, expected: str, mend: str = _COPY_AGAIN) -> No
 
 
 class _Cursor:
-    """Reads on through the header; never past `end`."""
+    """Reads the header sequentially, never past `end`."""
 
     def __init__(self, path: Path, file: BinaryIO, end: int) -> None:
         self.path, self.file, self.end, self.at = path, file, end, len(MAGIC)
 
     def take(self, n: int, what: str) -> bytes:
         data = self.file.read(n) if n <= self.end - self.at else b""
-        if len(data) < n:  # also where the file was truncated since
+        if len(data) < n:  # also if the file was truncated meanwhile
             self._ends(what)
         self.at += n
         return data
@@ -139,11 +141,11 @@ class _Cursor:
             damaged(self.path, f"has a value of type {kind}: {key}", "a number, a bool, a string, or an array of these")
         dtype = np.dtype(_SCALARS[kind])
         raw = self.take(count * dtype.itemsize, key)
-        # a bool of any other byte than 0 and 1 is true, as in C
+        # a bool that is any byte other than 0 is true, as in C
         return np.frombuffer(raw, np.uint8) != 0 if dtype.kind == "b" else np.frombuffer(raw, dtype)
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """A vocabulary has hundreds of thousands, so this loop is kept tight."""
+        """Read strings. A vocabulary has hundreds of thousands, so this loop must be fast."""
         read, at, end = self.file.read, self.at, self.end
         if count > (end - at) // 8:
             self._ends(key)
@@ -182,7 +184,7 @@ def _read(path: Path, cursor: _Cursor, state: FileState) -> GgufFile:
     if max(n_tensors, n_pairs) > MAX_ENTRIES:
         damaged(path, f"promises {n_tensors} tensors and {n_pairs} metadata pairs", f"at most {MAX_ENTRIES} of each")
     metadata: dict[str, Value] = {}
-    for i in range(n_pairs):  # each takes bytes of the header, so a wrong count ends soon
+    for i in range(n_pairs):  # each consumes bytes of the header, so a wrong count fails soon
         key = _name(cursor, f"key {i} of {n_pairs}", MAX_NAME_BYTES)
         if key in metadata:
             damaged(path, f"has the key {key} twice", "each key once")
@@ -215,7 +217,7 @@ def _name(cursor: _Cursor, what: str, limit: int) -> str:
     if not 0 < length <= limit:
         damaged(cursor.path, f"has a name of {length} bytes: {what}", f"1 to {limit}")
     name = cursor._text(cursor.take(length, what), what)
-    if not name.isprintable():  # it will stand in messages
+    if not name.isprintable():  # it appears in messages
         damaged(cursor.path, f"has a name with control characters: {name!r}", "printable characters")
     return name
 

@@ -1,4 +1,4 @@
-"""SentencePiece's `ModelProto`, as far as a BPE vocabulary needs it, in protobuf's wire format.
+"""Writes SentencePiece's `ModelProto` in protobuf's wire format, with the fields that a BPE vocabulary needs.
 
     ModelProto      1 pieces (repeated), 2 trainer_spec, 3 normalizer_spec
     SentencePiece   1 piece (string), 2 score (float), 3 type (enum)
@@ -25,7 +25,7 @@ class VocabularyPiece(NamedTuple):
 
 
 def encode_model(pieces: Sequence[VocabularyPiece], *, byte_fallback: bool, prefix: bool) -> bytes:
-    """A model that SentencePiece can load; `prefix`: a space is put in front of a text."""
+    """Return a model that SentencePiece can load. prefix: put a space before each text"""
     trainer = _number(3, _BPE) + _number(35, byte_fallback)
     normalizer = bytes_field(1, b"identity") + _number(3, prefix) + _number(4, False) + _number(5, True)
     return b"".join(bytes_field(1, _piece(p)) for p in pieces) + bytes_field(2, trainer) + bytes_field(3, normalizer)

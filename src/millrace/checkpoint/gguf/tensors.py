@@ -1,8 +1,8 @@
-"""Tensors of a GGUF file under the names and in the order that Hugging Face checkpoints have.
+"""Tensors of a GGUF file, with the names and the row order of Hugging Face checkpoints.
 
-llama.cpp rotates neighbouring elements of a head in files of architecture llama, and its converter has moved the rows
-of q and k there: row 2i of a head is row i of the original, row 2i + 1 is row D/2 + i. Here they are moved back. For
-Gemma it has added 1 to the weights of norms, which our model adds itself; here it is taken off again.
+In files of architecture llama, llama.cpp's RoPE rotates adjacent elements of a head, so its converter permutes the rows
+of q and k: row 2i of a head is row i of the original, row 2i + 1 is row D/2 + i. This module reverses that. For Gemma
+the converter adds 1 to the weights of norms; it is subtracted here, because the model adds it itself.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from millrace.checkpoint.weights.safetensors import Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError, nearest
 
 ROPE_FREQS = "rope_freqs.weight"
-_SLAB = 1 << 18  # blocks dequantised at a time: bounds the memory beside the result
+_SLAB = 1 << 18  # blocks dequantised at a time: bounds the memory used in addition to the output
 _MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -39,15 +39,15 @@ _MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One tensor of the file, and what was done to it there."""
+    """A tensor of the file, and how the converter changed it."""
 
     type: BlockType
-    heads: int | None = None  # whose rows were moved
+    heads: int | None = None  # heads whose rows were permuted
     plus_one: bool = False
 
 
 class GgufTensors(Tensors):
-    """`load` gives floats that are exact by the format, read from the file now."""
+    """Tensors of a GGUF file. `load` reads from the file on each call and returns exactly the values of the format."""
 
     def __init__(self, infos: dict[str, TensorInfo], file: GgufFile, stored: dict[str, _Stored]) -> None:
         super().__init__(infos, {file.path: file.state})
@@ -55,7 +55,7 @@ class GgufTensors(Tensors):
 
     @classmethod
     def of(cls, file: GgufFile, config: ModelConfig) -> "GgufTensors":
-        """raises CheckpointError for a tensor that is missing, of a wrong shape, or has no place in the model"""
+        """Match tensors to the model. raises CheckpointError if one is missing, misshapen, or not part of the model"""
         infos: dict[str, TensorInfo] = {}
         stored: dict[str, _Stored] = {}
         expected = _expected_tensors(config)
@@ -83,16 +83,16 @@ class GgufTensors(Tensors):
         return cls(infos, file, stored)
 
     def load(self, name: str) -> Array:
-        """Rows in Hugging Face's order: as stored, float32, or float64 where that takes (Gemma's norms, exactly)."""
+        """Return a tensor in Hugging Face's row order: dtype as stored, float32, or float64 for exact Gemma norms."""
         return self._floats(name) if name in self._stored else super().load(name)
 
     def format(self, name: str) -> QuantisedFormat | None:
-        """Of the file's own integers; None for floats, and for what is no matrix."""
+        """Return the format of the file's own integers; None for floats, and if the tensor is not a matrix."""
         stored = self._stored.get(name)
         return stored.type.format if stored and len(self[name].shape) == 2 else None
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
-        """The file's own codes and scales, where `bits` and `group` can hold them unchanged."""
+        """Return the file's own codes and scales if `bits` and `group` can represent them exactly."""
         stored_format = self.format(name)
         if stored_format is None or stored_format.bits > bits or stored_format.group != group:
             return None
@@ -102,7 +102,7 @@ class GgufTensors(Tensors):
         return matrix.each(lambda array: self._reordered(name, array.reshape(rows, -1)))
 
     def activation_bits(self, name: str) -> int:
-        """As llama.cpp does."""
+        """Return the activation bits that llama.cpp uses."""
         return 8
 
     def _blocks(self, name: str) -> Array:
@@ -115,7 +115,7 @@ class GgufTensors(Tensors):
             values: Array = blocks.reshape(info.shape)
         else:
             matrix = np.empty((len(blocks), kind.weights), np.float32)
-            with np.errstate(all="ignore"):  # scales may be infinite: then so are the weights
+            with np.errstate(all="ignore"):  # scales may be infinite; then the weights are, too
                 for i in range(0, len(blocks), _SLAB):
                     matrix[i : i + _SLAB] = kind.dequantise(blocks[i : i + _SLAB])
             values = matrix.reshape(info.shape)
@@ -124,7 +124,7 @@ class GgufTensors(Tensors):
         return self._reordered(name, values)
 
     def _reordered(self, name: str, rows: Array) -> Array:
-        """(N, ...) rows of the file -> rows of the original."""
+        """(N, ...) rows in the file's order -> rows in the original's order."""
         heads = self._stored[name].heads
         if heads is None:
             return rows
@@ -133,7 +133,7 @@ class GgufTensors(Tensors):
 
 
 def rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:
-    """What the rotary frequencies are divided by (Llama 3.1 and later); () where the file has no such tensor."""
+    """Return the divisors of the rotary frequencies (Llama 3.1 and later), or () if the file has no such tensor."""
     tensor = file.tensors.get(ROPE_FREQS)
     if tensor is None:
         return ()
@@ -146,7 +146,7 @@ def rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:
 
 
 def _expected_tensors(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name in the file -> name in a Hugging Face checkpoint, shape."""
+    """Return name in the file -> name in a Hugging Face checkpoint, shape."""
     q, kv, hidden, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "attn_norm": (hidden,), "attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),

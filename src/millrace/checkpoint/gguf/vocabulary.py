@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file as the small files that a Hugging Face folder would have, which an engine carries.
+"""Converts the tokenizer of a GGUF file to the small files of a Hugging Face folder, which an engine carries.
 
-Two kinds: "gpt2", byte-level BPE with merges, whose way of cutting a text into words is known by a name only; and
-"llama", SentencePiece's BPE with scores. Where the file carries its original tokenizer.json, that is taken.
+Two kinds: "gpt2", byte-level BPE with merges, with a pre-tokenizer that the file only names; and "llama",
+SentencePiece's BPE with scores. If the file includes its original tokenizer.json, that is used.
 """
 
 import json
@@ -17,19 +17,19 @@ from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_CONFIG, TOKENIZER_
 
 ORIGINAL = "tokenizer.huggingface.json"
 _NORMAL, _CONTROL, _USER, _BYTE = 1, 3, 4, 6  # types of tokens, as in SentencePiece; UNKNOWN, UNUSED
-# Control tokens that end a turn, where the file does not name one. llama.cpp finds them by these texts as well.
+# Control tokens that end a turn, if the file names none. llama.cpp also recognizes them by these texts.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """How a text is cut into words before merging."""
+    """How a text is split into words before merging (pre-tokenization)."""
 
-    pattern: str | None  # None: GPT-2's own, which the tokenizers library has built in
-    digits: bool = False  # every digit is a word
-    nfc: bool = False  # texts are normalised first. llama.cpp does not, the original tokenizers do
-    whole_words: bool = False  # a word that is a token is taken whole, whatever the merges say
-    bos: bool = False  # a text begins with bos where the file does not say
+    pattern: str | None  # None: GPT-2's, which is built into the tokenizers library
+    digits: bool = False  # every digit is a separate word
+    nfc: bool = False  # texts are normalized first, as in the original tokenizers; llama.cpp does not
+    whole_words: bool = False  # a word that is a token is not split, whatever the merges are
+    bos: bool = False  # whether a text begins with bos, if the file does not set it
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -64,7 +64,7 @@ _AROUND = ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token")
 
 @dataclass(frozen=True, slots=True)
 class GgufSpecials:
-    """What the model needs to know of the tokenizer; `notes` are to be said aloud to the user."""
+    """The special tokens that the model's configuration needs. `notes` are shown to the user."""
 
     bos: int | None
     eos: tuple[int, ...]
@@ -110,7 +110,7 @@ def tokenizer_files(keys: MetadataKeys) -> dict[str, bytes]:
         files = {TOKENIZER_JSON: _byte_level(keys, tokens, types, ids)}
     is_json = TOKENIZER_JSON in files
     is_gemma = str(keys.values.get("general.architecture")).startswith("gemma")
-    # of transformers, which reads the tokenizer of an engine's folder by it
+    # transformers chooses its class for the tokenizer of an engine's folder by it
     config["tokenizer_class"] = (
         "PreTrainedTokenizerFast" if is_json else "GemmaTokenizer" if is_gemma else "LlamaTokenizer"
     )
@@ -118,9 +118,9 @@ def tokenizer_files(keys: MetadataKeys) -> dict[str, bytes]:
 
 
 def _templates(keys: MetadataKeys) -> str | list[dict[str, str]] | None:
-    """Return `tokenizer.chat_template`; with `tokenizer.chat_template.NAME` a list, as tokenizer_config.json has it.
+    """Return `tokenizer.chat_template`; if named templates exist, a list as in tokenizer_config.json.
 
-    `tokenizer.chat_templates`, the list of these names, says nothing more.
+    Named templates are `tokenizer.chat_template.NAME`; `tokenizer.chat_templates` only lists the names.
     """
     named = {"default": _TEMPLATE} if _TEMPLATE in keys.values else {}
     prefix = f"{_TEMPLATE}."
@@ -139,7 +139,7 @@ def _kind(keys: MetadataKeys) -> str:
 
 
 def _types(keys: MetadataKeys, tokens: list[str]) -> list[int]:
-    """One for each token. Where the file says none, bytes go by their names, as in llama.cpp; others are ordinary."""
+    """Return each token's type. Without types in the file, bytes are recognized by name, as in llama.cpp."""
     value, n_tokens = keys.values.get("tokenizer.ggml.token_type"), len(tokens)
     if value is None:
         named = re.compile("<0x[0-9A-F]{2}>") if _kind(keys) == "llama" else None
@@ -153,7 +153,7 @@ def _types(keys: MetadataKeys, tokens: list[str]) -> list[int]:
 
 
 def _original(keys: MetadataKeys, tokens: list[str], ids: Mapping[str, int | None]) -> bytes:
-    """Its tokens are the file's; what is put around a text is what the file's own flags say, where it has them."""
+    """Return the file's tokenizer.json, if its tokens match, with bos and eos as the file's flags require."""
     text = keys.text(ORIGINAL)
     try:
         raw = parsed_json(text)
@@ -177,14 +177,14 @@ def _original(keys: MetadataKeys, tokens: list[str], ids: Mapping[str, int | Non
 
 
 def _ids_beside(raw: Mapping[str, object]) -> list[object]:
-    """All ids that a tokenizer.json names outside of its vocabulary."""
+    """Return all ids that a tokenizer.json mentions outside its vocabulary."""
     added, processor = raw.get("added_tokens"), raw.get("post_processor")
     result = [token.get("id") for token in _dicts(added)]
     for part in (
         *_dicts([processor]),
         *(p for document in _dicts([processor]) for p in _dicts(document.get("processors"))),
     ):
-        special = part.get("special_tokens")  # a list for some kinds, with names only
+        special = part.get("special_tokens")  # for some kinds a list that has only names
         for token in _dicts(list(special.values())) if isinstance(special, dict) else ():
             ids = token.get("ids")
             result += ids if isinstance(ids, list) else [ids]
@@ -192,12 +192,12 @@ def _ids_beside(raw: Mapping[str, object]) -> list[object]:
 
 
 def _dicts(value: object) -> list[dict[str, object]]:
-    """Those of a list; none of anything else."""
+    """Return the objects of a list; an empty list for other values."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _byte_level(keys: MetadataKeys, tokens: list[str], types: list[int], ids: Mapping[str, int | None]) -> bytes:
-    """A tokenizer.json. Unused tokens are left out: no text gives them, and they stand for no text."""
+    """Return a tokenizer.json. It omits unused tokens: no text encodes to them, and they decode to no text."""
     name = keys.text("tokenizer.ggml.pre", "missing")
     if name not in _PRE:
         mend = f"a file with {ORIGINAL}, or one whose tokenizer.ggml.pre is known"
@@ -236,7 +236,7 @@ def _split(pattern: str) -> dict[str, object]:
 
 
 def _template(tokens: list[str], before: int | None, after: int | None) -> dict[str, object] | None:
-    """What is put around a text."""
+    """Return the post-processor that adds special tokens around a text."""
     around = [i for i in (before, after) if i is not None]
     if not around:
         return None
@@ -253,7 +253,7 @@ def _template(tokens: list[str], before: int | None, after: int | None) -> dict[
 def _merges(keys: MetadataKeys) -> list[tuple[str, str]]:
     pairs = []
     for merge in keys.texts("tokenizer.ggml.merges"):
-        at = merge.find(" ", 1)  # the first token has a character at least, even if it is a space
+        at = merge.find(" ", 1)  # the first token has at least one character, which may be a space
         if not 0 < at < len(merge) - 1:
             raise keys.wrong("tokenizer.ggml.merges", f"two tokens with a space between them, which {merge!r} is not")
         pairs.append((merge[:at], merge[at + 1 :]))
@@ -263,7 +263,7 @@ def _merges(keys: MetadataKeys) -> list[tuple[str, str]]:
 def _sentencepiece(
     keys: MetadataKeys, tokens: list[str], types: list[int], unknown: int | None
 ) -> tuple[dict[str, bytes], dict[str, object]]:
-    """A tokenizer.model, and what tokenizer_config.json says beside it."""
+    """Return a tokenizer.model, and the matching keys of tokenizer_config.json."""
     scores = keys.values.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or scores.dtype.kind != "f" or len(scores) != len(tokens):
         raise keys.wrong("tokenizer.ggml.scores", f"an array of {len(tokens)} numbers")
@@ -280,17 +280,17 @@ def _sentencepiece(
         VocabularyPiece(text.replace(" ", "\u2581") if kind in (_NORMAL, _USER) else text, float(score), kind)
         for text, score, kind in zip(tokens, scores, types, strict=True)
     ]
-    # of unknown ones there can be one only; SentencePiece would spell out an unused one, which stands for no text
+    # only one can be unknown; SentencePiece would decode an unused one to its name, but it stands for no text
     pieces = [p._replace(type=_CONTROL) if p.type in (UNKNOWN, UNUSED) else p for p in pieces]
     pieces[unknown] = VocabularyPiece(tokens[unknown], 0.0, UNKNOWN)
     model = encode_model(pieces, byte_fallback=_BYTE in types, prefix=prefix)
     special = [text for text, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
-    # SentencePiece finds the others itself, in the text as it is when spaces have become visible ones
+    # SentencePiece finds the others itself, after replacing spaces by its visible mark
     user = {str(i): {"content": tokens[i]} for i, kind in enumerate(types) if kind == _USER and prefix}
     config: dict[str, object] = {
         "additional_special_tokens": special, "added_tokens_decoder": user,
         "add_bos_token": keys.boolean(_AROUND[0], True),
         "add_eos_token": keys.boolean(_AROUND[1], False),
-        "legacy": True,  # llama.cpp puts the space before the text after every special token
+        "legacy": True,  # llama.cpp adds the dummy prefix to the text after every special token
     }  # fmt: skip
     return {TOKENIZER_MODEL: model}, config

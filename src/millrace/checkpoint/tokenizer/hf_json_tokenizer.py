@@ -24,21 +24,21 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class JsonTokenizer(VocabularyTokenizer):
-    """Encodes as the library does; decodes by bytes (see `tokenizer.py`).
+    """A tokenizer.json. Encodes with the library; decodes by bytes (see `tokenizer.py`).
 
-    The file's post-processor decides whether a text begins with bos; add_bos_token and add_eos_token of
-    tokenizer_config.json do not (as in transformers 5; they are for `tokenizer.model`).
+    The file's post-processor decides whether a text begins with bos. As in transformers 5, add_bos_token and
+    add_eos_token of tokenizer_config.json have no effect; they apply to `tokenizer.model`.
     """
 
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
-        """`data`: the file's contents; `path` is for messages."""
+        """data: the file's contents; path: for messages"""
         _check_whole(data, path)
         _check_normalizer(data, path)
         _check_prefix(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
         with _failures_told(path):
             library = tokenizers.Tokenizer.from_buffer(data)
-            library.no_truncation()  # of training; a prompt is never cut silently
+            library.no_truncation()  # set for training; a prompt is never truncated silently
             library.no_padding()
             _set_normaliser(library, config)
             library.encode_special_tokens = config.split_special
@@ -64,7 +64,7 @@ class JsonTokenizer(VocabularyTokenizer):
         return result
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # as a batch of one: `encode` holds the interpreter lock, for 0.1 s where a text has 100 KB
+        # as a batch of one: `encode` holds the interpreter lock, for 0.1 s for a text of 100 KB
         with _failures_told(self._path):
             ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
@@ -95,7 +95,7 @@ class JsonTokenizer(VocabularyTokenizer):
         return result
 
     def token(self, token_id: int) -> str | None:
-        if not 0 <= token_id < 2**32:  # else the library raises OverflowError
+        if not 0 <= token_id < 2**32:  # otherwise the library raises OverflowError
             return None
         text: str | None = self._library.id_to_token(token_id)
         return text
@@ -103,9 +103,9 @@ class JsonTokenizer(VocabularyTokenizer):
 
 @contextmanager
 def _failures_told(path: Path) -> Iterator[None]:
-    """The library raises bare Exception or ValueError for every kind of bad file, when it reads it or uses it.
+    """Convert the library's errors to CheckpointError: for a bad file it raises bare Exception or ValueError.
 
-    On some it panics: that is no Exception, and its class has no importable name.
+    On some files it panics; the panic's class is not an Exception and cannot be imported.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def _unreadable(path: Path, why: str) -> CheckpointError:
 
 
 class _Outline(msgspec.Struct):
-    """As much of a tokenizer.json as is looked at before the library reads it."""
+    """The part of a tokenizer.json that is checked before the library reads it."""
 
     normalizer: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -135,13 +135,13 @@ class _ModelOutline(msgspec.Struct):
 
 
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# Address space that the library takes while it reads a file, per byte of it. Measured: 17 (WordPiece), 21 (BPE), 67
-# (Unigram).
+# Address space that the library needs to read a file, per byte of the file. Measured: 17 (WordPiece), 21 (BPE),
+# 67 (Unigram).
 _ROOM_PER_BYTE = 100
 
 
 def _check_whole(data: bytes, path: Path) -> None:
-    """Refuse what is not JSON before the library allocates memory for the part that is."""
+    """Refuse a file that is not JSON before the library allocates memory for the part that is."""
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
     except _NOT_JSON as error:
@@ -149,7 +149,7 @@ def _check_whole(data: bytes, path: Path) -> None:
 
 
 def _check_prefix(data: bytes, path: Path) -> None:
-    """The library's BPE cuts merged tokens behind so many bytes, in mid-character too, and then aborts."""
+    """Refuse a BPE with a prefix: the library slices merged tokens at its length, and aborts within a character."""
     try:
         model = msgspec.json.decode(data, type=_ModelOutline).model
         kind, prefix = msgspec.json.decode(model.type), msgspec.json.decode(model.continuing_subword_prefix)
@@ -160,7 +160,7 @@ def _check_prefix(data: bytes, path: Path) -> None:
 
 
 def _check_normalizer(data: bytes, path: Path) -> None:
-    """Refuse one whose tables are damaged, or that could make a short text take the machine's memory."""
+    """Refuse a normalizer with damaged tables, or one that could expand a short text until memory runs out."""
     try:
         normalizer = msgspec.json.decode(msgspec.json.decode(data, type=_Outline).normalizer)
     except _NOT_JSON:
@@ -171,9 +171,9 @@ def _check_normalizer(data: bytes, path: Path) -> None:
 
 
 def _check_charsmaps(normalizer: Any, path: Path) -> None:
-    """A normalizer of SentencePiece says how large its table is; the library allocates whatever it says, and may abort.
+    """Check the table size that a SentencePiece normalizer declares: the library allocates it unchecked and may abort.
 
-    4 bytes of size, the table of so many bytes, texts. source: sentencepiece, src/normalizer.cc
+    Layout: 4 bytes for the table's size in bytes, the table, texts. source: sentencepiece, src/normalizer.cc
     """
     pending = [normalizer]
     while pending:
@@ -191,7 +191,7 @@ def _check_charsmaps(normalizer: Any, path: Path) -> None:
 
 
 def _growth(normalizer: Any) -> float:
-    """Return how many times as long a text becomes at most, in bytes; what is added once is counted like one byte's."""
+    """Return the maximum ratio of normalized to original bytes; text that is added once counts as if added per byte."""
     if not isinstance(normalizer, dict):
         return 1.0
     if isinstance(parts := normalizer.get("normalizers"), list):
@@ -204,11 +204,11 @@ def _growth(normalizer: Any) -> float:
     literal = pattern.get("String") if isinstance(pattern, dict) else None
     if isinstance(literal, str) and literal:
         return max(1.0, len(content.encode()) / len(literal.encode()))
-    return 1.0 + len(content.encode())  # of a pattern that may match nothing, before each byte
+    return 1.0 + len(content.encode())  # a pattern may match the empty text before each byte
 
 
 def _set_normaliser(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """What other files than tokenizer.json say of it. source: transformers' BertTokenizer, sentence-transformers"""
+    """Apply other files' normalizer settings. source: transformers' BertTokenizer, sentence-transformers"""
     state = None if library.normalizer is None else json.loads(library.normalizer.__getstate__())
     if config.bert and state and state["type"] == "BertNormalizer":
         state = {**state, **config.bert}
@@ -224,20 +224,20 @@ def _lowers(state: Any) -> bool:
 
 
 def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Tokens that tokenizer_config.json calls special are so, whatever tokenizer.json says (as in transformers)."""
+    """Add tokens of tokenizer_config.json; as in transformers, its special tokens override tokenizer.json."""
     added = {token.content: token for token in library.get_added_tokens_decoder().values()}
     size, more = library.get_vocab_size(), dict[str, tokenizers.AddedToken]()
     for i, token in sorted(config.added.items()):
         token_id = library.token_to_id(token.content)
         new = token.content and token.content not in added and token.content not in more
-        # ids follow on in order; one that would come to lie elsewhere than the file says is left out
+        # the library assigns consecutive ids; a token that would get a different id than in the file is omitted
         if new and (token_id == i or (token_id is None and size == i)):
             flags = {
                 name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
             }
             more[token.content] = tokenizers.AddedToken(token.content, **flags)
             size += token_id is None
-    library.add_tokens(list(more.values()))  # at once: the library looks at all that it has whenever some are added
+    library.add_tokens(list(more.values()))  # all at once: each call processes all added tokens again
     special = [
         text for text in dict.fromkeys((*config.named.values(), *config.special))
         if library.token_to_id(text) is not None and not (text in added and added[text].special)
@@ -245,7 +245,7 @@ def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     library.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
 
 
-# What the library's WordPiece decoder does to each token, in its order.
+# The replacements that the library's WordPiece decoder makes in each token, in its order.
 _CLEANED = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
     (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
@@ -254,15 +254,15 @@ _CLEANED = (
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """The decoder of a tokenizer.json, reduced to what it does to one token."""
+    """The decoder of a tokenizer.json, reduced to its effect on a single token."""
 
-    byte_level: bool = False  # every character of a token stands for a byte (GPT-2's alphabet)
+    byte_level: bool = False  # every character of a token represents a byte (GPT-2's alphabet)
     byte_fallback: bool = False  # `<0xNN>` is a byte
     replace: tuple[tuple[str, str], ...] = ()
-    strips_space: bool = False  # one space at the very start
-    drops: str = ""  # this character in the first token (Metaspace)
-    pieces: str | None = None  # what a token begins with that belongs to the word before it (WordPiece)
-    cleans: bool = False  # no space before punctuation and English endings (WordPiece)
+    strips_space: bool = False  # strip one space at the start of the text
+    drops: str = ""  # a character to drop from the first token (Metaspace)
+    pieces: str | None = None  # prefix of a token that continues a word (WordPiece)
+    cleans: bool = False  # remove spaces before punctuation and English contractions (WordPiece)
 
     def to_bytes(self, text: str) -> bytes:
         if self.pieces is not None:
@@ -292,7 +292,7 @@ class _Decoding:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character of every byte. source: openai/gpt-2 `encoder_config.py`, bytes_to_unicode"""
+    """Return GPT-2's printable character -> byte. source: openai/gpt-2 `encoder.py`, bytes_to_unicode"""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(rest)}

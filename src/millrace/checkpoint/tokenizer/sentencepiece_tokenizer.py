@@ -1,4 +1,4 @@
-"""SentencePiece's `tokenizer.model`, for checkpoints that come without a tokenizer.json (Llama 2, Mistral, Gemma)."""
+"""SentencePiece's `tokenizer.model`, for checkpoints without a tokenizer.json (Llama 2, Mistral, Gemma)."""
 
 import re
 from collections.abc import Iterable
@@ -18,19 +18,19 @@ _MARK = "\u2581"  # SentencePiece's visible space
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 _SPECS = range(2, 6)  # fields of ModelProto that are messages, other than its many small pieces
 _NORMALIZER, _CHARSMAP = 3, 2  # ModelProto.normalizer_spec.precompiled_charsmap
-MOST_GROWTH = 1024  # how many times as long a normalizer may make a text; those of published models stay below 100
-# Address space that the library takes while it reads a file twice, per byte of it. Measured: 18 (256,000 pieces).
+MOST_GROWTH = 1024  # maximum ratio of normalized to original bytes; published models stay below 100
+# Address space that the library needs to read a file twice, per byte of it. Measured: 18 (256,000 pieces).
 _ROOM_PER_BYTE = 60
 
 
 class SentencePieceTokenizer(VocabularyTokenizer):
-    """Encodes the text between special and added tokens with SentencePiece, as transformers' LlamaTokenizer does.
+    """Encodes the text between special and added tokens with SentencePiece, like transformers' LlamaTokenizer.
 
-    `legacy` true puts the dummy prefix (a space) before each such stretch, false before the first one only.
+    If `legacy` is true, the dummy prefix (a space) goes before each such segment, otherwise only before the first.
     """
 
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
-        """`data`: the file's contents; `path` is for messages."""
+        """data: the file's contents; path: for messages"""
         _check_fields(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
         self._model, self._inner = _open(data, path)
@@ -51,7 +51,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         super().__init__(vocab_size, Specials(named=named, bos_token_id=bos, eos_token_id=eos, ids=frozenset(ids)))
         self._size = size
         self._token_ids = pieces | {token.content: i for i, token in self._added.items()}
-        # LlamaTokenizer's and GemmaTokenizer's defaults: a text begins with bos and is left open at its end
+        # defaults of LlamaTokenizer and GemmaTokenizer: a text begins with bos and has no eos
         self._before = [bos] if config.add_bos is not False and bos is not None else []
         self._after = [eos] if config.add_eos and eos is not None else []
 
@@ -74,7 +74,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
         at = 0
-        starts = True  # the stretch about to be encoded is the text's first, or every one is (legacy)
+        starts = True  # whether the next segment gets the prefix: the first one, or every one (legacy)
         for match in self._split.finditer(text) if self._ids else ():
             flags = self._flags.get(match[0])
             before = text[at : match.start()]
@@ -133,7 +133,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
 def _open(
     proto: bytes, path: Path
 ) -> tuple[sentencepiece.SentencePieceProcessor, sentencepiece.SentencePieceProcessor]:
-    """The model as it is, and without its dummy prefix."""
+    """Load the model twice: unchanged, and without its dummy prefix."""
     try:
         return (
             sentencepiece.SentencePieceProcessor(model_proto=proto),
@@ -144,7 +144,7 @@ def _open(
 
 
 def _check_fields(data: bytes, path: Path) -> None:
-    """Refuse, before the library allocates, a field that ends outside its message, and texts that grow endlessly."""
+    """Refuse fields that exceed their message, and normalizers that expand texts too much, before the library loads."""
     try:
         for number, kind, _, begin, end in fields(data):
             if number not in _SPECS or kind != BYTES:
@@ -158,21 +158,22 @@ def _check_fields(data: bytes, path: Path) -> None:
 
 
 def longest_replacement(charsmap: bytes) -> int:
-    """Return the length of the longest text, in bytes, by which a precompiled character map replaces one or more.
+    """Return the length in bytes of the longest replacement text in a precompiled character map.
 
-    4 bytes of size, a trie of so many bytes, texts that end with 0. source: sentencepiece, src/normalizer.cc
+    Layout: 4 bytes for the trie's size in bytes, the trie, texts that end with 0. source: sentencepiece,
+    src/normalizer.cc
     """
     size = int.from_bytes(charsmap[:4], "little")
     return max(1, *map(len, charsmap[4 + size :].split(b"\0")))
 
 
 def grows(growth: float) -> str:
-    """Say that a normalizer makes texts too long."""
+    """Return the message for a normalizer that expands texts too much."""
     return f"its normalizer could make a text {growth:.3g} times as long, and {MOST_GROWTH} is the most"
 
 
 def _pieces(model: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int]:
-    """Ids by text. raises CheckpointError where one is no text; the library has looked at all else"""
+    """Return ids by text. raises CheckpointError if a piece is not UTF-8; the library has checked everything else"""
     result: dict[str, int] = {}
     for i in range(model.get_piece_size()):
         try:
@@ -187,7 +188,7 @@ def _unreadable(path: Path, why: str) -> CheckpointError:
 
 
 def _named(model: sentencepiece.SentencePieceProcessor, config: TokenizerConfig) -> dict[str, str]:
-    """The model's own special tokens, where tokenizer_config.json does not name others."""
+    """Return the special tokens: tokenizer_config.json's, otherwise the model's own."""
     own = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
     return {name: model.id_to_piece(i) for name, i in own.items() if i >= 0} | dict(config.named)
 
@@ -195,7 +196,7 @@ def _named(model: sentencepiece.SentencePieceProcessor, config: TokenizerConfig)
 def _splitter(
     path: Path, added: dict[int, Added], special: set[str], pieces: dict[str, int], split_special: bool
 ) -> tuple[re.Pattern[str], dict[str, int], dict[str, Added]]:
-    """A pattern of the texts that are tokens by their spelling, longest first; their ids; their treatment of space."""
+    """Return a pattern that matches added tokens in a text, longest first; their ids; their handling of white space."""
     ids = {text: pieces[text] for text in special if text in pieces}
     flags: dict[str, Added] = {}
     for i, token in added.items():

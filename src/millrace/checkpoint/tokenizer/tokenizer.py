@@ -1,11 +1,11 @@
-"""Text to token ids and back: one contract over `tokenizer.json` and SentencePiece's `tokenizer.model`.
+"""Tokenizers: one interface for `tokenizer.json` and SentencePiece's `tokenizer.model`.
 
-Decoding is defined by bytes: every token contributes some, the bytes of a sequence are read as UTF-8, and what is not
-UTF-8 becomes U+FFFD. For byte-level vocabularies that is what the tokenizers library does to the letter; for byte
-fallback (`<0xNN>`) it differs only in runs that are not UTF-8, where the library drops the good characters as well.
+Decoding is defined by bytes: every token contributes bytes, which are concatenated and decoded as UTF-8; invalid UTF-8
+becomes U+FFFD. For byte-level vocabularies this is exactly the tokenizers library's result. For byte fallback
+(`<0xNN>`) it differs only in runs that are not UTF-8, in which the library also drops the valid characters.
 
-Encoding reads the spelling of a special token inside a text as that token, as transformers does by default: a user who
-writes `</s>` into a chat message sends the token. That is the checkpoint's convention (its chat template relies on it).
+Encoding maps the text of a special token to that token, as in transformers by default: a user who writes `</s>` in a
+chat message sends the token. This is the checkpoint's convention, and its chat template relies on it.
 """
 
 import codecs
@@ -26,19 +26,19 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 SENTENCE_CONFIG = "sentence_bert_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-# What a tokenizer and a chat template are read from: an engine folder carries copies of those that exist.
+# The files of a tokenizer and a chat template; an engine folder carries copies of those that exist.
 TOKENIZER_FILES = (
     TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, TEMPLATE_FILE,
     SENTENCE_CONFIG,
 )  # fmt: skip
 _LAST_ID = 2**31 - 1
-Files = Mapping[str, bytes]  # the contents of small files, by name
+Files = Mapping[str, bytes]  # contents of small files, by name
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specials:
-    """What a tokenizer knows of its special tokens."""
+    """The special tokens of a tokenizer."""
 
     named: Mapping[str, str]  # {"bos_token": "<s>", ...}: the variables of a chat template
     bos_token_id: int | None
@@ -47,7 +47,7 @@ class Specials:
 
 
 def check_unicode(text: str) -> None:
-    """raises RequestError where `text` holds half a surrogate pair"""
+    """Raise RequestError if `text` contains a lone surrogate."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -59,10 +59,10 @@ def check_unicode(text: str) -> None:
 
 
 class Tokenizer(ABC):
-    """Safe to use from several threads."""
+    """Interface of tokenizers. Thread-safe."""
 
     def __init__(self, vocab_size: int, specials: Specials) -> None:
-        self.vocab_size = vocab_size  # largest id + 1; the model's may be larger, such ids contribute nothing
+        self.vocab_size = vocab_size  # largest id + 1; the model's may be larger; those ids decode to nothing
         self.specials = specials
         self._bytes: dict[int, bytes] = {}
 
@@ -80,19 +80,19 @@ class Tokenizer(ABC):
 
     @property
     def special_token_strings(self) -> Mapping[str, str]:
-        """`{"bos_token": "<s>", ...}`, only those that the checkpoint names."""
+        """Return `{"bos_token": "<s>", ...}`: the special tokens that the checkpoint names."""
         return self.specials.named
 
     @cached_property
     def special_around(self) -> tuple[int, int]:
-        """How many special tokens encoding puts before a text, and how many behind it."""
+        """Return how many special tokens encoding adds before a text, and how many after it."""
         bare, with_specials = self.encode("a", add_special_tokens=False), self.encode("a")
         n_special = len(with_specials) - len(bare)
         before = next((n for n in range(n_special + 1) if with_specials[n : n + len(bare)] == bare), n_special)
         return before, n_special - before
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """raises RequestError where `text` holds half a surrogate pair, which no UTF-8 text can"""
+        """Return token ids. raises RequestError if `text` contains a lone surrogate, which UTF-8 cannot represent"""
         check_unicode(text)
         return self._encode(text, add_special_tokens)
 
@@ -101,25 +101,25 @@ class Tokenizer(ABC):
         return detokenizer.push(ids) + detokenizer.flush()
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
-        """What this token contributes to a text; an id without a token contributes nothing.
+        """Return the bytes that a token contributes to a text; b"" for an id without a token.
 
-        first: as the first visible token, where SentencePiece's vocabularies drop the space that encoding put there
+        first: as the first visible token; SentencePiece vocabularies drop the space that encoding added there
         """
         if first:
             return self._first_bytes(token_id)
         data = self._bytes.get(token_id)
         if data is None:
             data = self._token_bytes(token_id)
-            if data:  # else anybody could ask for any number of ids that have no token
+            if data:  # otherwise the cache could grow without bound with ids that have no token
                 self._bytes[token_id] = data
         return data
 
     def ids(self) -> Iterable[int]:
-        """Those that have a token."""
+        """Return the ids that have a token."""
         return range(self.vocab_size)
 
     def token_text(self, token_id: int) -> str:
-        """A token alone; what is not a whole character in it is U+FFFD (`token_bytes` has it exactly)."""
+        """Decode a single token; incomplete characters become U+FFFD (`token_bytes` returns the exact bytes)."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     @abstractmethod
@@ -133,46 +133,46 @@ class Tokenizer(ABC):
 
 
 class VocabularyTokenizer(Tokenizer):
-    """A checkpoint's own: its vocabulary can be asked, too."""
+    """A checkpoint's tokenizer, which also gives access to its vocabulary."""
 
     @property
     @abstractmethod
     def n_trained(self) -> int:
-        """Tokens of the vocabulary as it was trained."""
+        """Return the number of tokens of the trained vocabulary."""
 
     @property
     @abstractmethod
     def n_tokens(self) -> int:
-        """With those that were added; below `vocab_size` where ids are left free."""
+        """Return the number of tokens including added ones; less than `vocab_size` if some ids are unused."""
 
     @abstractmethod
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary spells it (`\u2581the`, `\u0120the`, `<0x0A>`); None for an id without a token."""
+        """Return a token as in the vocabulary (`\u2581the`, `\u0120the`, `<0x0A>`); None if the id has no token."""
 
     @abstractmethod
     def token_id(self, token: str) -> int | None:
-        """Of a token as the vocabulary spells it."""
+        """Return the id of a token as written in the vocabulary, or None."""
 
 
 class Detokenizer:
-    """Token ids to text as they come, in constant time per token.
+    """Decodes a stream of token ids incrementally, in constant time per token.
 
-    The pushes and the flush, put together, are `decode` of all ids pushed; after a `prompt` they are what these ids add
-    to the text of the prompt. A character is given out only when its last byte has come.
+    The concatenated results of `push` and `flush` equal `decode` of all ids pushed; after a `prompt` they equal what
+    these ids add to the prompt's text. A character is returned only when its last byte has arrived.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] | None = ()
     ) -> None:
-        """prompt: the tokens that the text continues; None: it continues a prompt without tokens"""
+        """prompt: the tokens that the text continues; None: a prompt without tokens"""
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._first = prompt is not None and not any(True for _ in self._visible(prompt))
-        self._unfinished = b""  # the first bytes of a character
+        self._unfinished = b""  # the first bytes of an incomplete character
         self._decode(self._tail(prompt or ()))
 
     def push(self, ids: Sequence[int]) -> str:
-        """The characters that `ids` complete."""
+        """Return the characters that `ids` complete."""
         parts = []
         for i in map(int, ids):
             if i not in self._skip and (data := self._tokenizer.token_bytes(i)):
@@ -181,7 +181,7 @@ class Detokenizer:
         return self._decode(b"".join(parts))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, or nothing."""
+        """Return the remaining text at the end: U+FFFD for an incomplete character, or nothing."""
         return self._decode(b"", final=True)
 
     def _decode(self, new: bytes, final: bool = False) -> str:
@@ -194,7 +194,7 @@ class Detokenizer:
         return (i for i in map(int, ids) if i not in self._skip and self._tokenizer.token_bytes(i))
 
     def _tail(self, prompt: Sequence[int]) -> bytes:
-        """The prompt's last bytes, enough to hold a character that it leaves unfinished (at most 3 bytes)."""
+        """Return the prompt's last bytes, enough to include an incomplete character at its end (at most 3 bytes)."""
         data = b""
         for i in self._visible(reversed(prompt)):
             data = self._tokenizer.token_bytes(i) + data
@@ -205,22 +205,22 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
-    """tokenizer_config.json with its older companions special_tokens_map.json and added_tokens.json."""
+    """tokenizer_config.json, merged with the older files special_tokens_map.json and added_tokens.json."""
 
     named: Mapping[str, str]  # {"bos_token": "<s>", ...}
-    special: tuple[str, ...]  # further special tokens
+    special: tuple[str, ...]  # other special tokens
     added: Mapping[int, "Added"]  # id -> token
-    add_bos: bool | None  # None: not said
+    add_bos: bool | None  # None: not set
     add_eos: bool | None
-    legacy: bool  # SentencePiece: a space is put in front of the text after every special token
-    split_special: bool  # the spelling of a special token is ordinary text
-    bert: Mapping[str, object]  # what BertTokenizer's file says of its normaliser, by the library's names
-    lowercase: bool  # an encoder of sentences reads all texts so, whatever the tokenizer does
+    legacy: bool  # SentencePiece: add a space before the text after every special token
+    split_special: bool  # encode the text of a special token as ordinary text
+    bert: Mapping[str, object]  # BertTokenizer's options for its normalizer, by the library's names
+    lowercase: bool  # sentence-transformers' setting: lowercase all texts, whatever the tokenizer does
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A token outside the trained vocabulary; `lstrip`, `rstrip`: it swallows white space before or after itself."""
+    """A token outside the trained vocabulary; `lstrip`, `rstrip`: it includes white space before or after it."""
 
     content: str
     special: bool = False
@@ -232,7 +232,7 @@ class Added:
 
 def read_tokenizer_config(files: Files, folder: Path) -> TokenizerConfig:
     raw = json_object(files, TOKENIZER_CONFIG, folder)
-    # older checkpoints keep the names of the special tokens, and the added ones, in files of their own
+    # older checkpoints have special and added tokens in separate files
     both = {**json_object(files, SPECIAL_TOKENS_MAP, folder), **{k: v for k, v in raw.items() if v is not None}}
     named = {key: text for key in NAMED_TOKENS if (text := _content(folder, key, both.get(key))) is not None}
     extra = both.get("additional_special_tokens") or both.get("extra_special_tokens") or []
@@ -265,7 +265,7 @@ def read_tokenizer_config(files: Files, folder: Path) -> TokenizerConfig:
 
 
 def _bert_options(raw: Mapping[str, object]) -> dict[str, object]:
-    """They win over tokenizer.json's, as in transformers, which makes a normaliser of them."""
+    """Return the normalizer's options, which override tokenizer.json's, as in transformers."""
     if raw.get("tokenizer_class") not in (None, "BertTokenizer", "BertTokenizerFast"):
         return {}
     names = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
@@ -274,7 +274,7 @@ def _bert_options(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def _content(folder: Path, key: str, value: object) -> str | None:
-    """A token is written as a string or as {"content": string, ...}."""
+    """Return a token's text, which is stored as a string or as {"content": string, ...}."""
     if isinstance(value, dict):
         value = value.get("content")
     if value is None or isinstance(value, str):
@@ -289,17 +289,17 @@ def _wrong(folder: Path, key: str, value: object) -> CheckpointError:
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Those that exist. raises CheckpointError for one that is too large for what it is, or cannot be read"""
+    """Read the files that exist. raises CheckpointError if one is implausibly large or unreadable"""
     return {name: read_small(folder / name) for name in names if (folder / name).is_file()}
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """{} where there is no such file. raises CheckpointError where it is not a JSON object"""
+    """Read a file; {} if it does not exist. raises CheckpointError if it is not a JSON object"""
     return json_object(read_files(path.parent, [path.name]), path.name, path.parent)
 
 
 def parsed_json(data: str | bytes) -> object:
-    """raises ValueError or RecursionError for what is not JSON in UTF-8, or has half a surrogate pair in a text"""
+    """Parse JSON. raises ValueError or RecursionError if it is not JSON in UTF-8, or contains a lone surrogate"""
     text = data if isinstance(data, str) else data.decode("utf-8-sig")
     raw: object = json.loads(text)
     if "\\ud" in text.lower():
@@ -308,7 +308,7 @@ def parsed_json(data: str | bytes) -> object:
 
 
 def json_object(files: Files, name: str, folder: Path) -> dict[str, object]:
-    """{} where there is no such file. raises CheckpointError where it is not a JSON object"""
+    """Parse one of `files`; {} if it is not there. raises CheckpointError if it is not a JSON object"""
     path = folder / name
     if name not in files:
         return {}

@@ -1,4 +1,4 @@
-"""Which tokenizer a folder's files make. The library that reads them is imported for those that need it."""
+"""Chooses the tokenizer for a folder's files. The library that reads them is imported only if needed."""
 
 from pathlib import Path
 
@@ -15,14 +15,15 @@ from millrace.errors import CheckpointError
 
 
 def open_tokenizer(folder: Path, model_vocab_size: int | None = None) -> VocabularyTokenizer:
-    """The tokenizer of a checkpoint or engine folder; tokenizer.json is preferred. raises CheckpointError"""
+    """Open the tokenizer of a checkpoint or engine folder; tokenizer.json is preferred. raises CheckpointError"""
     return make_tokenizer(read_files(folder, TOKENIZER_FILES), folder, model_vocab_size)
 
 
 def make_tokenizer(files: Files, where: Path, model_vocab_size: int | None = None) -> VocabularyTokenizer:
-    """From the contents of its files, which need not lie in a folder; `where` is for messages.
+    """Create a tokenizer from the contents of its files, which need not be in a folder.
 
-    model_vocab_size: of the model that reads its ids, with what its embeddings are padded to; None: nobody does
+    where: for messages
+    model_vocab_size: rows of the model's embedding, including padding; None: there is no model
     raises CheckpointError
     """
     tokenizer = _make(files, where)
@@ -32,7 +33,7 @@ def make_tokenizer(files: Files, where: Path, model_vocab_size: int | None = Non
 
 
 def _check_ids(tokenizer: VocabularyTokenizer, where: Path, model_vocab_size: int) -> None:
-    """No id lies beyond the model, except where so many tokens were added: Gemma 3's has one more than its model."""
+    """Refuse ids beyond the model's vocabulary, except of added tokens: Gemma 3's tokenizer has one too many."""
     largest = tokenizer.vocab_size - 1
     if largest >= max(model_vocab_size, tokenizer.n_tokens):
         raise CheckpointError(
@@ -56,7 +57,7 @@ def _make(files: Files, where: Path) -> VocabularyTokenizer:
 
 
 def no_tokenizer(folder: Path) -> CheckpointError:
-    """Of a checkpoint or an engine."""
+    """Return the error for a checkpoint or engine without a tokenizer."""
     return CheckpointError(
         f"{folder} has no tokenizer", f"{TOKENIZER_JSON} or {TOKENIZER_MODEL} beside the weights",
         "copy the tokenizer's files of the original model into the checkpoint, and build again",

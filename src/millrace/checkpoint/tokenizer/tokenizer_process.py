@@ -1,7 +1,7 @@
-"""Long texts are tokenised in a process of their own, at the lowest priority.
+"""Tokenizes long texts in a separate process, at the lowest priority.
 
-In a thread of the server they hold up every stream twice: they take a core from one of a kernel's workers, for whom the
-others wait, and a thread of low priority that holds the interpreter's lock is waited for by the one of high priority.
+In a thread of the server they would delay every stream twice: they take a core from a kernel's worker thread, for which
+the other workers wait; and a low-priority thread that holds the interpreter lock blocks the high-priority one.
 """
 
 import base64
@@ -21,9 +21,9 @@ _WORKER = Path(__file__).with_name("tokenizer_worker.py")
 
 
 class TokenizerProcess:
-    """The tokenizer of a folder. Safe to use from several threads, which take turns; starts with the first text.
+    """The tokenizer of a folder. Thread-safe: one text at a time. The process starts with the first text.
 
-    The folder is read now and not then: all processes tokenise alike, whatever becomes of its files.
+    The folder is read at construction, so that every process tokenizes alike even if the files change.
     """
 
     def __init__(self, folder: Path, timeout_s: float = 120.0) -> None:
@@ -33,9 +33,10 @@ class TokenizerProcess:
         self.hold = self._worker.pause
 
     def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
-        """Return the tokens of a text without halves of surrogate pairs. raises CheckpointError if it cannot be done
+        """Return the tokens of a text without lone surrogates. raises CheckpointError if that fails
 
-        They are an array, because millions of Python's integers take long to make and to free, with its lock held.
+        They are an array, because millions of Python integers take long to create and free, with the interpreter lock
+        held.
         """
         payload = (b"\1" if add_special_tokens else b"\0") + text.encode()
         with _tokenising(f"a text of {len(text):,} characters was not tokenised", self._timeout_s):
@@ -45,7 +46,7 @@ class TokenizerProcess:
         return ids
 
     def close(self) -> None:
-        """Stop the process, also in the middle of a text; a later one would start it again."""
+        """Stop the process, even during a text; a later text starts it again."""
         self._worker.stop()
 
 
@@ -58,7 +59,7 @@ def _greet(folder: Path, files: Files, timeout_s: float, process: FrameProcess) 
 
 @contextmanager
 def _tokenising(what_failed: str, timeout_s: float) -> Iterator[None]:
-    """raises CheckpointError if the process ends or takes too long"""
+    """Convert errors: raises CheckpointError if the process ends or takes too long"""
     try:
         yield
     except (WorkerTimeoutError, WorkerDiedError) as error:

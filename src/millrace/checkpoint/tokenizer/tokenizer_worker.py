@@ -1,8 +1,8 @@
-"""The process that tokenises long texts; its stdin is a connection to its owner (see `worker_process.py`).
+"""The process that tokenizes long texts; its stdin is a connection to its owner (see `worker_process.py`).
 
-First JSON {"folder", "files", "path"}: the files' contents by name in base64, the folder for messages. The answer is an
-empty message. Then, any number of times, one byte (1: with the special tokens of the model) and a text in UTF-8; the
-answer is its tokens as int32.
+The first message is JSON {"folder", "files", "path"}: the folder for messages, the files' contents by name in base64,
+sys.path. The answer is an empty message. Each later message is one byte (1: add special tokens) and a text in UTF-8;
+the answer is its tokens as int32.
 """
 
 import base64
@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 LOWEST_PRIORITY = 19
-MEMORY_BYTES = 8 * 2**30  # address space beyond what the process needs for itself; 8 million tokens take 2 GiB
+MEMORY_BYTES = 8 * 2**30  # address space in addition to the process's own; 8 million tokens take 2 GiB
 _PR_SET_PDEATHSIG = 1  # prctl(2), Linux
 
 
 def _let_the_engine_go_first() -> None:
-    """Whatever is left of the cores: beside busy workers 0.3 % of one, nice 19 would get 1.5 %, 4 ms a time."""
+    """Use idle CPU time only: next to busy workers 0.3 % of a core; nice 19 would get 1.5 %, 4 ms at a time."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -29,13 +29,13 @@ def _let_the_engine_go_first() -> None:
 
 
 def _go_on_when_the_owner_ends() -> None:
-    """A process that its owner has stopped for a moment would otherwise stay so for ever when the owner is killed."""
+    """Continue if the owner ends: otherwise a process that it had suspended would stay suspended forever."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C in a terminal
     _let_the_engine_go_first()
     _go_on_when_the_owner_ends()
     owner = Connection(0)
@@ -45,7 +45,7 @@ def main() -> None:
 
 def _serve(owner: Connection) -> None:
     opened = json.loads(owner.recv_bytes())
-    sys.path[:] = opened["path"]  # as the parent sees it: it may run from a source tree
+    sys.path[:] = opened["path"]  # the parent's: it may run from a source tree
     import numpy as np
 
     from millrace.checkpoint.address_space import limit_address_space

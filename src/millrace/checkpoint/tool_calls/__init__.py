@@ -1,1 +1,1 @@
-"""How models write calls of tools, and thoughts: for prompts, for the readers of answers, for grammars."""
+"""Formats of tool calls and reasoning: for prompts, answer parsers and grammars."""

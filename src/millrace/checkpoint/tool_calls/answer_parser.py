@@ -1,8 +1,8 @@
-"""An answer as it comes, taken apart: what was thought, what is said, and which tools are called.
+"""Parses an answer incrementally into reasoning, content and tool calls.
 
-However the text is cut into pieces, the parts together are the same. What begins like a call and is none stays text.
-The work grows with the text and no faster: white space that decides nothing is set aside unread; what turns out to be
-no call is read once more, in pieces, and not again and again.
+The concatenated parts do not depend on how the text is split into pieces. Text that begins like a call but is not one
+stays content. The work is linear in the text: white space that decides nothing is buffered unread, and text that turns
+out not to be a call is read once more in pieces, not repeatedly.
 """
 
 import sys
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from millrace.checkpoint.tool_calls.families import Reasoning, ToolFormat
 from millrace.checkpoint.tool_calls.incremental_json import CallObject, JsonValue, behind_blank
 
-MAX_HEADER = 512  # characters of a name and what is around it
-MAX_AGAIN = 256 * 1024  # characters of an answer's calls that were none, which are read twice; behind it has no calls
-_WINDOW = 4096  # characters that are looked at together: taking some off copies the others
+MAX_HEADER = 512  # characters of a name and the markup around it
+MAX_AGAIN = 256 * 1024  # limit on characters that are read twice due to false calls; after it no calls are parsed
+_WINDOW = 4096  # characters that are processed at a time, because consuming some copies the rest
 
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """Of the answer's call number `index`: its name, in the first part; and more of its arguments' JSON text."""
+    """A part of call number `index`: the name (in its first part), and more of the arguments' JSON text."""
 
     index: int
     name: str | None
@@ -28,10 +28,10 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """What a piece of text adds to each part of an answer.
+    """The content, reasoning and calls that a piece of text adds to an answer.
 
-    spans: where the content stands in the answer's text, in characters; None: all of the text is content
-    n_settled: no more content comes of so many characters from the beginning on
+    spans: ranges of the content in the answer's text, in characters; None: all of the text is content
+    n_settled: length of the leading text from which no more content will come, in characters
     """
 
     content: str = ""
@@ -42,17 +42,19 @@ class ParsedDelta:
 
 
 def joined(a: ParsedDelta, b: ParsedDelta) -> ParsedDelta:
-    """One after the other, of one reader."""
+    """Join two consecutive deltas of one parser."""
     spans, n_settled = (a.spans or ()) + (b.spans or ()), max(a.n_settled, b.n_settled)
     return ParsedDelta(a.content + b.content, a.reasoning + b.reasoning, a.calls + b.calls, spans, n_settled)
 
 
 class AnswerParser:
-    """Of one answer.
+    """Parses one answer.
 
-    calls: None: they are text like all else. tools: names, of which a call without a mark must have one
-    most_calls: that are wanted: those behind them are left out
-    thinks: the prompt ended within the model's thoughts
+    calls: format of tool calls; None: calls are ordinary text
+    thoughts: marks of reasoning; None: there is none
+    tools: names of tools; a call without a mark must have one of them
+    most_calls: maximum number of calls; later ones are dropped
+    thinks: whether the prompt ends inside the model's reasoning
     """
 
     def __init__(
@@ -65,17 +67,17 @@ class AnswerParser:
         thinks: bool = False,
     ) -> None:
         self._format, self._thoughts, self._tools, self._most_calls = calls, thoughts, tools, most_calls
-        self._text = ""  # not decided yet
-        self._coming: list[tuple[str, int]] = []  # what follows it, the next at the end: each from there on
-        self._n_come, self._n_coming = 0, 0  # characters of the answer so far, and of `_coming`
-        self._waits = False  # it is white space, with which no state does more than wait
-        self._blanks: list[str] = []  # white space behind it that decides nothing
+        self._text = ""  # text that is not classified yet
+        self._coming: list[tuple[str, int]] = []  # the text that follows, with start offsets; a stack, the next on top
+        self._n_come, self._n_coming = 0, 0  # characters received, and characters in `_coming`
+        self._waits = False  # `_text` is white space only: every state waits for more
+        self._blanks: list[str] = []  # white space after it that decides nothing
         self._flushed = False
         self._state: Callable[[], bool] = self._begin_thinking if thinks else self._begin
-        self._pending: list[str] | None = None  # what seemed to open calls, while none has begun
-        self._seemed_at: int | None = None  # where in the answer begins what seems to be a call, and may be text
-        self._n_again = 0  # characters
-        self._is_marked = False  # such a mark has been there
+        self._pending: list[str] | None = None  # text that seemed to open calls, until one begins
+        self._seemed_at: int | None = None  # offset in the answer of a possible call that may turn out to be content
+        self._n_again = 0  # characters read twice so far
+        self._is_marked = False  # whether a mark that opens calls was found
         self._object, self._value = CallObject(), JsonValue()
         self._content: list[str] = []
         self._spans: list[tuple[int, int]] = []
@@ -84,7 +86,7 @@ class AnswerParser:
         self.n_calls = 0
 
     def push(self, text: str) -> ParsedDelta:
-        """What this adds."""
+        """Return what a piece of text adds."""
         if self._waits and text.isspace():
             self._blanks.append(text)
             return _NOTHING
@@ -92,18 +94,18 @@ class AnswerParser:
         return self._read()
 
     def flush(self) -> ParsedDelta:
-        """No more is coming."""
+        """Return the rest at the end of the answer."""
         self._flushed = True
         self._come("".join(self._blanks))
         return self._read()
 
     @property
     def _ended(self) -> bool:
-        """There is nothing behind the text."""
+        """Whether no text follows `_text`."""
         return self._flushed and not self._coming
 
     def _come(self, text: str) -> None:
-        """This follows what is not decided yet."""
+        """Append text to the unclassified text."""
         self._blanks = []
         self._n_come += len(text)
         self._to_come(text, 0)
@@ -115,7 +117,7 @@ class AnswerParser:
 
     @property
     def _at(self) -> int:
-        """Where in the answer the text begins that is not decided yet."""
+        """Return the offset in the answer of the unclassified text."""
         return self._n_come - self._n_coming - len(self._text)
 
     def _advance(self) -> bool:
@@ -139,7 +141,7 @@ class AnswerParser:
         self._waits = self._text.isspace()
         return delta
 
-    # Each state takes what it can of the text, and says whether another may go on.
+    # Each state consumes what it can of the text, and returns whether the next state can continue.
 
     def _begin(self) -> bool:
         text = self._text.lstrip()
@@ -164,7 +166,7 @@ class AnswerParser:
         return False
 
     def _pause(self) -> bool:
-        """Between thoughts and answer there is white space, which belongs to neither."""
+        """Skip the white space between reasoning and answer, which belongs to neither."""
         text = self._text.lstrip()
         return bool(text) and self._enter(self._begin_answer, text)
 
@@ -190,7 +192,7 @@ class AnswerParser:
         return self._enter(self._between, self._text[at + len(mark) :])
 
     def _between(self) -> bool:
-        """Calls were opened: one begins, or there is what may stand around them, or they are over."""
+        """Calls were opened: parse the start of one, or separators, or detect that the calls are over."""
         assert self._format is not None
         marks, at = (*self._format.opens, *self._format.between), behind_blank(self._text, 0)
         while not self._may_begin(marks, at):
@@ -200,7 +202,7 @@ class AnswerParser:
             self._pass(at + len(mark))
             at = behind_blank(self._text, 0)
         else:
-            return False  # an answer that ends here was cut off behind its calls
+            return False  # an answer that ends here was cut off after its calls
         text = self._text[at:]
         if not text:
             return self._pending is not None and self._not_a_call(self._text, 1)
@@ -216,7 +218,7 @@ class AnswerParser:
         return self._not_a_call(self._text, MAX_HEADER if self._format.header else 1)
 
     def _may_begin(self, marks: Sequence[str], at: int) -> bool:
-        """From there on the text may be the beginning of a mark, or there is none."""
+        """Whether the text from `at` may be an incomplete mark, or is empty."""
         n = len(self._text) - at
         short = n < MAX_HEADER and any(len(m) > n and m.startswith(self._text[at:]) for m in marks)
         return short and bool(self.n_calls or not self._ended)
@@ -239,7 +241,7 @@ class AnswerParser:
             self._call(call.name)
         is_over = call.complete or call.broken
         self._add(call.last_arguments() if is_over else call.arguments())
-        return is_over and self._enter(self._between, call.rest)  # else it goes on, or was cut off here
+        return is_over and self._enter(self._between, call.rest)  # otherwise it continues, or was cut off here
 
     def _arguments(self) -> bool:
         end = self._value.take(self._text, 0)
@@ -252,13 +254,13 @@ class AnswerParser:
         return True
 
     def _pass(self, n: int) -> None:
-        """Over characters that are no part of a call, nor of the text unless no call comes."""
+        """Skip characters between calls; they become content only if no call follows."""
         if self._pending is not None:
             self._pending.append(self._text[:n])
         self._text = self._text[n:]
 
     def _not_a_call(self, text: str, n_read: int) -> bool:
-        """It stays text, and so does what seemed to open it. n_read: characters of it, however it was cut"""
+        """Treat `text`, and what seemed to open a call, as content. n_read: its characters that were already read"""
         begin = self._at if self._seemed_at is None else self._seemed_at
         self._say(begin, "".join([*(self._pending or ()), text[:1]]))
         self._pending = self._seemed_at = None
@@ -283,7 +285,7 @@ class AnswerParser:
             self._parts.append(CallPart(self.n_calls - 1, None, arguments))
 
     def _say(self, at: int, content: str) -> None:
-        """at: where in the answer it stands"""
+        """Add content. at: its offset in the answer"""
         if not content:
             return
         self._content.append(content)
@@ -295,7 +297,7 @@ class AnswerParser:
         return text
 
     def _certain(self, marks: Iterable[str]) -> str:
-        """What belongs to the part that is being read whatever comes; white space at its end may belong to nothing."""
+        """Consume the text that belongs to the current part whatever follows; trailing white space may be dropped."""
         if self._ended:
             return self._take_all()
         text = self._text
@@ -309,5 +311,5 @@ _NOTHING = ParsedDelta(spans=())
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How much of the text's end may be the beginning of the mark."""
+    """Return how many characters at the text's end may begin the mark."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

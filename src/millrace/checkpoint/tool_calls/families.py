@@ -1,8 +1,8 @@
-"""Formats of tool calls by model family, as data for the prompt, the reader of answers and the grammar.
+"""Formats of tool calls by model family, as data for the prompt, the answer parser and the grammar.
 
-Sources: the chat templates of the models themselves, and what their makers publish beside them: Meta's prompt formats
-for Llama 3.1 to 3.3; Nous' Hermes function calling, which Qwen 2.5 and 3 took over; `mistral-common`; the model cards
-of DeepSeek V3, R1 and V3.1; MeetKai's for Functionary 3.1, which took over Llama 3.1's custom format.
+Sources: the models' chat templates and their publishers' documentation: Meta's prompt formats for Llama 3.1 to 3.3;
+Nous' Hermes function calling, which Qwen 2.5 and 3 adopted; `mistral-common`; the model cards of DeepSeek V3, R1 and
+V3.1; MeetKai's for Functionary 3.1, which adopted Llama 3.1's custom format.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSyntax:
-    """A call as text: before + name + middle + arguments + after; around all of them prologue and epilogue."""
+    """A call is before + name + middle + arguments + after; prologue and epilogue enclose all calls."""
 
     prologue: str = ""
     before: str = ""
@@ -23,28 +23,28 @@ class CallSyntax:
     epilogue: str = ""
 
     def calls(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Each a name and the JSON text of its arguments, as a model would have written them."""
+        """Return calls as the model's output. calls: name and JSON text of the arguments of each"""
         each = (f"{self.before}{quoted(name)}{self.middle}{arguments}{self.after}" for name, arguments in calls)
         return self.prologue + self.joiner.join(each) + self.epilogue
 
 
 def quoted(name: str) -> str:
-    """As between quotation marks."""
+    """Escape a name for use between quotation marks."""
     return json.dumps(name, ensure_ascii=False)[1:-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How one family writes calls.
+    """The format of calls of one family.
 
-    opens: markers that begin calls, anywhere in the answer
-    between: what may stand around single calls, beside white space
-    header: matches a name in front of its arguments; None: a call is a JSON object with both
+    opens: marks that begin calls, anywhere in the answer
+    between: separators allowed around single calls, in addition to white space
+    header: matches a name that precedes its arguments; None: a call is a JSON object with both
     mixed: with a header, calls may also be such objects
-    bare: a call may have no marker: an object at the beginning of the answer that names a tool
+    bare: a call may have no mark: an object at the beginning of the answer that names a tool
     short_ids: the template accepts ids of nine letters and digits only
     text_arguments: the template expects arguments as JSON text
-    native: the model's template renders calls and results; otherwise they go into the prompt as words
+    native: the model's template renders calls and results; otherwise they go into the prompt as text
     tells: the model's template describes the tools; otherwise the prompt does
     single: the template accepts one call per message
     """
@@ -67,7 +67,7 @@ _TAGGED = CallSyntax(
     before='<tool_call>\n{"name": "', middle='", "arguments": ', after="}\n</tool_call>", joiner="\n"
 )  # fmt: skip
 HERMES = ToolFormat(name="hermes", syntax=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",))
-# For models whose template knows no tools: `prompt.py` tells them, in Hermes' words, which are short and unlike prose.
+# For templates without tool support: `prompt.py` describes tools with Hermes' marks, which are short and unlike prose.
 GENERIC = ToolFormat(
     name="generic", syntax=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False, tells=False
 )  # fmt: skip
@@ -76,7 +76,7 @@ LLAMA = ToolFormat(
     syntax=CallSyntax(before='{"name": "', middle='", "parameters": ', after="}", joiner="; "),
     opens=("<|python_tag|>",), between=(";", ","), bare=True,
 )  # fmt: skip
-# Possessive: what has been matched is not tried shorter, which would take as many steps as the square of white space.
+# Possessive quantifiers: backtracking would take quadratic time in the length of white space.
 _MISTRAL_HEADER = re.compile(r"(?P<name>[\w.:/-]++)\s*+(?:\[CALL_ID\]\w*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 _MISTRAL_AROUND = ("[", ",", "]", "[/TOOL_CALLS]")
 MISTRAL = ToolFormat(
@@ -91,7 +91,7 @@ MISTRAL_ARGS = ToolFormat(
     name="mistral", syntax=CallSyntax(before="[TOOL_CALLS]", middle="[ARGS]"),
     opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
 )  # fmt: skip
-MISTRAL_BARE = replace(MISTRAL_ARGS, syntax=CallSyntax(before="[TOOL_CALLS]", middle=""))  # v11, some files of it
+MISTRAL_BARE = replace(MISTRAL_ARGS, syntax=CallSyntax(before="[TOOL_CALLS]", middle=""))  # some files of v11
 _CALLS, _ENDS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_HEADER = re.compile(
@@ -117,7 +117,7 @@ FUNCTION_TAG = ToolFormat(
     opens=("<function=",), between=("</function>",), header=re.compile(r"(?P<name>[\w.:/-]++)>\s*+(?=\{)"),
 )  # fmt: skip
 LLAMA_ARGUMENTS = replace(LLAMA, name="json", syntax=replace(LLAMA.syntax, middle='", "arguments": '))
-# In the order in which a rendered call is compared with them.
+# In the order in which a rendered call is matched against them.
 NATIVE = (
     HERMES, LLAMA, LLAMA_ARGUMENTS, MISTRAL, MISTRAL_NEMO, MISTRAL_ARGS, MISTRAL_BARE, DEEPSEEK, DEEPSEEK_PLAIN,
     FUNCTION_TAG,
@@ -126,7 +126,7 @@ NATIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What stands around a model's thoughts, which go before its answer; gap: between both, or less of it."""
+    """The marks around a model's reasoning, which precedes its answer. gap: maximum white space between both"""
 
     begin: str = "<think>"
     end: str = "</think>"

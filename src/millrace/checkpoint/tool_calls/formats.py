@@ -1,8 +1,8 @@
-"""Which format of tool calls a chat template means: found by rendering a conversation that has a call.
+"""Detects the tool-call format of a chat template by rendering a conversation with a call.
 
-What a template mentions decides nothing, because many mention several formats: a call is rendered, and the format is
-the one whose reader finds that call in it, and nothing else. Every other template is GENERIC: its model is told of its
-tools in words.
+The template's source does not decide, because many templates mention several formats. A call is rendered, and the
+format is the one whose parser finds that call in it and nothing else. Every other template is GENERIC: the prompt
+describes the tools in text.
 """
 
 import json
@@ -38,7 +38,7 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 _USER = {"role": "user", "content": "When can we leave?"}
 _ANSWER = "Let us leave at noon."
 _LIMITS = ChatLimits(timeout_s=2.0)
-# What may stand around a call in its turn: white space, an empty thought, marks such as <|eom_id|>.
+# Allowed around a call in its turn: white space, empty reasoning, marks such as <|eom_id|>.
 _MARKS = re.compile(r"(?:\s|</?[a-z_]{1,30}>|<[|｜][^<>|｜]{1,40}[|｜]>|\[/?[A-Z_]{1,20}\])*")
 _CALL_ID = re.compile(r"\[CALL_ID\]\w*")
 _BEGUN_MARK = re.compile(r"(?:<[|｜]?[^<>\s]{0,40}|\[[A-Z_/]{0,20})$")
@@ -54,26 +54,26 @@ def tool_format(template: str) -> ToolFormat:
     rendering = ChatTemplate(template, _SPECIAL, _LIMITS)
     try:
         return _Probe(rendering).format()
-    except CheckpointError:  # a template that is broken, or takes too long: it will be reported when it is used
+    except CheckpointError:  # the template is broken or takes too long, which is reported when it is used
         return GENERIC
     finally:
         rendering.close()
 
 
 def reasoning(template: str) -> Reasoning | None:
-    """Return the marks of a model's thoughts; None if it does not think aloud, or with other marks."""
+    """Return the marks of a model's reasoning; None if it has none, or unknown marks."""
     reasoning = Reasoning()
     return reasoning if reasoning.end in template else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a conversation with calls is written for a template."""
+    """One way to represent a conversation with calls for a template."""
 
     text_arguments: bool
     content: str | None
     begin: tuple[Message, ...]
-    result: bool  # the tool's result follows: some templates refuse calls without one
+    result: bool  # include the tool's result: some templates refuse calls without one
 
     def conversation(self, n_calls: int) -> list[Message]:
         arguments = json.dumps(_ARGUMENTS) if self.text_arguments else _ARGUMENTS
@@ -94,7 +94,7 @@ def _ways() -> Iterator[_Way]:
 
 
 class _Probe:
-    """Renders calls by one template. Its methods raise CheckpointError if the template is broken."""
+    """Renders calls with one template. Methods raise CheckpointError if the template is broken."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -111,7 +111,7 @@ class _Probe:
         return GENERIC
 
     def _turn(self, way: _Way) -> str | None:
-        """Return what stands where an answer would, from its first character on; None if there is no call."""
+        """Return the text rendered in the place of the answer, from its first character; None if it has no call."""
         rendered = self._rendered(way.conversation(1))
         if rendered is None or _NAME not in rendered:
             return None
@@ -122,7 +122,7 @@ class _Probe:
         return rendered[begun.start() if begun else n :]
 
     def _tells(self, way: _Way) -> bool:
-        """The template tells the model of its tools."""
+        """Whether the template describes the tools."""
         rendered = self._rendered([*way.begin, _USER]) or self._rendered(way.conversation(1)) or ""
         return _ABOUT in rendered
 
@@ -143,11 +143,11 @@ def _opening(of: ToolFormat) -> str:
 
 
 def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
-    """The turn is a call in this format, and nothing else. has_more: the tool's result follows"""
+    """Whether the turn is a call in this format, and nothing else. has_more: the tool's result follows"""
     lead = _MARKS.match(turn)
     assert lead is not None
     begins = [_squeezed(_CALL_ID.sub("", turn[at:])) for at in range(lead.end() + 1)]
-    strict = of.bare or of.header is not None  # else keys may come in any order
+    strict = of.bare or of.header is not None  # otherwise keys may have any order
     opening = _squeezed(_opening(of) if strict else of.opens[0])
     if not any(begin.startswith(opening) for begin in begins):
         return False
@@ -163,9 +163,9 @@ def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
 
 
 def _as_rendered(of: ToolFormat, turn: str) -> ToolFormat:
-    """Return a format whose calls are written as in the turn: with its own keys and white space.
+    """Return a format whose calls are rendered as in the turn, with the same keys and white space.
 
-    A call whose arguments go before its name is written as the format's family writes it.
+    If the arguments precede the name, calls keep the syntax of the format's family.
     """
     syntax, closing = of.syntax, of.between[0] if of.between else ""
     begin = turn.find(of.opens[0])

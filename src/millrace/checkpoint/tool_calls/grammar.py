@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from millrace.checkpoint.tool_calls.families import ToolFormat, quoted
 
-Special = Callable[[str], int | None]  # the id of a text that is one special token
+Special = Callable[[str], int | None]  # returns the id of a text that is a single special token
 _MARK = re.compile(r"<[|｜][^<>|｜]+[|｜]>|\[[A-Z_]+\]")
 
 
@@ -21,13 +21,16 @@ def calls_grammar(
     most: int,
     or_json: Mapping[str, object] | None = None,
 ) -> str:
-    """Of answers that are calls. tools: name to the schema of its arguments; most: calls; or_json: or JSON of this"""
+    """Return the grammar of answers that are calls.
+
+    tools: name -> schema of the arguments; most: maximum number of calls; or_json: schema of JSON allowed instead
+    """
     start = ["start: calls"] if or_json is None else ["start: calls | answer", f"answer: %json {json.dumps(or_json)}"]
     return "\n".join([*start, *_calls(of, tools, special, most, "")])
 
 
 def free_grammar(of: ToolFormat, tools: Schemas, special: Special, *, most: int) -> str:
-    """Of answers that are text, and may call: what begins like a call goes on like one."""
+    """Return the grammar of answers that are text and may contain calls: what begins like a call must be one."""
     opening = of.syntax.prologue + of.syntax.before
     trigger = next((text for text in of.opens if opening.startswith(text)), "")
     if not trigger:
@@ -41,7 +44,7 @@ def free_grammar(of: ToolFormat, tools: Schemas, special: Special, *, most: int)
 
 
 def _calls(of: ToolFormat, tools: Schemas, special: Special, most: int, text_rule: str) -> list[str]:
-    """The rule `calls` and those that it needs; without `said`, with which the first call begins."""
+    """Return the rule `calls` and its dependencies, except `said`, with which the first call begins."""
     w = of.syntax
     first = _terms((w.prologue + w.before).removeprefix(text_rule), special)
     further = f"({_terms(w.joiner + w.before, special)} one){{0,{most - 1}}}" if most > 1 else ""
@@ -54,7 +57,7 @@ def _calls(of: ToolFormat, tools: Schemas, special: Special, most: int, text_rul
 
 
 def _terms(text: str, special: Special) -> str:
-    """A text in Lark: special tokens by their ids, all else in quotation marks."""
+    """Return a text in Lark: special tokens by id, everything else in quotation marks."""
     terms, at = [], 0
     for mark in _MARK.finditer(text):
         token = special(mark[0])

@@ -1,4 +1,4 @@
-"""JSON as it comes: where a value ends, and a call's name and arguments before its object is complete."""
+"""Incremental JSON parsing: finds the end of a value, and a call's name and arguments before its object is complete."""
 
 import json
 import re
@@ -13,17 +13,17 @@ _BLANK = re.compile(r"\s*")
 
 
 class JsonValue:
-    """Finds the end of a value by its brackets and quotes; what is between them is not looked at."""
+    """Finds the end of a value by its brackets and quotes, without checking what is between them."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_literal", "complete")
 
     def __init__(self) -> None:
         self.complete = False
         self._depth, self._in_string, self._escaped = 0, False, False
-        self._literal: bool | None = None  # a number, true, false, null; None: nothing has come yet
+        self._literal: bool | None = None  # whether it is a number, true, false or null; None: nothing received yet
 
     def take(self, text: str, at: int) -> int:
-        """Where in `text` that what belongs to the value ends, from `at` on; the first time, its first character."""
+        """Return the end of the value's part in `text` from `at`, which on the first call is its first character."""
         if self._literal is None and at < len(text):
             self._literal = text[at] not in '"{['
         if self._literal:
@@ -60,34 +60,34 @@ class JsonValue:
 
 
 class CallObject:
-    """`{"name": "f", "arguments": {...}}`, with the keys in any order and under any of their usual names.
+    """Parses `{"name": "f", "arguments": {...}}`, with the keys in any order and with any of their usual names.
 
-    Each character is looked at once, however the text is cut.
-    name: None, not known yet; broken: it is no such object
-    rest: of the last piece, behind a complete object, or from where it broke; n_taken: characters in front of that
+    Each character is read once, however the text is split.
+    name: None if not known yet; broken: whether it is not such an object
+    rest: the rest of the last piece, after a complete object or from the error; n_taken: characters before that
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.complete, self.broken = False, False
         self.rest, self.n_taken = "", 0
-        self._pieces: list[str] = []  # all that it was given
+        self._pieces: list[str] = []  # all pieces received
         self._opened = False
-        self._key: str | None = None  # whose value is due
+        self._key: str | None = None  # whose value is expected next
         self._is_behind_colon = False
-        self._value: JsonValue | None = None  # a key or a value under way
-        self._streams = False  # it is an object of arguments
-        self._read: list[str] = []  # of it, where it counts when it is complete
-        self._arguments: list[str] = []  # of what may be given away once the name is known
+        self._value: JsonValue | None = None  # an incomplete key or value
+        self._streams = False  # whether it is the arguments' object
+        self._read: list[str] = []  # its text, if it is processed when complete
+        self._arguments: list[str] = []  # text of arguments to return once the name is known
         self._any_arguments = False
 
     @property
     def text(self) -> str:
-        """All that it was given."""
+        """Return all text received."""
         return "".join(self._pieces)
 
     def push(self, text: str) -> None:
-        """What comes next; what is behind the object remains in `rest`."""
+        """Parse the next piece; text after the object remains in `rest`."""
         self._pieces.append(text)
         at = 0
         while at < len(text) and not (self.complete or self.broken):
@@ -96,7 +96,7 @@ class CallObject:
         self.n_taken += at
 
     def arguments(self) -> str:
-        """What is new of them; nothing before the name is known."""
+        """Return new text of the arguments; "" until the name is known."""
         if self.name is None:
             return ""
         new, self._arguments = "".join(self._arguments), []
@@ -104,11 +104,11 @@ class CallObject:
         return new
 
     def last_arguments(self) -> str:
-        """What is still to be said at the end: a call without arguments has none of them."""
+        """Return the remaining text of the arguments at the end; a call without arguments has an empty object."""
         return self.arguments() or ("" if self._any_arguments else "{}")
 
     def _take(self, text: str, at: int) -> int:
-        """One part further; where the next begins."""
+        """Parse one token and return where the next begins."""
         if self._value is not None:
             return self._more_of_value(self._value, text, at)
         at = behind_blank(text, at)
@@ -130,7 +130,7 @@ class CallObject:
         return at
 
     def _to_value(self, first: str, at: int) -> int:
-        """From a key to the first character of its value."""
+        """Go from a key to the first character of its value."""
         if not self._is_behind_colon:
             self.broken = first != ":"
             self._is_behind_colon = True
@@ -155,24 +155,24 @@ class CallObject:
         return end
 
     def _complete(self, value: Any) -> None:
-        """A value that counts when it is complete."""
+        """Process a value that is needed as a whole."""
         if self._key in NAMES and isinstance(value, str) and value and self.name is None:
             self.name = value
-        elif self._key in ARGUMENTS and isinstance(value, str):  # written twice, as some models do
+        elif self._key in ARGUMENTS and isinstance(value, str):  # JSON encoded twice, as by some models
             self._arguments.append(value)
         elif self._key in ARGUMENTS and value is not None:
             self.broken = True
 
 
 def behind_blank(text: str, at: int) -> int:
-    """Where white space ends that begins there, if any does."""
+    """Return the end of the white space at `at`; `at` if there is none."""
     blank = _BLANK.match(text, at)
     assert blank is not None
     return blank.end()
 
 
 def _loaded(text: str) -> Any:
-    """None for what is no JSON."""
+    """Parse JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a conversation with tools becomes for the chat template."""
+"""Converts a conversation with tools for the chat template."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ _EXAMPLE = ("name of the function", '{"name of an argument": "its value"}')
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[object], of: ToolFormat) -> list[Message]:
-    """As the template takes them: for most, arguments of calls are objects, which they write as JSON themselves.
+    """Return messages in the form that the template accepts: for most, arguments are objects that it renders as JSON.
 
-    Where the template knows no calls, those so far are told in words; and so are the tools where it does not tell them.
+    If the template does not render calls, or does not describe the tools, they are written as text instead.
     """
     if of.native:
         plain = [_with_null(message) if of.text_arguments else _with_objects(message) for message in messages]
@@ -38,7 +38,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[object], of: ToolFor
 
 
 def _with_null(message: Message) -> Message:
-    """DeepSeek's templates write calls where the content is null, and leave them out where it is an empty text."""
+    """Set an empty content to null: DeepSeek's templates render calls only if the content is null."""
     return {**message, "content": None} if message.get("tool_calls") and not message.get("content") else message
 
 
@@ -50,7 +50,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _with_object(function: Mapping[str, str]) -> dict[str, object]:
-    """What is no object goes to the template as the text that it is: a model may have written it so."""
+    """Parse the arguments. If they are not an object, as a model may have written, they stay text."""
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
@@ -59,7 +59,7 @@ def _with_object(function: Mapping[str, str]) -> dict[str, object]:
 
 
 def _in_words(messages: Sequence[Message], of: ToolFormat) -> Iterator[Message]:
-    """Calls as text of the assistant, results as one message of the user."""
+    """Yield messages with calls as text of the assistant, and results as one user message."""
     results: list[str] = []
     for message in messages:
         if message["role"] == "tool":

@@ -1,4 +1,4 @@
-"""A matrix as a checkpoint or an engine may hold it: codes of a few bits, and the scales that make weights of them."""
+"""Quantized matrices of checkpoints and engines: low-bit codes, and the scales that convert them to weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,29 +8,29 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-SUPER_BLOCK = 256  # inputs that share the upper one of two levels of scales
+SUPER_BLOCK = 256  # inputs that share the outer one of two levels of scales
 Array = NDArray[Any]
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # FP8 with 3 bits of mantissa: up to 448, no infinity, two codes of NaN
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # FP8 with 3 mantissa bits: up to 448, no infinity, two NaN codes
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedFormat:
-    """What is known of such a matrix before it is read: codes of `bits`, one scale for each output and `group` inputs.
+    """The format of a quantized matrix: codes of `bits` bits, one scale per output and `group` inputs.
 
-    minimums: codes count from 0, and each group has a minimum that is added
-    two_levels: scales and minimums are small integers, times a float16 for each output and SUPER_BLOCK inputs
-    e4m3: the codes are floats of 8 bits, with one float scale for each output; then group is 0
+    minimums: codes are unsigned, and each group has a minimum that is added
+    two_levels: scales and minimums are small integers, times a float16 per output and SUPER_BLOCK inputs
+    e4m3: the codes are 8-bit floats, with one float scale per output; group is then 0
     """
 
     bits: int
-    group: int  # of a whole row its length, rounded up to a multiple of 4, which is what kernels take
+    group: int  # one group per row: its length, rounded up to the multiple of 4 that kernels need
     minimums: bool = False
     two_levels: bool = False
     e4m3: bool = False
 
     @property
     def symmetric(self) -> bool:
-        """Signed codes and one float16 scale each: what this package makes itself when it rounds."""
+        """Whether codes are signed, with one float16 scale per group: the format that this package quantizes to."""
         return not (self.minimums or self.two_levels)
 
 
@@ -39,12 +39,12 @@ FP8 = QuantisedFormat(8, 0, e4m3=True)
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
-    """w (N, K) = codes * scales of their group + minimums of their group, exactly.
+    """A matrix w (N, K) = codes * the group's scale + the group's minimum, exactly.
 
-    codes (N, K) int8 in -2^(bits-1) .. 2^(bits-1)-1; of fewer than 8 bits with minimums in 0 .. 2^bits-1
-    scales (N, G) float16, minimums alike; in two levels both are (N, K / SUPER_BLOCK) float16, and those of a group
-    are these times its scale_levels, its minimum_levels (N, G) int8
-    e4m3: codes are the bytes of such floats, scales (N, 1) float32
+    codes: (N, K) int8 in -2^(bits-1) .. 2^(bits-1)-1; in 0 .. 2^bits-1 for fewer than 8 bits with minimums
+    scales, minimums: (N, G) float16; with two levels (N, K / SUPER_BLOCK) float16, which are multiplied by a group's
+        scale_levels and minimum_levels, (N, G) int8
+    e4m3: codes are the bytes of the floats, scales (N, 1) float32
     """
 
     codes: NDArray[np.int8]
@@ -63,21 +63,21 @@ class QuantisedMatrix:
 
     @property
     def floats(self) -> list[Array]:
-        """What is stored as floats, and so may be infinite or no number. E4M3's codes are not among them."""
+        """Return the arrays stored as floats, which may contain infinities or NaN; not the codes of E4M3."""
         return [self.scales] if self.minimums is None else [self.scales, self.minimums]
 
     def group_scales(self) -> NDArray[np.float64]:
-        """(N, G)"""
+        """Return each group's scale, (N, G)."""
         return self._of_groups(self.scales, self.scale_levels)
 
     def group_minimums(self) -> NDArray[np.float64]:
-        """(N, G); zeros where there are none."""
+        """Return each group's minimum, (N, G); zeros if there are none."""
         if self.minimums is None:
             return np.zeros_like(self.group_scales())
         return self._of_groups(self.minimums, self.minimum_levels)
 
     def values(self) -> Array:
-        """What the codes stand for before they are scaled. (N, K)"""
+        """Return the codes as numbers, before scaling, (N, K)."""
         return self.codes.view(E4M3).astype(np.float64) if self.e4m3 else self.codes
 
     def dequantise(self) -> NDArray[np.float64]:
@@ -86,7 +86,7 @@ class QuantisedMatrix:
         return self.codes * self._wide(self.group_scales()) + self._wide(self.group_minimums())
 
     def each(self, change: Callable[[Array], Array]) -> "QuantisedMatrix":
-        """The same change, of rows, made to all its arrays."""
+        """Apply the same change of rows to all arrays."""
         arrays: dict[str, Any] = {name: change(array) for name, array in self._arrays().items()}
         return replace(self, **arrays)
 
@@ -105,7 +105,7 @@ class QuantisedMatrix:
 
 
 def combined(parts: Sequence[QuantisedMatrix], combine: Callable[[list[Array]], Array]) -> QuantisedMatrix:
-    """One matrix of several of one format: `combine` says how rows of theirs become rows of it."""
+    """Combine matrices of one format to one; `combine` maps the rows of their arrays to its rows."""
     first = parts[0]
     assert all(p.format == first.format for p in parts), [p.format for p in parts]
     arrays = [p._arrays() for p in parts]

@@ -1,4 +1,4 @@
-"""Weights as safetensors: headers are read and checked at once, data is read by `load` only.
+"""Weights as safetensors: headers are read and checked on opening, data only by `load`.
 
     byte 0-7         length N of the header, little endian, at most MAX_HEADER_BYTES
     byte 8 - 8+N     JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {...}}
@@ -31,7 +31,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_RANK = 8  # no model has more dimensions
 
 Array = np.ndarray[Any, np.dtype[Any]]
-DigestOf = Callable[[Path, FileState, Report | None], str]  # as `file_digest`, or remembered
+DigestOf = Callable[[Path, FileState, Report | None], str]  # `file_digest`, or a cached one
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOAT_NAMES = tuple(_NAMES.values())
 _DTYPES = {
@@ -39,7 +39,7 @@ _DTYPES = {
     "int8": np.dtype("i1"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8"),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }  # fmt: skip
-# Tables that old checkpoints saved and that follow from config.json; transformers skips them too.
+# Tables stored by old checkpoints that can be derived from config.json; transformers skips them too.
 _DERIVED = (
     ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias",
     "embeddings.position_ids",
@@ -50,7 +50,7 @@ _COPY_AGAIN = "download or copy the file again"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of one tensor, after it was checked."""
+    """A tensor's entry in a header, after checking."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,19 +61,19 @@ class TensorInfo:
 
 
 class Tensors(Mapping[str, TensorInfo]):
-    """All tensors of a checkpoint folder by name. `load` reads one."""
+    """The tensors of a checkpoint folder by name. `load` reads one."""
 
     def __init__(
         self, infos: Mapping[str, TensorInfo], states: Mapping[Path, FileState], derived: Sequence[str] = ()
     ) -> None:
-        """states: of each file, when its header was read. derived: names of stored tables that are not read"""
+        """states: each file's state when its header was read; derived: names of stored tables that are ignored"""
         self._infos, self._states, self._derived = dict(infos), dict(states), tuple(derived)
 
     @classmethod
     def open(cls, folder: Path, more: Mapping[str, str] = MappingProxyType({})) -> "Tensors":
-        """Read every header of `folder`. raises CheckpointError for what is missing, damaged or of another type
+        """Read every header of `folder`. raises CheckpointError if a file is missing or damaged, or a dtype unsupported
 
-        more: types beside floats that may be there, by the name in a header
+        more: allowed dtypes other than floats, by their name in a header
         """
         index = _read_index(folder)
         files = [SINGLE] if index is None else sorted(set(index.values()))
@@ -111,7 +111,7 @@ class Tensors(Mapping[str, TensorInfo]):
         return cls(infos, states, derived)
 
     def renamed(self, old: str, new: str) -> "Tensors":
-        """Return these tensors with `old` under the name `new`; the bytes stay where they are."""
+        """Return these tensors with `old` renamed to `new`; no data is copied."""
         infos = {new if name == old else name: info for name, info in self._infos.items()}
         infos[new] = replace(infos[new], name=new)
         return Tensors(infos, self._states, self._derived)
@@ -127,12 +127,12 @@ class Tensors(Mapping[str, TensorInfo]):
 
     @property
     def states(self) -> Mapping[Path, FileState]:
-        """Of its files, when their headers were read."""
+        """Return each file's state when its header was read."""
         return self._states
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Return the total bytes of all tensors."""
         return sum(info.nbytes for info in self._infos.values())
 
     @property
@@ -140,9 +140,9 @@ class Tensors(Mapping[str, TensorInfo]):
         return tuple(sorted(self._states))
 
     def digest(self, digest_of: DigestOf = file_digest, report: Report | None = None) -> str:
-        """blake2b of the digests of all files, each of the whole content, in the order of their names.
+        """Return the blake2b digest of the digests of all files' contents, in the order of their names.
 
-        raises CheckpointError where a file has changed since it was opened
+        raises CheckpointError if a file has changed since it was opened
         """
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
@@ -150,9 +150,9 @@ class Tensors(Mapping[str, TensorInfo]):
         return digest.hexdigest()
 
     def load(self, name: str) -> Array:
-        """The tensor, of its own dtype, read from the file now.
+        """Read a tensor from its file, with its own dtype.
 
-        raises CheckpointError where there is no such tensor or the file has changed since it was opened
+        raises CheckpointError if there is no such tensor, or the file has changed since it was opened
         """
         info = self._infos.get(name)
         if info is None:
@@ -165,7 +165,7 @@ class Tensors(Mapping[str, TensorInfo]):
         return values.reshape(info.shape)
 
     def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """Yield the stored bytes of a tensor in blocks of 16 MiB. raises CheckpointError as `load`"""
+        """Yield the stored bytes of a tensor in blocks of 16 MiB. raises CheckpointError like `load`"""
         info = self._infos[name]
         for at in range(0, info.nbytes, _BLOCK):
             n_bytes = min(_BLOCK, info.nbytes - at)
@@ -174,35 +174,35 @@ class Tensors(Mapping[str, TensorInfo]):
     def _data(self, info: TensorInfo) -> NDArray[np.uint8]:
         return read_span(info.file, self._states[info.file], info.offset, info.nbytes)
 
-    kv: str | None = None  # how keys and values are meant to be kept, as a `kv_cache_scheme` says it; None: as floats
+    kv: str | None = None  # format of the KV cache that the checkpoint's `kv_cache_scheme` requests; None: floats
 
     def format(self, name: str) -> QuantisedFormat | None:
-        """In which integers the tensor is stored; None where it is not."""
+        """Return the format of the integers that the tensor is stored in; None if it is stored as floats."""
         return None
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
-        """The tensor's own integers, where it is stored as such and `bits` and `group` hold them unchanged."""
+        """Return the tensor's stored integers, if it has any and `bits` and `group` can represent them exactly."""
         return None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """To be said aloud to the user."""
+        """Return notes to show to the user."""
         if not self._derived:
             return ()
         n, first = len(self._derived), self._derived[0]
         return (f"{n} stored tables are not read, because they follow from config.json: {first}, ...",)
 
     def activation_bits(self, name: str) -> int:
-        """What the checkpoint means to multiply this matrix with: 8-bit integers, or 16-bit floats."""
+        """Return the bits of activations that the checkpoint specifies for this matrix: 8 (integers) or 16 (floats)."""
         return 16
 
     def meets_fp8(self, name: str) -> bool:
-        """Whether it means to multiply this matrix with E4M3 of a scale a token, for which 16-bit floats stand here."""
+        """Whether the checkpoint specifies E4M3 activations with a scale per token; 16-bit floats are used instead."""
         return False
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> file name; None where the weights are one model.safetensors, which wins as in transformers."""
+    """Return tensor name -> file name; None if there is a model.safetensors, which has priority as in transformers."""
     if (folder / SINGLE).is_file():
         return None
     path = folder / INDEX
@@ -254,7 +254,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 def _read_header(path: Path, names: Mapping[str, str]) -> tuple[FileState, list[TensorInfo]]:
-    """The file as it is, and its tensors, each checked against the file's size."""
+    """Return the file's state and its tensors, each checked against the file's size."""
     with path.open("rb") as file:
         state = FileState.of(file)
         size = state.nbytes
@@ -302,7 +302,7 @@ def _span(path: Path, name: str, entry: object) -> tuple[int, int, str]:
             f"has a wrong header: {name} is {entry}",
             f"dtype, shape (at most {MAX_RANK} sizes) and two ascending data_offsets",
         )
-    if not name.isprintable():  # it will stand in the engine's tables
+    if not name.isprintable():  # it goes into the engine's tables
         _damaged(path, f"has a name with control characters: {name!r}", "printable characters")
     return offsets[0], offsets[1], name
 

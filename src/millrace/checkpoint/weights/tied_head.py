@@ -1,7 +1,7 @@
-"""Checkpoints whose config.json ties the head to the embedding and that store one of them, both, or two different ones.
+"""Tied heads: checkpoints that tie the head to the embedding may store either of them, or both, equal or different.
 
-As in transformers 5 (`PreTrainedModel.tie_weights`): two equal tensors are one; two different ones are both used, with
-a warning; where one is missing, the other stands for both.
+As in transformers 5 (`PreTrainedModel.tie_weights`): equal tensors are tied; different ones are both used, with a
+warning; if one is missing, the other is used for both.
 """
 
 from dataclasses import replace
@@ -15,9 +15,9 @@ HEAD_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def resolve_tied_head(config: ModelConfig, tensors: Tensors) -> tuple[ModelConfig, Tensors, tuple[str, ...]]:
-    """Return the configuration, the tensors and notes, such that no stored tensor is dropped.
+    """Return the configuration, the tensors and notes, so that no stored tensor is dropped.
 
-    Reads both tensors, block by block up to the first difference, if both are stored. raises CheckpointError
+    If both tensors are stored, they are compared block by block up to the first difference. raises CheckpointError
     """
     if not config.tie_embeddings or HEAD_WEIGHT not in tensors:
         return config, tensors, ()
@@ -37,6 +37,6 @@ def _are_equal(tensors: Tensors) -> bool:
     if head.shape != embedding.shape or head.dtype != embedding.dtype:
         return False
     if tensors.format(HEAD_WEIGHT) is not None or tensors.format(EMBEDDING_WEIGHT) is not None:
-        return False  # rounded apart: what either stores is used
+        return False  # quantized separately: both are used as stored
     pairs = zip(tensors.blocks(HEAD_WEIGHT), tensors.blocks(EMBEDDING_WEIGHT), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
