@@ -197,7 +197,7 @@ class EngineLoop:
     def step(self, defer_delivery: bool = False) -> bool:
         """Drain commands, run one step, deliver. Return False if there was nothing to run.
 
-        defer_delivery: the caller runs another step at once, and the results of this step are delivered while that one runs
+        defer_delivery: the caller runs another step at once, and this step is delivered while that one runs
         """
         with self._stepping:
             self._drain_commands()

@@ -196,6 +196,7 @@ def _architecture(config: Any) -> str:
 def _context(text: Any, requested: int | None) -> int:
     """Return the context: the model's own, at most MAX_CONTEXT, or what is asked for. raises ConfigError"""
     own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    own = own if isinstance(own, int) and own > 0 else None  # XLNet has -1: no limit
     if requested is not None and own is not None and requested > own:
         raise ConfigError(f"--max-context is {requested}", f"at most the model's {own}", "lower it")
     return int(requested or min(own or MAX_CONTEXT, MAX_CONTEXT))
