@@ -176,7 +176,7 @@ class Busy:
 def test_busy_tenants_are_apart_by_no_more_than_the_places_hold(
     a: list[tuple[int, int]], b: list[tuple[int, int]], places: int, n_pages: int, max_step_tokens: int
 ) -> None:
-    """The bound of `admission_policy.py`, over any sizes, chunks and preemptions: with one place, one request's time."""
+    """The bound of `admission_policy.py`, for any sizes, chunks and preemptions: with one place, one request's time."""
     busy = Busy(places, a, b, n_pages=n_pages, max_step_tokens=max_step_tokens)
     for _ in range(100):
         assert busy.step() <= places * busy.largest

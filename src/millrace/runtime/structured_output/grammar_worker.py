@@ -1,8 +1,8 @@
 """The process that compiles grammars first, because a hostile schema may crash native code.
 
 It is started as a script, and its stdin is a connection to its owner (see `checkpoint/worker_process.py`). The messages
-are JSON. First {"path", "n_vocab", "special", "ends", "bos"}, special being [[token id, bytes in Latin-1], ...]; the answer is {}.
-Then, any number of times,
+are JSON. First {"path", "n_vocab", "special", "ends", "bos"}, special being [[token id, bytes in Latin-1], ...]; the
+answer is {}. Then, any number of times,
 
     {"kind", "text", "asked_as", "limits", "cpu_s"}  ->  {"lark"} or {"error": [what, expected, fix]}
     {}                                               ->  {}
