@@ -1,1 +1,1 @@
-"""From a float checkpoint to a smaller one that answers almost the same: grids, statistics, methods."""
+"""Compresses a float checkpoint to a smaller one with nearly the same answers: grids, statistics, methods."""

@@ -1,4 +1,4 @@
-"""A checkpoint compressed into a folder: matrices as they are made, the rest as it was, proved by reading all again."""
+"""Compresses a checkpoint into a folder: writes compressed matrices, copies the rest, and verifies by reading all."""
 
 import hashlib
 import json
@@ -38,10 +38,10 @@ _DTYPES = {name: np.dtype(getattr(ml_dtypes, kind, None) or kind) for kind, name
 
 @dataclass(frozen=True, slots=True)
 class CompressedPiece:
-    """What a method has made at a time.
+    """A unit of output of a method.
 
-    matrices: by linear layer; errors: of each the share of its energy, or of its output's, that was lost
-    floats: other tensors that it changed, by name; figures: why errors are what they are, where that is known
+    matrices: by linear layer; errors: share of each one's energy, or of its output's, that is lost
+    floats: other changed tensors, by name; figures: diagnostics of the errors, if known
     """
 
     matrices: Mapping[str, Matrix]
@@ -57,7 +57,7 @@ Way = Callable[
 
 @dataclass(frozen=True, slots=True)
 class CompressionResult:
-    """errors: by linear layer"""
+    """Result of a compression. errors: by linear layer"""
 
     folder: Path
     job: CompressionPlan
@@ -65,18 +65,18 @@ class CompressionResult:
 
     @property
     def worst(self) -> list[tuple[str, float]]:
-        """Those that lost most, first."""
+        """Return layers with their errors, largest first."""
         return sorted(self.errors.items(), key=lambda item: -item[1])
 
 
 def by_rounding(job: CompressionPlan) -> Iterator[CompressedPiece]:
-    """Each matrix by itself, to the nearest of its grid: what needs no data."""
+    """Round each matrix separately to the nearest values of its grid, which needs no data."""
     for name in job.layers:
         yield rounded_alone(job, name)
 
 
 def rounded_alone(job: CompressionPlan, name: str, x: InputStatistics | None = None) -> CompressedPiece:
-    """x: its input, where that is known: it changes nothing but what errors are of."""
+    """Round one matrix. x: statistics of its input, if known; they affect only how errors are measured"""
     treatment, form = job.layers[name]
     w = job.checkpoint.tensors.load(name + WEIGHT)
     try:
@@ -93,7 +93,7 @@ def rounded_alone(job: CompressionPlan, name: str, x: InputStatistics | None = N
 
 
 def by_layers(layers: Iterable[RoundedLayer]) -> Way:
-    """What methods that need statistics have made, layer by layer (`layers.rounded_layers`), on grids of the job's."""
+    """Return the way that writes layers rounded with statistics (`rounded_layers`) on the grids of the job."""
 
     def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
         for layer in layers:
@@ -109,7 +109,7 @@ def by_layers(layers: Iterable[RoundedLayer]) -> Way:
 def compress(
     job: CompressionPlan, out: Path, way: Way = by_rounding, progress: Progress = lambda *_: None
 ) -> CompressionResult:
-    """Writes the folder `out`, which must not exist: whole and proved, or not at all. Memory: what `way` yields.
+    """Write the folder `out`, which must not exist: complete and verified, or not at all. Memory: a unit of `way`.
 
     raises ConfigError for a folder that is there, MachineError where it has no room, CheckpointError for the source's
     """
@@ -144,7 +144,7 @@ def compress(
 
 
 def _sizes(job: CompressionPlan) -> dict[str, int]:
-    """Bytes in the folder, of each layer that is changed."""
+    """Return the stored bytes of each changed layer."""
     result = dict.fromkeys(job.treated, 0)
     for tensor, spec in job.specs.items():
         layer = tensor.rpartition(".")[0]
@@ -185,7 +185,7 @@ def _write_small(
     else:
         raw = read_json_object(checkpoint.folder / CONFIG)
         if not checkpoint.decoder.tie_embeddings and raw.get("tie_word_embeddings") is not False:
-            raw["tie_word_embeddings"] = False  # a head of its own is stored, whatever the source or its family says
+            raw["tie_word_embeddings"] = False  # a separate head is stored, whatever the source's or family's setting
     if job.pruned:
         raw |= pruned_config(checkpoint.decoder, job.pruned[0])
     if job.layers:
@@ -209,7 +209,7 @@ def _form(treatment: LayerRecipe, form: TensorLayout) -> Applied:
 
 
 def _prove(path: Path, digests: Mapping[str, bytes], progress: Progress) -> None:
-    """Everything is read again, as an engine would. raises MachineError where something is not what it was to be"""
+    """Read everything again like an engine. raises MachineError if something differs from what was written"""
     tensors: Tensors = Checkpoint.open(path).tensors
     assert set(tensors) == set(digests), set(tensors) ^ set(digests)
     for number, (name, expected) in enumerate(digests.items()):

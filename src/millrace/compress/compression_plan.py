@@ -1,4 +1,4 @@
-"""What a recipe will do to a checkpoint, from its headers: layers, forms, sizes, and what cannot be."""
+"""Plans a compression from a checkpoint's headers: layers, formats, sizes, and errors of the recipe."""
 
 import math
 from collections import Counter
@@ -20,21 +20,21 @@ from millrace.model.families import HEAD
 WEIGHT = ".weight"
 TABLE = "model.embed_tokens"
 _SMALLER = sorted((g for g in GROUPS if g), reverse=True)
-SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # read what q and gate read
-# Seconds a million weights take, and bytes an element: on two idle cores of an AVX-512 server, for estimates alone.
+SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # have the same input as q and gate
+# Seconds per million weights, and bytes per element, on two idle cores of an AVX-512 server; for estimates only.
 _ROUND_S, _SEARCH_S, _FP8_S, _FP8_SEARCH_S, _GPTQ_S, _AWQ_S = 0.033, 0.2, 0.04, 0.25, 0.17, 0.5
 _CLIP_S, _WHOLE_CLIP_S = 0.11, 0.21
 _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
 _FLOAT_BYTES, _GRAM_BYTES, _GPTQ_BYTES = 4, 4, 24
-_LARGER = 1.005  # times the source's bytes, from which on it is said
-_BY_FACTORS = ("gptq", FP8_GPTQ, SPARSEGPT)  # of a Gram matrix
+_LARGER = 1.005  # ratio to the source's bytes from which a note is shown
+_BY_FACTORS = ("gptq", FP8_GPTQ, SPARSEGPT)  # methods that factorize a Gram matrix
 
 
 @dataclass(frozen=True, slots=True)
 class CompressionPlan:
-    """layers: what is done to each linear layer that is rounded; specs: the tensors that will be written
-    sparse: layers whose weights stay floats, and of which some become zero; pruned: sizes that are left, where any is
-    less than it was, and the tensors that get smaller
+    """layers: treatment and format of each linear layer that is rounded; specs: the tensors to write
+    sparse: layers whose weights stay floats and become partly zero; pruned: the remaining sizes, if any is reduced,
+        and the tensors that shrink
     """
 
     checkpoint: Checkpoint
@@ -48,13 +48,13 @@ class CompressionPlan:
 
     @property
     def treated(self) -> tuple[str, ...]:
-        """All layers that are changed."""
+        """Return all layers that are changed."""
         smaller = self.pruned[1] if self.pruned else {}
         return (*self.layers, *self.sparse, *(n.removesuffix(WEIGHT) for n in smaller if n.endswith(WEIGHT)))
 
     @property
     def n_weights(self) -> int:
-        """In the layers that are changed; of those that get smaller what is left."""
+        """Return the number of weights in changed layers; only the remaining ones of pruned layers."""
         smaller = self.pruned[1] if self.pruned else {}
         shapes = (smaller.get(n + WEIGHT, self.checkpoint.tensors[n + WEIGHT].shape) for n in self.treated)
         return sum(map(math.prod, shapes))
@@ -66,13 +66,13 @@ class CompressionPlan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the layers that are changed, scales included; zeros count like other floats."""
+        """Return bits per weight of the changed layers, including scales; zeros count like other floats."""
         stored = sum(spec.nbytes for name, spec in self.specs.items() if self._layer(name) and spec.dtype != "I64")
         return 8 * stored / self.n_weights
 
     @property
     def bytes_before(self) -> int:
-        """Of the source's tensors, as they are stored."""
+        """Return the stored bytes of the source's tensors."""
         return self.checkpoint.tensors.nbytes
 
     @property
@@ -81,8 +81,7 @@ class CompressionPlan:
 
     @property
     def memory_bytes(self) -> int:
-        """About what it takes at most: for the largest matrix, or the largest tensor that is only copied, and for what
-        methods with statistics hold meanwhile."""
+        """Estimate peak memory: the largest matrix or copied tensor, plus what methods with statistics hold."""
         sizes = {name: math.prod(info.shape) for name, info in self.checkpoint.tensors.items()}
         each = (_MATRIX_BYTES if n.removesuffix(WEIGHT) in self.treated else _KEPT_BYTES for n in sizes)
         largest = max(rate * size for rate, size in zip(each, sizes.values(), strict=True))
@@ -90,8 +89,11 @@ class CompressionPlan:
 
     @property
     def _held_bytes(self) -> int:
-        """By statistics: a decoder layer in float32 with the Gram matrices of its inputs, twice where scales move; or
-        of one matrix alone; and what GPTQ makes of the widest of these."""
+        """Estimate the memory of methods with statistics.
+
+        It is a decoder layer in float32 with the Gram matrices of its inputs (twice if scales are folded), or those of
+        one matrix; plus GPTQ's factors of the widest one.
+        """
         how = [*(treatment for treatment, _ in self.layers.values()), *self.sparse.values()]
         weights, grams, widest = dict[str, int](), dict[str, int](), 0
         for name in self.treated:
@@ -106,7 +108,7 @@ class CompressionPlan:
 
     @property
     def seconds(self) -> float:
-        """About, for rounding alone: statistics, where they are needed, are there."""
+        """Estimate the seconds for rounding, without collecting statistics."""
         sizes = (math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
         thinned = sum(math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.sparse)
         rounded = sum(seconds_a_million(t) * size for (t, _), size in zip(self.layers.values(), sizes, strict=True))
@@ -117,23 +119,23 @@ class CompressionPlan:
 
 
 def seconds_a_million(treatment: LayerRecipe) -> float:
-    """Of weights, about, that it takes to round them."""
+    """Estimate the seconds to round a million weights."""
     if treatment.fp8:
         return _FP8_S + (_FP8_SEARCH_S + _GPTQ_S) * treatment.calibrated
     gptq, awq = treatment.method == "gptq", treatment.smooth == "awq"
     search = _SEARCH_S if treatment.search != "none" else _ROUND_S
-    if treatment.search == CLIP:  # by groups alone in front of GPTQ; for AWQ's choice as it is and as it is scaled
+    if treatment.search == CLIP:  # separately per group before GPTQ; for AWQ's choice both unscaled and scaled
         search = _CLIP_S if gptq and not awq else _WHOLE_CLIP_S * (1 + awq)
     return search + _GPTQ_S * gptq + _AWQ_S * awq
 
 
 def plan(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
-    """Reads headers alone. raises CheckpointError for what cannot be compressed, ConfigError for a wrong recipe"""
+    """Plan from headers. raises CheckpointError if the model cannot be compressed, ConfigError for a wrong recipe"""
     _check_source(checkpoint)
     if recipe.prune:
         return _pruning(checkpoint, recipe, recipe.prune)
     tensors = checkpoint.tensors
-    # A tied head has no tensor, and yet is a linear layer to who reads config.json.
+    # A tied head has no tensor, but readers of config.json see it as a linear layer.
     ignored = [HEAD] if checkpoint.decoder.tie_embeddings else []
     linears = _linears(tensors)
     layers: dict[str, tuple[LayerRecipe, TensorLayout]] = {}
@@ -143,7 +145,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
         if name in ignored:
             continue
         if not _in_a_layer(name) and not _is_named(recipe, name):
-            ignored.append(name)  # the head, as all tools leave it
+            ignored.append(name)  # the head: all tools leave it uncompressed
             continue
         treatment = recipe.of(name)
         if treatment.method == "none":
@@ -185,7 +187,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
 
 
 def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> CompressionPlan:
-    """raises as `plan`"""
+    """Plan pruning. raises as `plan`"""
     config, every = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
     left = sizes(config, prune)
     smaller = shapes(every, config, left)
@@ -201,7 +203,7 @@ def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Compressio
 
 
 def _thinned(name: str, K: int, treatment: LayerRecipe) -> LayerRecipe:
-    """raises CheckpointError where inputs do not come in fours"""
+    """Return a sparse layer's treatment. raises CheckpointError if K is not a multiple of 4"""
     if K % OF:
         raise CheckpointError(
             f"{name} has {K:,} inputs", f"a multiple of {OF}, of which two are kept",
@@ -211,7 +213,7 @@ def _thinned(name: str, K: int, treatment: LayerRecipe) -> LayerRecipe:
 
 
 def _reader_notes(layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]) -> tuple[str, ...]:
-    """What transformers (5.23, compressed-tensors 0.20) makes of zero points; docs/compress.md has more of it."""
+    """Return notes on how transformers (5.23, compressed-tensors 0.20) handles zero points; see docs/compress.md."""
     if not any(form.minimums for _, form in layers.values()):
         return ()
     if len({form for _, form in layers.values()}) > 1:
@@ -259,7 +261,7 @@ def _size_notes(checkpoint: Checkpoint, specs: Mapping[str, StoredTensorSpec]) -
 
 
 def _linears(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
-    """Shapes (N, K), by name; a head that is tied to the embedding is none."""
+    """Return linear layers' shapes (N, K) by name; a tied head is not included."""
     matrices = {n.removesuffix(WEIGHT): i.shape for n, i in tensors.items() if n.endswith(WEIGHT) and len(i.shape) == 2}
     return {name: shape for name, shape in matrices.items() if name != TABLE}
 
@@ -273,7 +275,7 @@ def _is_named(recipe: Recipe, name: str) -> bool:
 
 
 def _fitting(name: str, K: int, group: int) -> int:
-    """The largest group up to what was asked for that divides K. raises CheckpointError where none does"""
+    """Return the largest group up to the requested one that divides K. raises CheckpointError if there is none"""
     if not group:
         return 0
     result = next((g for g in _SMALLER if g <= group and K % g == 0), None)
@@ -314,7 +316,7 @@ def _specs(
 
 
 def kept_dtype(checkpoint: Checkpoint, tensor: str) -> str:
-    """Of a tensor that is not compressed: its own; of integers bfloat16, the type of what is left beside them."""
+    """Return the stored dtype of an uncompressed tensor: its own; bfloat16 for integers, like the other tensors."""
     info = checkpoint.tensors[tensor]
     if isinstance(checkpoint, GgufCheckpoint) and len(info.shape) == 2:
         return "BF16"

@@ -1,10 +1,10 @@
-"""Names of presets and what `--help` tells of compressing: no imports but the standard library's."""
+"""Names and defaults that `--help` of `compress` shows; imports only the standard library."""
 
 from collections.abc import Mapping
 from enum import StrEnum
 
-SAMPLES = 128  # of a text, for statistics, where nobody says how many
-BATCH = 16  # sequences of the large batch of --advise, where nobody says
+SAMPLES = 128  # default number of samples of a text, for statistics
+BATCH = 16  # default sequences of the large batch of --advise
 ABOUT: Mapping[str, str] = {
     "int8-wo": "8-bit weights, a scale a row: Model Optimizer's int8_weight_only",
     "int4-wo": "4-bit weights in groups of 128, to nearest: llm-compressor's W4A16",
@@ -21,7 +21,7 @@ ABOUT: Mapping[str, str] = {
 
 
 class CompressionTarget(StrEnum):
-    """What is to be small. latency: of a step of a few rows, as decoding makes; throughput: of one of many rows."""
+    """What to minimize. latency: time of a step with few rows, as in decoding; throughput: of one with many rows."""
 
     LATENCY = "latency"
     MEMORY = "memory"
@@ -31,4 +31,4 @@ class CompressionTarget(StrEnum):
 ROWS: Mapping[CompressionTarget, int] = {
     CompressionTarget.LATENCY: 1,
     CompressionTarget.THROUGHPUT: 64,
-}  # where nobody says how many
+}  # defaults

@@ -1,27 +1,27 @@
-"""Recipes: what is done to which linear layer. A versioned file (TOML or JSON), or a preset by its name.
+"""Recipes: the treatment of each linear layer. A recipe is a versioned file (TOML or JSON), or a preset's name.
 
 version = 1
-method = "rtn"            # of the decoder's linear layers, to nearest; "gptq"; "fp8" and "fp8-gptq", a scale a row, and
-                          # "fp8-tensor", a scale a matrix; "none" leaves floats; "wanda", "sparsegpt" make two of four
-                          # weights zero, and nothing smaller
-smooth = "none"           # scales that move into norms and other layers before: "awq", "smoothquant"
-alpha = 0.5               # SmoothQuant's, 0 to 1: how much of the activations' outliers goes into weights
-sizes = "largest"         # SmoothQuant's, of inputs and weights: the largest, or "rms", root mean squares
+method = "rtn"            # of the decoder's linear layers: to nearest; "gptq"; "fp8" and "fp8-gptq", a scale per row;
+                          # "fp8-tensor", a scale per matrix; "none" leaves floats; "wanda", "sparsegpt" set two of
+                          # four weights to zero, without a smaller size
+smooth = "none"           # folds scales into norms and preceding layers: "awq", "smoothquant"
+alpha = 0.5               # SmoothQuant's, 0 to 1: how much of the activations' outliers moves into weights
+sizes = "largest"         # SmoothQuant's sizes of inputs and weights: maxima, or "rms", root mean squares
 bits = 4                  # 4 or 8
-group = 128               # 32, 64, 128 or "row"; where it does not divide a layer's inputs, the next that does
-minimums = false          # 4 bits alone
-scales = "compressed-tensors"  # or "model-optimizer", "gguf": whose rule
-search = "none"           # "llm-compressor", "gptqmodel", "imatrix", "clip" (AutoAWQ's): smaller ranges are tried
-activations = 16          # bits of what they are meant to meet; 8 are of the weights' kind, or "fp8" beside 4 bits
-kv = "float"              # keys and values of who reads the folder; "int8", "fp8", "int4": scaled by token and head
-[[layers]]                # exceptions; the first that matches decides, with the values above where it has none
+group = 128               # 32, 64, 128 or "row"; if it does not divide a layer's inputs, the next that does
+minimums = false          # 4 bits only
+scales = "compressed-tensors"  # or "model-optimizer", "gguf": the convention for ranges
+search = "none"           # tries smaller ranges: "llm-compressor", "gptqmodel", "imatrix", "clip" (AutoAWQ's)
+activations = 16          # bits of activations; 8 are of the weights' kind, or "fp8" with 4-bit weights
+kv = "float"              # KV cache of engines of the folder; "int8", "fp8", "int4": scaled per token and head
+[[layers]]                # exceptions; the first that matches applies, with the values above as defaults
 match = "*.mlp.down_proj"
 bits = 8
-[prune]                   # beside method = "none" alone: shares of MLP channels and query heads that go
+[prune]                   # only with method = "none": shares of MLP channels and query heads to remove
 mlp = 0.25
 heads = 0.34
 
-What needs statistics of a text (docs/calibration.md): "gptq", "wanda", "sparsegpt", prune, any smooth, and the
+These need statistics of a text (docs/calibration.md): "gptq", "wanda", "sparsegpt", prune, any smooth, and the
 searches "imatrix" and "clip".
 """
 
@@ -52,15 +52,15 @@ from millrace.settings import reject_duplicate_keys
 
 VERSION = 1
 ROW = "row"
-_FLOAT = "float"  # of keys and values
+_FLOAT = "float"  # the KV cache's name for no compression
 _KV = (_FLOAT, INT8, FP8_CACHE, INT4)
-_OF_ALL = ("version", "layers", "prune", "kv")  # keys of a recipe that are no treatment's
+_OF_ALL = ("version", "layers", "prune", "kv")  # keys of a recipe that are not part of a treatment
 FP8, FP8_GPTQ, FP8_TENSOR = "fp8", "fp8-gptq", "fp8-tensor"
 _FLOATS = (FP8, FP8_GPTQ, FP8_TENSOR)
 METHODS = ("rtn", "gptq", *_FLOATS, "none", *SPARSE)
 SMOOTH = ("none", "awq", "smoothquant")
 RMS = "rms"
-CLIP = "clip"  # of the searches, the one that is no `Search`
+CLIP = "clip"  # the only search that is not a `ScaleSearch`
 SEARCHES: Mapping[str, ScaleSearch | None] = {
     "none": None, "llm-compressor": LLM_COMPRESSOR_MSE, "gptqmodel": GPTQMODEL_MSE, "imatrix": IMATRIX_MSE,
     CLIP: None,
@@ -70,7 +70,7 @@ _MOST_BYTES, _MOST_LAYERS, _LONGEST = 1 << 20, 4096, 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecipe:
-    """What is done to a layer; its fields are a recipe's keys."""
+    """The treatment of a layer; its fields are a recipe's keys."""
 
     method: str = "rtn"
     smooth: str = "none"
@@ -85,7 +85,7 @@ class LayerRecipe:
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs statistics of what goes into the layer."""
+        """Whether it needs statistics of the layer's inputs."""
         if self.sparse or self.method == FP8_GPTQ:
             return True
         wants = self.method == "gptq" or self.smooth != "none" or self.search in ("imatrix", CLIP)
@@ -101,7 +101,7 @@ class LayerRecipe:
 
     @property
     def sparse(self) -> bool:
-        """Whether its weights stay floats, half of them zeros."""
+        """Whether weights stay floats, half of them zeros."""
         return self.method in SPARSE
 
     def grid(self, group: int) -> Grid:
@@ -110,15 +110,15 @@ class LayerRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """exceptions: the first whose pattern matches a layer's name decides; prune: instead of all else
+    """exceptions: the first whose pattern matches a layer's name applies; prune: replaces everything else
 
-    kv: how keys and values are to be kept; None: as floats
+    kv: format of the KV cache; None: floats
     """
 
     name: str
     usual: LayerRecipe
     exceptions: tuple[tuple[str, LayerRecipe], ...] = ()
-    about: str = field(default="", compare=False)  # of presets: whose it is
+    about: str = field(default="", compare=False)  # of presets: the origin
     prune: Prune | None = None
     kv: str | None = None
 
@@ -149,7 +149,7 @@ PRESETS: Mapping[str, Recipe] = {
 
 
 def read_recipe(name: str) -> Recipe:
-    """A preset, or a file. raises ConfigError"""
+    """Read a preset or a file. raises ConfigError"""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -175,7 +175,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def parsed(raw: object, name: str) -> Recipe:
-    """raises ConfigError for a key or a value that no recipe of this version has"""
+    """Parse a recipe. raises ConfigError for an unknown key or an invalid value"""
     if not isinstance(raw, dict):
         raise _wrong(name, raw, "keys and values")
     version = raw.get("version")
@@ -210,7 +210,7 @@ def _kv(raw: object, prune: Prune | None) -> str | None:
 
 
 def _prune(raw: object, usual: LayerRecipe, layers: list[object]) -> Prune:
-    """raises ConfigError for shares that are none, and beside anything else that is done to layers"""
+    """Parse the prune table. raises ConfigError if a share is invalid, or if layers have another treatment, too"""
     if not isinstance(raw, dict) or not raw or not raw.keys() <= {"mlp", "heads"}:
         raise _wrong("prune", raw, "a table with mlp, heads, or both")
     for key, value in raw.items():
@@ -225,7 +225,7 @@ def _prune(raw: object, usual: LayerRecipe, layers: list[object]) -> Prune:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """As `parsed` reads it."""
+    """Return the recipe in the form that `parsed` reads."""
     layers = [{"match": pattern, **_plain(own)} for pattern, own in recipe.exceptions]
     prune = {key: share for key, share in asdict(recipe.prune).items() if share} if recipe.prune else {}
     kv = {"kv": recipe.kv} if recipe.kv else {}
@@ -260,7 +260,7 @@ def _treatment(raw: Mapping[str, Any], usual: LayerRecipe, where: str) -> LayerR
         values["group"] = 0 if values["group"] == ROW else values["group"]
     if "scales" in values:
         values["scales"] = RangeConvention(values["scales"])
-    if values.get("method") in _FLOATS:  # of which there is one form
+    if values.get("method") in _FLOATS:  # they have a single format
         values = {
             "smooth": "none",
             "bits": 8,
@@ -270,7 +270,7 @@ def _treatment(raw: Mapping[str, Any], usual: LayerRecipe, where: str) -> LayerR
             "activations": 8,
             **values,
         }
-    if values.get("method") in SPARSE:  # what the recipe has for others, it has not for these
+    if values.get("method") in SPARSE:  # the recipe's other values do not apply to these
         values = {"smooth": "none", "search": "none", "minimums": False, "activations": 16, **values}
     treatment = replace(usual, **values)
     _check(treatment, where)
@@ -307,7 +307,7 @@ def _check(treatment: LayerRecipe, where: str) -> None:
         return
     if treatment.bits == 8 and treatment.activations == 8 and treatment.group:
         raise _wrong(f"{where}group", treatment.group, '"row", with 8-bit weights and activations')
-    treatment.grid(treatment.group)  # which knows what goes together
+    treatment.grid(treatment.group)  # checks which values are compatible
 
 
 def _wrong(key: str, value: object, expected: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Recipes that need statistics: where these come from, what they take, and the methods as a recipe names them."""
+"""Recipes that need calibration statistics: collects these, estimates their cost, maps recipe keys to methods."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.text_files import read_text
 from millrace.evaluate.text_windows import Windows
 
-_MOST_BYTES = 16 << 20  # of the text: 4 million tokens, where 65,536 are taken
-_FLOPS = 1.1e11  # a second, of the pass on two cores of an AVX-512 server: for estimates alone
+_MOST_BYTES = 16 << 20  # limit of the text: 4 million tokens, of which 65,536 are sampled
+_FLOPS = 1.1e11  # per second, of the pass on two cores of an AVX-512 server; for estimates only
 _LAYER_BYTES, _GRAM_BYTES, _ROW_BYTES = 16, 24, 4 * 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """About what statistics take. disk_bytes: of their folder; carried_bytes: there besides until the pass is over"""
+    """Estimated cost of statistics. disk_bytes: of their folder; carried_bytes: needed in addition during the pass"""
 
     disk_bytes: int
     memory_bytes: int
@@ -49,7 +49,7 @@ class Needs:
 
 
 def needs(job: CompressionPlan, tokens: int) -> Needs:
-    """Of a pass over so many tokens, from the headers: all layers are collected, whichever the job is about."""
+    """Estimate the cost of a pass over `tokens` tokens, from the headers. It collects all layers, whatever the job."""
     widths: dict[str, list[int]] = {}
     weights: dict[str, int] = {}
     for name, info in job.checkpoint.tensors.items():
@@ -64,12 +64,12 @@ def needs(job: CompressionPlan, tokens: int) -> Needs:
     rows = max(sum(some) for some in widths.values())
     memory = _LAYER_BYTES * max(weights.values()) + _GRAM_BYTES * max(inputs) ** 2 + _ROW_BYTES * rows
     flops = 2 * tokens * (sum(weights.values()) + sum(K * K for K in inputs))
-    carried = 2 * 4 * job.checkpoint.decoder.hidden_size * tokens  # what a layer reads, and what it gives, in float32
+    carried = 2 * 4 * job.checkpoint.decoder.hidden_size * tokens  # a layer's input and output, in float32
     return Needs(sum(map(input_bytes, inputs)), memory, flops / _FLOPS, carried)
 
 
 def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
-    """n samples of 512 tokens, or of the whole context, of a text. raises ConfigError for one that is none, or short"""
+    """Sample n windows of 512 tokens, or of the whole context. raises ConfigError if it is no text or too short"""
     text = read_sampled(file, n)
     if not checkpoint.has_tokenizer:
         raise ConfigError(
@@ -86,7 +86,7 @@ def read_sampled(file: str, n: int = SAMPLES) -> str:
 
 
 def is_of(checkpoint: Checkpoint, content: str, digest: str, tokens: int) -> bool:
-    """Whether so many tokens of this digest were sampled from this text, by this checkpoint's tokenizer."""
+    """Whether `tokens` tokens with this digest were sampled from this text by this checkpoint's tokenizer."""
     length = min(LENGTH, Source.from_checkpoint(checkpoint).max_context)
     n, rest = divmod(tokens, length)
     if rest or not n or len(checkpoint.tokenizer.encode(content)) < tokens:
@@ -97,9 +97,9 @@ def is_of(checkpoint: Checkpoint, content: str, digest: str, tokens: int) -> boo
 def statistics_of(
     checkpoint: Checkpoint, text: Windows | None, folder: Path, progress: Progress
 ) -> CalibrationStatistics:
-    """Collected into the folder, which may have some or all; without a text it must have all.
+    """Collect statistics into the folder, which may already have some or all; without a text it must have all.
 
-    raises ConfigError for those of another model or text, or none
+    raises ConfigError if they are of another model or text, or missing
     """
     source = Source.from_checkpoint(checkpoint)
     if text is not None:
@@ -115,7 +115,7 @@ def statistics_of(
 
 
 def _of_its_sizes(statistics: CalibrationStatistics, checkpoint: Checkpoint) -> CalibrationStatistics:
-    """raises ConfigError for a folder that says it is of this model, and is not"""
+    """Check the sizes of inputs. raises ConfigError if they do not match the model"""
     for name in statistics:
         info = checkpoint.tensors.get(name + WEIGHT)
         if info is not None and info.shape[-1] != statistics.size(name):
@@ -128,7 +128,7 @@ def _of_its_sizes(statistics: CalibrationStatistics, checkpoint: Checkpoint) -> 
 
 
 def method_of(treatment: LayerRecipe, group: int) -> Method | None:
-    """group: that fits the layer. None for what is no rounding to integers."""
+    """Return a layer's method; None if it is not rounded to integers. group: the size that fits the layer"""
     if treatment.method not in ("rtn", "gptq"):
         return None
     smooth: dict[str, Awq | SmoothQuant] = {
@@ -142,7 +142,7 @@ def method_of(treatment: LayerRecipe, group: int) -> Method | None:
 
 
 def by_statistics(statistics: CalibrationStatistics) -> Way:
-    """Layer by layer as the job's recipe says, then by themselves those that statistics are not for: FP8, a head."""
+    """Round layer by layer with the recipe's methods, then separately those that need no statistics: FP8, the head."""
 
     def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
         methods = {name: method_of(treatment, form.group) for name, (treatment, form) in job.layers.items()}
@@ -155,7 +155,7 @@ def by_statistics(statistics: CalibrationStatistics) -> Way:
                 )  # fmt: skip
         tensors, config = job.checkpoint.tensors, job.checkpoint.decoder
         shapes = {name: info.shape for name, info in tensors.items()}
-        offset = 1.0 if config.family.startswith("gemma") else 0.0  # its norms multiply with 1 + weight
+        offset = 1.0 if config.family.startswith("gemma") else 0.0  # its norms multiply by 1 + weight
         layers = rounded_layers(tensors.load, shapes, statistics, methods.get, config.head_dim, offset)
         left = dict.fromkeys(job.layers)
         for piece in by_layers(layers)(job):
@@ -202,5 +202,5 @@ def errors_of(why: Mapping[str, LayerDiagnostics]) -> dict[str, float]:
 
 
 def same_file(a: str, b: str) -> bool:
-    """Whether both name one file that is there."""
+    """Whether both name the same existing file."""
     return Path(a).exists() and Path(b).exists() and Path(a).samefile(b)

@@ -1,8 +1,8 @@
-"""The one pass over calibration text: what goes into each matrix product, as methods need it, a piece at a time.
+"""The pass over calibration text that collects statistics of the inputs of each matmul, one piece at a time.
 
-The model is cut at its residual stream (graph/partition.py); a piece's executor outputs what its matmuls read.
-Memory holds one piece's weights, its Gram matrices, and some windows of rows; what goes on to the next piece is in a
-file. W windows of n tokens.
+The model is split at its residual stream (graph/partition.py); a piece's executor outputs the inputs of its matmuls.
+Memory holds one piece's weights, its Gram matrices, and some windows of rows; the inputs of the next piece are in a
+file. There are W windows of n tokens.
 """
 
 import hashlib
@@ -41,12 +41,12 @@ from millrace.graph.rewrite import head_of
 from millrace.graph.types import Graph, Port, Value
 from millrace.kernels.precision import Precision
 
-_BATCH = 8192  # rows multiplied at once: behind each product BLAS threads spin for a while, in the way of the next step
-Readers = dict[str, tuple[str, ...]]  # by the first layer that reads an input, all that do
+_BATCH = 8192  # rows multiplied at once: after each product BLAS threads spin for a while and slow down the next step
+Readers = dict[str, tuple[str, ...]]  # first layer that reads an input -> all layers that read it
 
 
 def samples(tokenizer: Tokenizer, text: str, n: int = SAMPLES, length: int = LENGTH) -> Windows:
-    """n windows, spread evenly over the text. raises ConfigError where it has fewer"""
+    """Return n windows, spread evenly over the text. raises ConfigError if it has fewer"""
     ids = tokenizer.encode(text)
     if n < 1 or len(ids) < n * length:
         fitting = len(ids) // length
@@ -59,7 +59,7 @@ def samples(tokenizer: Tokenizer, text: str, n: int = SAMPLES, length: int = LEN
 
 
 def digest_of(text: Windows) -> str:
-    """Of its token ids."""
+    """Return a digest of the windows' token ids."""
     return hashlib.blake2b(text.ids.tobytes(), digest_size=16).hexdigest()
 
 
@@ -67,10 +67,10 @@ def collect(
     source: Source, text: Windows, folder: Path, *, precision: Precision = Precision.FP32,
     progress: Progress = lambda *_: None,
 ) -> CalibrationStatistics:  # fmt: skip
-    """Statistics of all linear layers but the head, into a folder, which a later run goes on with.
+    """Collect statistics of all linear layers except the head into a folder. A later run resumes from it.
 
-    precision: FP32 or BF16, in which the model reads the text
-    raises ConfigError for a folder of other statistics, MachineError where there is no room or logits are not finite
+    precision: FP32 or BF16, in which the model runs
+    raises ConfigError if the folder has other statistics, MachineError if the disk is full or logits are not finite
     """
     length = int(text.ids.shape[1])
     options = BuildOptions(
@@ -98,7 +98,7 @@ def collect(
 
 
 def linear_inputs(graph: Graph) -> dict[Value, list[str]]:
-    """What the graph's linear layers read, with the names of those that read it. Not the head's."""
+    """Return the inputs of linear layers except the head, with the names of the layers that read them."""
     head, to_statistics = head_of(graph), dict[Value, list[str]]()
     for node in graph.nodes:
         if node.op == "linear" and node is not head:
@@ -107,7 +107,7 @@ def linear_inputs(graph: Graph) -> dict[Value, list[str]]:
 
 
 def _ports(piece: Graph, readers: Readers) -> tuple[Port, ...]:
-    """What is carried on, and inputs under the name of their first reader, which `readers` is told of."""
+    """Return the ports of the next piece, and inputs named after their first reader; adds these to `readers`."""
     inputs = linear_inputs(piece)
     readers |= {names[0]: tuple(names) for names in inputs.values()}
     carried = (port for port in piece.outputs if port.name == CARRIED)
@@ -115,7 +115,7 @@ def _ports(piece: Graph, readers: Readers) -> tuple[Port, ...]:
 
 
 def _through(program: Program, number: int, text: Windows, files: Writing, vocab_size: int) -> dict[str, "_Sums"]:
-    """All windows, once; what the next piece takes in is in its file then."""
+    """Run all windows through a piece; writes the inputs of the next piece to its file."""
     names = [slot.name for slot in program.outputs if slot.name != CARRIED]
     carries, sums = len(names) < len(program.outputs), dict[str, _Sums]()
     with closing(loaded(program, text, vocab_size)) as executor, whole_file(files.carried(number + 1)) as onward:
@@ -133,7 +133,7 @@ def _through(program: Program, number: int, text: Windows, files: Writing, vocab
 
 
 def _carried(path: Path, number: int, text: Windows) -> Iterator[NDArray[np.float32] | None]:
-    """Of each window, what goes into the piece: (n, ...). The first takes nothing in but tokens."""
+    """Yield each window's input of the piece, (n, ...); None for the first piece, which reads only tokens."""
     W, n = text.ids.shape
     if number == 0:
         yield from [None] * W
@@ -146,7 +146,7 @@ def _carried(path: Path, number: int, text: Windows) -> Iterator[NDArray[np.floa
 
 
 class _Sums:
-    """Of the rows of one input (T, K): a batch of them is multiplied at once, in float32."""
+    """Sums over the rows of one input (T, K), multiplied in batches, in float32."""
 
     def __init__(self, K: int) -> None:
         self._gram, self._product = np.zeros((K, K), np.float32), np.empty((K, K), np.float32)
@@ -163,7 +163,7 @@ class _Sums:
                 self._flush()
 
     def result(self, linears: tuple[str, ...]) -> InputStatistics:
-        """raises MachineError for values that are not finite"""
+        """Return the statistics. raises MachineError if values are not finite"""
         self._flush()
         if not np.isfinite(self._amax).all() or not np.isfinite(self._gram.diagonal()).all():
             raise not_finite()
@@ -180,7 +180,7 @@ class _Sums:
 
 
 def _check_room(folder: Path, programs: Sequence[Program], text: Windows) -> None:
-    """raises MachineError where the disk has too little, said before anything takes long"""
+    """Check disk space before any long work. raises MachineError if there is too little"""
     widths = [(slot.name, _width(slot.shape)) for program in programs for slot in program.outputs]
     carried = max((width for name, width in widths if name == CARRIED), default=0)
     needed = sum(input_bytes(width) for name, width in widths if name != CARRIED) + 8 * carried * text.ids.size

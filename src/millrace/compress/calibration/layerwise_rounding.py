@@ -1,7 +1,7 @@
-"""A model's layers, one after the other, each rounded by a method: what the statistics are for.
+"""Rounds a model's layers one after the other, each by a method that uses calibration statistics.
 
-Methods are put together from the same parts: scales that move (AWQ, SmoothQuant), ranges that are searched or clipped,
-and rounding to nearest or by GPTQ.
+Methods combine the same parts: scale folding (AWQ, SmoothQuant), searched or clipped ranges, and rounding to nearest
+or by GPTQ.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from millrace.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """search and clip are two ways to a range, of which one at most is asked for. Neither: the whole range."""
+    """A rounding method. At most one of search and clip is set; if neither is, ranges are not reduced."""
 
     grid: Grid
     smooth: Awq | SmoothQuant | None = None
@@ -46,12 +46,12 @@ class Method:
             raise ConfigError("ranges both searched and clipped", "one way to choose them", "leave one out")
 
 
-Methods = Callable[[str], Method | None]  # by linear layer
+Methods = Callable[[str], Method | None]  # of a linear layer's name
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """error: of the output's energy; damping: GPTQ's"""
+    """A rounded matrix. error: share of the output's energy that is lost; damping: GPTQ's"""
 
     matrix: QuantisedMatrix
     error: float
@@ -60,7 +60,7 @@ class Rounding:
 
 @dataclass(slots=True)
 class RoundedLayer:
-    """What became of a decoder layer. matrices, figures: by linear layer; floats: other changed tensors, by name"""
+    """A rounded decoder layer. matrices, figures: by linear layer; floats: other changed tensors, by name"""
 
     name: str
     matrices: dict[str, Rounding] = field(default_factory=dict)
@@ -74,10 +74,10 @@ def rounded_layers(
     methods: Methods,
     head_dim: int, offset: float = 0.0,
 ) -> Iterator[RoundedLayer]:  # fmt: skip
-    """Every layer of the statistics in turn; memory holds one. load: a tensor by its name
+    """Round every layer of the statistics in turn; memory holds one. load: returns a tensor by name
 
-    methods: by linear layer; None leaves one as it is, and its scales where they are
-    head_dim: of attention; offset: that the model adds to its norms' weights. raises CheckpointError, ConfigError
+    methods: by linear layer; None leaves a layer and its scales unchanged
+    head_dim: of attention; offset: added by the model to the weights of its norms. raises CheckpointError, ConfigError
     """
     by_layer: dict[str, list[str]] = {}
     for linear in statistics:
@@ -101,7 +101,7 @@ def _rounded_layer(
         shared = next((inputs[other] for other in inputs if linear in inputs[other].linears), None)
         inputs[linear] = shared or statistics[linear]
         result.figures[linear] = before(tensors[linear + WEIGHT], inputs[linear], chosen[linear])
-    rounded: dict[str, Rounding] = {}  # what a site's choice has rounded already
+    rounded: dict[str, Rounding] = {}  # already rounded while choosing scales for a site
     for site in sites(shapes, name, head_dim):
         if not _moves(site, chosen):
             continue
@@ -118,7 +118,7 @@ def _rounded_layer(
             if not moves:
                 continue
         arrays, inputs = folded, inputs | scaled
-        rounded.pop(site.source, None)  # of which rows have changed
+        rounded.pop(site.source, None)  # its rows have changed
         result.folds.append(moved)
     for linear, method in chosen.items():
         w = arrays.pop(linear + WEIGHT)
@@ -129,10 +129,10 @@ def _rounded_layer(
 
 
 def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
-    """One matrix (N, K) whose input is x."""
+    """Round a matrix w (N, K) with input x."""
     grid = method.grid
     if method.clip:
-        scales = clipped(w, x.gram, grid, per_row=not method.gptq)  # GPTQ makes up for other groups itself
+        scales = clipped(w, x.gram, grid, per_row=not method.gptq)  # GPTQ itself compensates for other groups
     elif method.gptq and not method.gptq.order and not method.search:
         scales = None
     else:
@@ -146,7 +146,7 @@ def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
 
 
 def before(w: Array, x: InputStatistics, method: Method) -> LayerDiagnostics:
-    """Of a matrix as it was given; its error is that of rounding to nearest, until it is known."""
+    """Return the diagnostics of an original matrix, for now with the error of rounding to nearest."""
     error = relative_error(w, nearest(w, fitted(w, method.grid), method.grid), x.gram)
     plain = method == Method(grid=method.grid)
     return figures(w, method.grid.group, error, x, nearest=None if plain else error)
@@ -158,7 +158,7 @@ def _ema(folds: Sequence[ScaleFold], linear: str) -> float | None:
 
 
 def _moves(site: ScalingSite, chosen: Mapping[str, Method]) -> bool:
-    """Scales move where all that take part are rounded, and those that read them want the same."""
+    """Whether to fold scales at a site: all its layers are rounded, and its readers use the same method."""
     if not all(name in chosen for name in (*site.linears, *(() if site.is_norm else (site.source,)))):
         return False
     smoothing = {chosen[name].smooth for name in site.linears}
@@ -180,9 +180,11 @@ _State = tuple[Mapping[str, Array], Mapping[str, InputStatistics]]  # tensors; i
 def _better(
     site: ScalingSite, chosen: Mapping[str, Method], moved: _State, as_given: _State
 ) -> tuple[dict[str, Rounding], bool]:
-    """Whether moving scales loses less of the site's outputs, in shares of their energy, to nearest within clipped
-    ranges: AWQ finds scales with whole ones, and within these the weights may do better as they are. And the roundings
-    of what is better, as far as they are what the layers' methods make."""
+    """Whether folding scales reduces the error of the site's outputs, rounded to nearest within clipped ranges.
+
+    AWQ finds scales with unclipped ranges; with clipped ones the unscaled weights may be better. Also returns the
+    roundings of the better choice that the layers' methods can reuse.
+    """
     both = [
         {n: rounding(arrays[n + WEIGHT], inputs[n], Method(grid=chosen[n].grid, clip=True)) for n in site.linears}
         for arrays, inputs in (moved, as_given)

@@ -1,11 +1,11 @@
-"""What is known of the inputs of a model's matrix products, in a folder that methods read again and again.
+"""Calibration statistics of the inputs of a model's matmuls, in a folder that methods read repeatedly.
 
-    about.json     which model, text and precision it is of; also the lock of the run that writes
-    piece-007      a line of JSON (_Head), then for each distinct input of a matrix product, as float32 without gaps,
+    about.json     the model, text and precision; also the lock of the run that writes
+    piece-007      a line of JSON (_Head), then for each distinct input of a matmul, as float32 without gaps,
                    gram (K, K), amax (K,) and mean (K,); a checksum for each is in the head
-    carried-007    what the piece of this number takes in; gone when all are done
+    carried-007    the input of the piece with this number; removed at the end
 
-A piece is the attention of a layer or its MLP. Its file appears whole or not at all.
+A piece is the attention of a layer or its MLP. Its file is written atomically.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ Floats = NDArray[np.float32]
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """model: its identity; text: a digest of the token ids; tokens: in all of it; pieces: files when it is complete"""
+    """model: its identity; text: a digest of the token ids; tokens: their number; pieces: files of a complete folder"""
 
     model: str
     text: str
@@ -44,14 +44,14 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def recorded(self) -> dict[str, str | int]:
-        """What a folder that was made with them says of them."""
+        """Return what the record of a compressed folder stores about its statistics."""
         return {"text": self.text, "tokens": self.tokens, "precision": self.precision}
 
 
 class InputStatistics(NamedTuple):
-    """Of one input x (K,) of the matrix products `linears`, over all tokens.
+    """Statistics over all tokens of one input x (K,) of the linear layers `linears`.
 
-    gram (K, K): the mean of x x^T; amax (K,): the largest |x|; mean (K,): of |x|
+    gram: the mean of x x^T, (K, K); amax: the largest |x|, (K,); mean: the mean of |x|, (K,)
     """
 
     linears: tuple[str, ...]
@@ -76,7 +76,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def input_bytes(size: int) -> int:
-    """Of the statistics of an input of K = size."""
+    """Return the bytes of the statistics of an input of size K."""
     return 4 * (size * size + 2 * size)
 
 
@@ -88,14 +88,14 @@ class _Place:
 
 
 class CalibrationStatistics(Mapping[str, InputStatistics]):
-    """A complete folder, by the names of linear layers. Those that share an input share the numbers: see `shared`."""
+    """A complete folder, by linear layer. Layers with the same input have the same statistics: see `shared`."""
 
     def __init__(self, about: About, places: Mapping[str, _Place]) -> None:
         self.about, self._places = about, places
 
     @classmethod
     def open(cls, folder: Path) -> "CalibrationStatistics":
-        """Reads the heads. raises ConfigError for what is not there, not complete, damaged, or of another version"""
+        """Read the heads. raises ConfigError if the folder is missing, incomplete, damaged, or of another version"""
         about = read_about(folder)
         places: dict[str, _Place] = {}
         for number in range(about.pieces):
@@ -112,7 +112,7 @@ class CalibrationStatistics(Mapping[str, InputStatistics]):
         return cls(about, places)
 
     def __getitem__(self, linear: str) -> InputStatistics:
-        """Read from the file now. raises ConfigError where that is damaged, KeyError for no such layer"""
+        """Read statistics from the file. raises ConfigError if it is damaged, KeyError if there is no such layer"""
         place = self._places[linear]
         data = _read(place.file, place.offset, place.entry.nbytes)
         if _checksum(data) != place.entry.checksum:
@@ -131,24 +131,24 @@ class CalibrationStatistics(Mapping[str, InputStatistics]):
         return len(self._places)
 
     def size(self, linear: str) -> int:
-        """K, from the head alone."""
+        """Return K, from the head only."""
         return self._places[linear].entry.size
 
     @property
     def shared(self) -> list[tuple[str, ...]]:
-        """The layers that read the same input, in the order of the model."""
+        """Return groups of layers that read the same input, in the model's order."""
         return list(dict.fromkeys(tuple(place.entry.linears) for place in self._places.values()))
 
 
 class Writing:
-    """A folder that is being filled, by this run alone."""
+    """A folder that this run writes, exclusively."""
 
     def __init__(self, folder: Path, about: About) -> None:
         self.folder, self.about = folder, about
 
     @property
     def next(self) -> int:
-        """The first piece to be done: all before it are whole, and what it takes in is there."""
+        """Return the first piece to do: all before it are complete, and its input exists."""
         n_complete = 0
         while n_complete < self.about.pieces and self._is_whole(n_complete):
             n_complete += 1
@@ -160,7 +160,7 @@ class Writing:
         return self.folder / f"carried-{number:03}"
 
     def add(self, number: int, inputs: Sequence[InputStatistics]) -> None:
-        """The piece's file, whole. raises MachineError where it cannot be written"""
+        """Write a piece's file atomically. raises MachineError if that fails"""
         bodies = [np.concatenate([x.gram.reshape(-1), x.amax, x.mean]).view(np.uint8) for x in inputs]
         entries = [
             _Entry(list(x.linears), len(x.amax), _checksum(body)) for x, body in zip(inputs, bodies, strict=True)
@@ -177,10 +177,10 @@ class Writing:
 
 @contextmanager
 def writing(folder: Path, about: About) -> Iterator[Writing]:
-    """Goes on with a folder of the same, begins one that is not there.
+    """Create a folder, or resume one of the same model, text and precision.
 
-    raises ConfigError for one of another model, text, precision or version, and one that another run writes, or
-    that is no folder
+    raises ConfigError if it is of another model, text, precision or version, if another run writes it, or if it is no
+    folder
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def writing(folder: Path, about: About) -> Iterator[Writing]:
             raise ConfigError(what, "a folder for each run", "wait for the other, or name another folder") from None
         line = msgspec.json.encode(about) + b"\n"
         stored = os.pread(file, _MOST_HEAD, 0)
-        if line.startswith(stored):  # new, or cut while it was written
+        if line.startswith(stored):  # new, or truncated while it was written
             os.pwrite(file, line, 0)
             os.fsync(file)
         elif (other := read_about(folder)) != about:
@@ -208,7 +208,7 @@ def writing(folder: Path, about: About) -> Iterator[Writing]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Any]:
-    """A file to be written, which is there under its name when it is whole. raises MachineError"""
+    """Open a file for writing that gets its name when it is complete. raises MachineError"""
     unfinished = path.with_name(path.name + ".part")
     try:
         with unfinished.open("wb") as file:
@@ -226,7 +226,7 @@ def piece_file(folder: Path, number: int) -> Path:
 
 
 def read_about(folder: Path) -> About:
-    """raises ConfigError where there is none, or of another version"""
+    """Read about.json. raises ConfigError if it is missing, or of another version"""
     path, expected = folder / ABOUT, "a folder of statistics"
     try:
         stored = msgspec.json.decode(read_given(path, _MOST_HEAD), type=dict[str, Any])
@@ -242,7 +242,7 @@ def read_about(folder: Path) -> About:
 
 
 def _read_head(file: Path, about: About) -> tuple[int, _Head]:
-    """(where the numbers begin, what they are of). raises ConfigError for what is damaged, or of another collection"""
+    """Return the offset of the data and the head. raises ConfigError if it is damaged, or of another collection"""
     try:
         with file.open("rb") as opened:
             line = opened.readline(_MOST_HEAD)

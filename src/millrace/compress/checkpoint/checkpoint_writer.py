@@ -1,7 +1,7 @@
-"""A checkpoint folder that is written tensor by tensor: whole at the end, or not there at all.
+"""Writes a checkpoint folder tensor by tensor; it appears when complete, or not at all.
 
-Memory holds one tensor. All sizes are known before the first, so that room is reserved and headers are written first;
-the order in which tensors come does not matter.
+Memory holds one tensor. All sizes are known in advance, so space is reserved and headers are written first; tensors may
+come in any order.
 """
 
 import fcntl
@@ -24,16 +24,16 @@ from millrace.errors import ConfigError, MachineError
 from millrace.machine.disk import reserve, write_at
 
 SHARD_BYTES = 4 << 30
-_LOCK = ".lock"  # of a folder that is written
-_WHAT = ("unfinished", "statistics", "search")  # lies beside a folder that is being made
-_SMALL_BYTES = 64 << 20  # for what lies beside the weights: a tokenizer has at most 40 MB
+_LOCK = ".lock"  # in a folder that is being written
+_WHAT = ("unfinished", "statistics", "search")  # kinds of staging folders next to the output
+_SMALL_BYTES = 64 << 20  # for files other than weights: a tokenizer has at most 40 MB
 
 
 class Folder:
-    """Tensors that are to come, and where each will lie."""
+    """A folder of tensors, each with a reserved place."""
 
     def __init__(self, path: Path, specs: Mapping[str, StoredTensorSpec], shard_bytes: int = SHARD_BYTES) -> None:
-        """raises OSError where there is no room"""
+        """Reserve space and write headers. raises OSError if the disk is full"""
         self.path = path
         shards = _shards(specs, shard_bytes)
         names = [SINGLE] if len(shards) == 1 else [
@@ -48,7 +48,7 @@ class Folder:
             (path / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": result}, indent=1))
 
     def put(self, name: str, array: Array) -> None:
-        """Once for each tensor that was promised."""
+        """Write a tensor; call once for each one in `specs`."""
         spec, (file, offset) = self._specs[name], self._places[name]
         result = StoredTensorSpec(NAMES[array.dtype.name], array.shape)
         assert result == spec, (name, result, spec)
@@ -61,10 +61,10 @@ class Folder:
         assert not self._left, f"never written: {sorted(self._left)[:3]}"
         for file in {file for file, _ in self._places.values()}:
             with file.open("r+b") as opened:
-                os.fsync(opened.fileno())  # a network's file system may say only now that it is full
+                os.fsync(opened.fileno())  # a network file system may report only now that it is full
 
     def _begin(self, file: Path, shard: Mapping[str, StoredTensorSpec]) -> None:
-        """Widest elements first: then each tensor begins at a multiple of its own."""
+        """Write a shard's header. Tensors with the widest elements come first, so that each is aligned to its own."""
         at, entries, offsets = 0, dict[str, object](), dict[str, int]()
         for name, spec in sorted(shard.items(), key=lambda item: -WIDTHS[item[1].dtype]):
             end = at + spec.nbytes
@@ -93,7 +93,7 @@ def _shards(specs: Mapping[str, StoredTensorSpec], most: int) -> list[dict[str, 
 
 
 def check_place(out: Path, nbytes: int) -> None:
-    """raises ConfigError for a folder that is there, MachineError where so many bytes have no room"""
+    """Check the output. raises ConfigError if it exists, MachineError if `nbytes` do not fit on the disk"""
     if out.exists() or out.is_symlink():
         measured = ", or measure what it costs: --measure" if (out / RECORD).is_file() else ""
         raise ConfigError(
@@ -113,7 +113,7 @@ def check_place(out: Path, nbytes: int) -> None:
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out` that becomes it at the end of the block, or goes if that fails."""
+    """Create an empty folder next to `out`; it becomes `out` at the end of the block, or is removed on failure."""
     with staging_folder(out) as path:
         yield path
         (path / _LOCK).unlink()
@@ -122,9 +122,9 @@ def unfinished(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def staging_folder(out: Path, what: str = "unfinished") -> Iterator[Path]:
-    """An empty folder next to `out`, locked while the block runs, and gone after it. what: one of _WHAT
+    """Create an empty folder next to `out`, locked during the block and removed after it. what: one of _WHAT
 
-    Removes first what was left of `out` by who was killed: folders whose lock nobody holds any more.
+    First removes folders that killed runs have left for `out`: those whose lock is free.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     _sweep(out.absolute())
@@ -134,12 +134,12 @@ def staging_folder(out: Path, what: str = "unfinished") -> Iterator[Path]:
         with (path / _LOCK).open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield path
-    finally:  # also after Ctrl-C: nothing half-written stays behind
+    finally:  # also after Ctrl-C: no partial output is left
         shutil.rmtree(path, ignore_errors=True)
 
 
 def put_in_place(path: Path, out: Path) -> None:
-    """raises ConfigError where somebody else has made `out` meanwhile"""
+    """Rename a folder to `out`. raises ConfigError if another process has created `out` meanwhile"""
     if out.exists():
         raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
     path.rename(out)
@@ -148,6 +148,6 @@ def put_in_place(path: Path, out: Path) -> None:
 def _sweep(out: Path) -> None:
     left = re.compile(re.escape(f".{out.name}.") + rf"[0-9a-f]{{12}}\.({'|'.join(_WHAT)})")
     for path in [p for p in out.parent.iterdir() if left.fullmatch(p.name)]:
-        with suppress(OSError), (path / _LOCK).open("rb") as lock:  # somebody is at work there, or has just begun
+        with suppress(OSError), (path / _LOCK).open("rb") as lock:  # another run uses it, or has just created it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)

@@ -1,7 +1,7 @@
-"""compression.json: what was done to a folder and what it costs, beside the weights; and the same as a page for people.
+"""compression.json: records how a folder was compressed and what that costs; also as an HTML page.
 
-compression.json   written with the folder; what is measured afterwards is added, whole or not at all
-compression.html   made of the JSON alone (page.html here), anew with each change
+compression.json   written with the folder; later measurements are added atomically
+compression.html   generated from the JSON only (page.html here), again with each change
 """
 
 import json
@@ -24,7 +24,7 @@ _MOST_BYTES = 64 << 20
 
 
 class Applied(msgspec.Struct, frozen=True):
-    """How a layer was compressed; group: 0 for a whole row. The words are a recipe's."""
+    """How a layer was compressed, in terms of a recipe; group: 0 for a whole row."""
 
     method: str
     bits: int
@@ -35,11 +35,12 @@ class Applied(msgspec.Struct, frozen=True):
 
 
 class Flips(msgspec.Struct, frozen=True, kw_only=True):
-    """Multiple-choice questions, answered by the source and by what was made of it.
+    """Multiple-choice questions answered by the source and by the compressed checkpoint.
 
-    right, interval: of each a count, and 95 % of the share; became_right, became_wrong, chose_otherwise: questions;
+    right, interval: each one's count, and 95 % interval of the share; became_right, became_wrong, chose_otherwise:
+        numbers of questions that changed
     difference, its interval, p_value: as `evaluate.paired.Paired`; digest: of the questions and how they are posed, ""
-    in records from before it was kept
+        in older records
     """
 
     task: str
@@ -60,7 +61,7 @@ class Flips(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What is not there was not done, or is of an earlier version. What else is there is left alone.
+    """A record. Missing keys were not measured, or the record is of an earlier version. Unknown keys are kept.
 
     model: the source's identity; command: that made it; commands: by "loss", "speed" and "mmlu" those that measured it;
     errors: share that each layer lost, forms: what was applied to it, figures: why it lost that; loss: as
@@ -93,7 +94,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_record(folder: Path) -> Record:
-    """raises ConfigError for a folder that has none, and for one that is damaged or newer"""
+    """Read a folder's record. raises ConfigError if it is missing, damaged or newer"""
     path = folder / RECORD
     expected, mend = "a folder that `millrace compress` made", "name one, or make it: millrace compress MODEL -o FOLDER"
     try:
@@ -109,18 +110,18 @@ def read_record(folder: Path) -> Record:
 
 
 def write_record(folder: Path, content: Mapping[str, Any]) -> None:
-    """A new one."""
+    """Write a new record."""
     _write(folder, {"format": FORMAT, **content})
 
 
 def add_to_record(folder: Path, more: Mapping[str, Any]) -> None:
-    """What was found since takes the place of what was there under the same names. raises as `read_record`"""
-    read_record(folder)  # a record, and of this format
+    """Add later measurements, replacing values of the same names. raises as `read_record`"""
+    read_record(folder)  # check that it is a record of this format
     _write(folder, {**json.loads(read_given(folder / RECORD, _MOST_BYTES)), **more})
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
-    """raises MachineError for figures that JSON has no words for; what is there stays"""
+    """Write the JSON and the page. raises MachineError if JSON cannot represent a value; old files then stay"""
     try:
         text = json.dumps(content, indent=1, allow_nan=False)
     except ValueError as error:

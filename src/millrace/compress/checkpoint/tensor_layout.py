@@ -1,4 +1,4 @@
-"""How compressed matrices lie in a folder of compressed-tensors: the scheme that says so, and the tensors of each."""
+"""Storage of compressed matrices in compressed-tensors' format: their scheme in config.json, and their tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Matrix = QuantisedMatrix | Fp8Matrix
 
 @dataclass(frozen=True, slots=True)
 class StoredTensorSpec:
-    """A tensor before it is there. dtype: safetensors' name"""
+    """Shape and dtype of a tensor that will be written. dtype: safetensors' name"""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,10 +39,10 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """group: 0 for a whole row; floats: E4M3
+    """The storage format of a matrix. group: 0 for a whole row; floats: E4M3
 
-    activations: bits of what they are meant to meet, of 8 the same kind; float_rows: E4M3 even beside integers
-    one_scale: of floats, for the whole matrix
+    activations: bits of activations; 8-bit ones are of the weights' kind; float_rows: E4M3 even with integer weights
+    one_scale: a single scale for a whole matrix of floats
     """
 
     bits: int
@@ -61,12 +61,12 @@ class TensorLayout:
 
     @property
     def meets_fp8(self) -> bool:
-        """Whether they are meant to meet E4M3, for which bfloat16 stands here."""
+        """Whether activations are specified as E4M3, for which bfloat16 is used here."""
         return self.float_rows or (self.floats and self.activations == 8)
 
     @property
     def scheme(self) -> dict[str, object]:
-        """As config.json has it, without its targets."""
+        """Return the scheme as in config.json, without its targets."""
         kind, strategy = "float" if self.floats else "int", "group" if self.group else "channel"
         weights = {
             "num_bits": self.bits, "type": kind, "symmetric": not self.minimums, "dynamic": False,
@@ -82,7 +82,7 @@ class TensorLayout:
         }  # fmt: skip
 
     def specs(self, N: int, K: int) -> dict[str, StoredTensorSpec]:
-        """By the end of their names."""
+        """Return the stored tensors by the suffix of their names."""
         G = K // self.group if self.group else 1
         if self.floats:
             return {
@@ -99,12 +99,12 @@ class TensorLayout:
         }  # fmt: skip
 
     def tensors(self, matrix: Matrix) -> dict[str, Array]:
-        """What `specs` promised, of a matrix that is as this form says."""
+        """Return the tensors described by `specs` for a matrix of this format."""
         if isinstance(matrix, Fp8Matrix) or self.format == INTEGERS:
             return {"weight": matrix.codes, "weight_scale": matrix.scales[0] if self.one_scale else matrix.scales}
         codes, zeros = matrix.codes, {}
         if matrix.minimums is not None:
-            half = np.int8(1 << self.bits - 1)  # counted from 0; files have them signed
+            half = np.int8(1 << self.bits - 1)  # codes are unsigned; files have them signed
             codes, signed = codes - half, _zeros(matrix) - half
             zeros = {"weight_zero_point": np.ascontiguousarray(pack(np.ascontiguousarray(signed.T), self.bits).T)}
         shape = np.array(matrix.codes.shape, np.int64)
@@ -112,7 +112,7 @@ class TensorLayout:
 
 
 def _zeros(matrix: QuantisedMatrix) -> NDArray[np.int8]:
-    """(N, G): the codes that stand for 0; of a grid all minimums are multiples of their scales."""
+    """Return the codes that represent 0, (N, G); all minimums of a grid are multiples of their scales."""
     scales, lows = matrix.group_scales(), matrix.group_minimums()
     exact = np.divide(-lows, scales, out=np.zeros_like(lows), where=scales != 0)
     zeros = np.rint(exact).astype(np.int8)
@@ -121,7 +121,7 @@ def _zeros(matrix: QuantisedMatrix) -> NDArray[np.int8]:
 
 
 def described(forms: Mapping[str, TensorLayout], ignore: list[str], kv: str | None = None) -> dict[str, object]:
-    """quantization_config. forms: by linear layer; ignore: those that stay floats; kv: how keys and values are kept"""
+    """Return quantization_config. forms: by linear layer; ignore: layers that stay floats; kv: KV cache format"""
     groups: dict[TensorLayout, list[str]] = {}
     for layer, form in forms.items():
         groups.setdefault(form, []).append(layer)
@@ -129,7 +129,7 @@ def described(forms: Mapping[str, TensorLayout], ignore: list[str], kv: str | No
     formats = {form.format for form in groups}
     named = [(form, layers) for form, layers in groups.items() if form is not usual]
     schemes = [{"targets": layers, **form.scheme} for form, layers in named]
-    schemes.append({"targets": ["Linear"], **usual.scheme})  # a name goes before a class
+    schemes.append({"targets": ["Linear"], **usual.scheme})  # a name has priority over a class
     return {
         "quant_method": "compressed-tensors", "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": ignore,

@@ -1,4 +1,4 @@
-"""What compressing costs in answers: the made folder beside its source in float32, on one text."""
+"""Measures the accuracy loss of compression: compares the folder with its source in float32, on one text."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ from millrace.evaluate.sizes import LENGTH, SHORTEST
 from millrace.evaluate.text_windows import Windows
 from millrace.kernels.precision import Precision
 
-_ROWS = 64  # of logits in a step
+_ROWS = 64  # of logits per step
 _DOING = "measuring it beside its source"
 _FLOAT_BYTES, _DOUBLE_BYTES, _BASE_BYTES = 4, 8, 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoss:
-    """The same figures of a folder that means FP8 activations, with these: in `reference`, no engine here has them.
+    """Figures as in `Loss` for a folder that specifies FP8 activations, simulated: no engine here supports them.
 
-    What an engine here computes with bfloat16 is closer to the source. Figures are as in `Loss`
+    Engines here use bfloat16 instead, which is closer to the source.
     """
 
     kl: float
@@ -44,10 +44,10 @@ class SimulatedLoss:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """kl: of the source's distribution from this, nats a token on average; agreement: of the likeliest tokens
+    """kl: KL divergence from the source's distribution, mean nats per token; agreement: of the top-1 tokens
 
-    errors: standard ones, as if tokens were independent, which those of one window are not; None of one token
-    text, digest: "bundled" or "own", and a digest of all of it; "" in records from before they were kept
+    errors: standard errors, assuming independent tokens (those of one window are not); None for a single token
+    text, digest: "bundled" or "own", and a digest of the whole text; "" in older records
     """
 
     kl: float
@@ -55,7 +55,7 @@ class Loss:
     source_perplexity: float
     agreement: float
     tokens: int
-    precision: str  # in which the folder runs
+    precision: str  # that the folder runs in
     kl_error: float | None = None
     perplexity_error: float | None = None
     agreement_error: float | None = None
@@ -64,15 +64,15 @@ class Loss:
     digest: str = ""
 
     def on(self, text: Calibration) -> "Loss":
-        """The same, with the name of the text that it was measured on."""
+        """Return a copy with the name of the text that the loss was measured on."""
         return replace(self, text=text.kind, digest=text.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A source's answers to a text in float32, for any number of folders beside it. Memory: what its last piece reads.
+    """A source's results on a text in float32, to compare several folders with. Memory: the last piece's inputs.
 
-    read: all of it but the last piece, which is loaded for each folder anew
+    read: the outputs of all pieces except the last one, which is loaded again for each folder
     """
 
     source: Source
@@ -89,11 +89,11 @@ class Reference:
     def compare_with(
         self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None
     ) -> DivergenceScore:
-        """Another model of the same tokens, built so; a part for each window."""
+        """Compare with another model with the same vocabulary, built with these options, window by window."""
         return self.score(pieces_of(other, self.text, options), progress)
 
     def score(self, pieces: Sequence[Program], progress: Progress = lambda *_: None) -> DivergenceScore:
-        """The same of pieces that are planned: their weights are loaded now, one piece's at a time."""
+        """Compare with planned pieces, whose weights are loaded one piece at a time."""
         return self._score(_read(pieces, self.text, self.source.vocab_size, _DOING, progress))
 
     def with_fp8(
@@ -112,7 +112,7 @@ class Reference:
 
 
 def unmeasurable_reason(checkpoint: Checkpoint) -> str:
-    """Why nothing can be measured; "" where it can."""
+    """Return why the loss cannot be measured; "" if it can."""
     if not checkpoint.has_tokenizer:
         return "the checkpoint has no tokenizer to read a text with"
     if checkpoint.decoder.max_context < SHORTEST:
@@ -129,23 +129,23 @@ def require_measurable(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
-    """What is read of a text. raises ConfigError where it is too short"""
+    """Return the windows of a text to measure on. raises ConfigError if it is too short"""
     return calibration.windows(source.tokenizer, Source.from_checkpoint(source).max_context)
 
 
 def held_out_for(source: Checkpoint, calibration: Calibration) -> Windows | None:
-    """Other windows of that text; None where it has no more."""
+    """Return other windows of that text; None if it has no more."""
     return calibration.held_out(source.tokenizer, Source.from_checkpoint(source).max_context)
 
 
 def memory_bytes(source: Checkpoint, *, fp8: bool = False) -> int:
-    """About what measuring takes at most, from the headers: a layer's part, or both heads and what they answer.
+    """Estimate the peak memory of measuring, from the headers: a layer's part, or both heads and their logits.
 
-    fp8: of a folder whose FP8 activations are simulated, in float64
+    fp8: for a folder whose FP8 activations are simulated, in float64
     """
     config, length = source.decoder, min(LENGTH, source.decoder.max_context)
     layer = sum(math.prod(info.shape) for name, info in source.tensors.items() if ".layers.0." in name)
-    heads = 3 * _FLOAT_BYTES * config.vocab_size * config.hidden_size  # both, and one while it is packed
+    heads = 3 * _FLOAT_BYTES * config.vocab_size * config.hidden_size  # both, and a copy of one during packing
     scores = length * config.vocab_size
     scored = 2 * _FLOAT_BYTES * scores + 4 * 2 * _FLOAT_BYTES * min(scores, BLOCK)
     simulated = _DOUBLE_BYTES * (2 * layer + 3 * config.n_heads * length**2) if fp8 else 0
@@ -153,9 +153,9 @@ def memory_bytes(source: Checkpoint, *, fp8: bool = False) -> int:
 
 
 def measure(source: Checkpoint, compressed: Checkpoint, text: Windows, progress: Progress) -> Loss:
-    """The source in float32; the folder in its own precision, with keys and values in bfloat16. Memory: a piece.
+    """Compare the folder, in its own precision with a bfloat16 KV cache, to the float32 source. Memory: a piece.
 
-    raises MachineError where the logits are not finite
+    raises MachineError if the logits are not finite
     """
     return loss_of(Reference.of(source, text, progress), compressed, progress)
 
@@ -199,7 +199,7 @@ def _simulated(score: DivergenceScore) -> SimulatedLoss:
 
 
 def pieces_of(source: Source, text: Windows, options: BuildOptions) -> tuple[Program, ...]:
-    """For one window a step."""
+    """Plan the pieces of a model for one window per step."""
     return tuple(plan_pieces(source, _one_window(text, options)))
 
 
@@ -213,7 +213,7 @@ def _read(pieces: Sequence[Program], text: Windows, vocab_size: int, doing: str,
 
 
 def _counted(doing: str, progress: Progress, n: int) -> Callable[[], None]:
-    """Tells the progress of one thing that has n parts."""
+    """Return a function that reports the progress of one task with n parts."""
     done = 0
 
     def advance() -> None:

@@ -1,4 +1,4 @@
-"""What a format of a layer costs: bytes of the folder, or seconds of its matrix product, timed on this machine."""
+"""Cost of a layer's format: its bytes in the folder, or the seconds of its matmul, timed on this machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from millrace.engine.roofline_probe import ProbedMatmul, seconds_of
 from millrace.kernels.layout import up
 from millrace.kernels.precision import Precision
 
-_MOST_BYTES = 256 << 20  # of the matrices that are timed in turn
+_MOST_BYTES = 256 << 20  # of the matrices that are timed in rotation
 _MOST_CALLS = 4096
 
 
 def product_of(job: CompressionPlan, layer: str, format: str, isa: str) -> ProbedMatmul:
-    """What an engine of the folder computes for this layer, but for what it fuses."""
+    """Return the matmul that an engine of the folder runs for this layer, without fused operations."""
     N, K = job.checkpoint.tensors[layer + WEIGHT].shape
     treatment, own = TREATMENTS[format], kept_dtype(job.checkpoint, layer + WEIGHT)
     if format == FLOAT:
@@ -33,8 +33,11 @@ def product_of(job: CompressionPlan, layer: str, format: str, isa: str) -> Probe
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of products of so many rows: each kind is timed once, on matrices in turn that are together as large as
-    those of a whole model in its format, so that they come from the memory or the cache that they would come from."""
+    """Times matmuls of a number of rows, each kind once.
+
+    It rotates through matrices with the total size of a whole model's in that format, so that they come from memory or
+    cache as in the model.
+    """
 
     isa: str
     threads: int
@@ -46,7 +49,7 @@ class Clock:
         if product not in self.result:
             n = max(1, min(self.matrices(product), _MOST_BYTES // product.nbytes, _MOST_CALLS))
             rounds = seconds_of(product, self.isa, self.threads, self.rows, repeats=n, matrices=n)
-            self.result[product] = min(rounds)  # what else runs here only ever adds
+            self.result[product] = min(rounds)  # other load on the machine only adds time
         return self.result[product]
 
 
@@ -58,9 +61,9 @@ def seconds(
     progress: Progress,
     clock: Callable[[ProbedMatmul], float] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Of each layer's product of so many rows, in each format. clock: instead of this machine's
+    """Return the seconds of each layer's matmul of `rows` rows in each format. clock: replaces this machine's
 
-    A product is timed alone: that layers of one input share a call, and that rows become bytes, is left out.
+    A matmul is timed alone: sharing a call between layers of one input, and quantizing rows, are not included.
     """
     shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
     n_weights = sum(N * K for N, K in shapes)
@@ -73,7 +76,7 @@ def seconds(
 
 
 def nbytes(job: CompressionPlan) -> dict[str, dict[str, float]]:
-    """Of each layer in each format, in the folder."""
+    """Return each layer's bytes in the folder in each format."""
     shapes = {layer: job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers}
     return {
         layer: {format: float(bytes_of(job, layer, format)) for format in candidate_formats(K)}

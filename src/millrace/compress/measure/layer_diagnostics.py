@@ -1,4 +1,4 @@
-"""Why a layer loses what it loses, as far as the numbers at hand tell; nothing is measured for it but one rounding.
+"""Diagnoses a layer's loss from available figures; the only extra work is one rounding to nearest.
 
 N outputs, K inputs of a matrix w (N, K).
 """
@@ -17,21 +17,21 @@ from millrace.compress.measure.reconstruction_error import relative_error
 from millrace.compress.methods.quantization_grid import Array, grouped, runs, slabs
 
 _HUNDREDTH = 100
-_HEAVY, _PEAKED = 1.5, 1.15  # times what is usual in the model: what is called a reason
-_LEAST_HEAVY = 0.1  # of the energy: below it no input is heavy, whatever others are
+_HEAVY, _PEAKED = 1.5, 1.15  # ratio to the model's median from which a figure is a reason
+_LEAST_HEAVY = 0.1  # share of the energy below which inputs are never heavy
 
 
 class LayerDiagnostics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one layer.
+    """Diagnostics of a layer.
 
-    error: share that was lost; of: of whose energy: its output's, or its weights' where nothing is known of its
-        inputs; "" where a record of an earlier version does not say
-    nearest: the same by rounding to nearest in the whole range of the same grid; None where that is what was done
-    plain: what `nearest` stands for where that is no rounding, in words that "by" goes before
-    peak: the largest |w| of a group, in root mean squares of the weights: to nearest, a symmetric grid of steps
-        amax / 7.5 loses about peak^2 / 675 of their energy
-    heavy: of the inputs' energy, the share in the hundredth of them that have most; None where it is not known
-    moved: the largest to the smallest factor of scales that were moved into it; None where none were
+    error: share that is lost; of: whose energy it is a share of: its output's, or its weights' if nothing is known of
+        its inputs; "" in older records
+    nearest: the error of rounding to nearest in the full range of the same grid; None if that is the method
+    plain: the baseline of `nearest` if it is not rounding, as words after "by"
+    peak: the largest |w| of a group, relative to the root mean square of the weights: rounding to nearest on a
+        symmetric grid of steps amax / 7.5 loses about peak^2 / 675 of their energy
+    heavy: the share of the inputs' energy in the largest 1 % of them; None if unknown
+    moved: ratio of the largest to the smallest factor of scales folded into it; None if there are none
     """
 
     error: float
@@ -46,7 +46,7 @@ class LayerDiagnostics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 def figures(
     w: Array, group: int, error: float, x: InputStatistics | None, *, nearest: float | None = None, plain: str = ""
 ) -> LayerDiagnostics:
-    """Of w (N, K) as it was given. x: its input, of which errors are then; group: inputs of one; 0 for a whole row"""
+    """Return diagnostics of an original w (N, K). x: its input, if known, to weigh errors; group: 0 for a whole row"""
     return LayerDiagnostics(
         error=error, peak=peak(w, group), nearest=nearest, heavy=heavy(x) if x else None,
         of="output" if x else "weights", plain=plain,
@@ -54,7 +54,7 @@ def figures(
 
 
 def lost(w: Array, matrix: Matrix, x: InputStatistics | None) -> float:
-    """The share that is off in `made`: of the output's energy where the input is known, or else of the weights'."""
+    """Return the relative error of `matrix`: of the output's energy if the input is known, else of the weights'."""
     if x is not None:
         return relative_error(w, matrix.dequantise(), x.gram)
     off = energy = 0.0
@@ -72,7 +72,7 @@ def _rows(matrix: Matrix, rows: slice) -> Array:
 
 
 def peak(w: Array, group: int) -> float:
-    """group: inputs of one; 0 for a whole row. A root mean square over groups, each with as many weights as it has."""
+    """Return the peak: root mean square over groups, weighted by their sizes. group: 0 for a whole row"""
     largest = energy = 0.0
     K = w.shape[1]
     for rows in slabs(*w.shape):
@@ -84,14 +84,14 @@ def peak(w: Array, group: int) -> float:
 
 
 def heavy(x: InputStatistics) -> float:
-    """Of an input's energy, what its largest hundredth has, at least one of them."""
+    """Return the share of an input's energy in its largest 1 % of elements, at least one."""
     energy = np.sort(x.gram.diagonal().astype(np.float64))[::-1]
     total = float(energy.sum())
     return float(energy[: -(-len(energy) // _HUNDREDTH)].sum()) / total if total else 0.0
 
 
 def usual(layers: Mapping[str, LayerDiagnostics]) -> LayerDiagnostics:
-    """The medians over all layers of a model, each of those that have it."""
+    """Return the medians over a model's layers, each over the layers that have the figure."""
 
     def middle(name: str) -> float | None:
         values = [value for one in layers.values() if (value := getattr(one, name)) is not None]
@@ -104,7 +104,7 @@ def usual(layers: Mapping[str, LayerDiagnostics]) -> LayerDiagnostics:
 
 
 def reasons(one: LayerDiagnostics, of_all: LayerDiagnostics) -> list[str]:
-    """What stands out beside what is usual in this model; nothing is said where nothing does."""
+    """Return the figures that stand out compared with the model's medians; none if nothing does."""
     result = []
     if one.heavy is not None and of_all.heavy is not None and one.heavy >= max(_HEAVY * of_all.heavy, _LEAST_HEAVY):
         result.append(

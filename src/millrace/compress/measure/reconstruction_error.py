@@ -1,4 +1,4 @@
-"""What a change of a matrix costs its product: the mean square error of the output, from the Gram matrix alone.
+"""Effect of a change of a matrix on its matmul: the mean square error of the output, from the Gram matrix only.
 
 For y = W x, the sum over outputs of the mean of (dW x)^2 is tr(dW G dW^T) with G the mean of x x^T (K, K).
 """
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from millrace.compress.methods.quantization_grid import Array, Floats, Grid, Scales, fitted, nearest, slabs
 
-_PRODUCT = 1 << 22  # weights multiplied at once: more than are rounded, as products of few rows are slow
+_PRODUCT = 1 << 22  # weights multiplied at once: more than are rounded at once, because matmuls of few rows are slow
 CLIPS = tuple(1 - i / 20 for i in range(1, 10))  # AutoAWQ's shares of a group's range
-_TURNS = 3  # through a row's groups: a fourth changes next to nothing
+_TURNS = 3  # passes over a row's groups; a fourth has almost no effect
 
 
 def output_error(off: Array, gram: Array) -> float:
-    """tr(dW G dW^T). off (N, K): dW, in float32 here; sums are float64."""
+    """Return tr(dW G dW^T). off: dW (N, K), in float32 here; sums are float64"""
     result = 0.0
     for rows in slabs(off.shape[0], off.shape[1], _PRODUCT):
         part = off[rows].astype(np.float32, copy=False)
@@ -25,18 +25,18 @@ def output_error(off: Array, gram: Array) -> float:
 
 
 def relative_error(w: Array, values: Array, gram: Array) -> float:
-    """Of the output's energy: a layer's sensitivity to being stored as `values` (N, K)."""
+    """Return the share of the output's energy that is lost if w is stored as `values` (N, K)."""
     total = output_error(w, gram)
     return output_error(w - values, gram) / total if total else 0.0
 
 
 def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS, per_row: bool = False) -> Scales:
-    """The scales whose groups' own outputs lose least: of each group and row the best share of its range.
+    """Return the scales that minimize each group's own output error: the best share of each group's range.
 
-    Symmetric codes have one more below zero than above: each range is tried with its scale of either sign.
-    whole: then each group in turn has the range with which the whole output of its row loses least beside the others'
-    gram: otherwise the diagonal blocks count, those of a group with itself; source: AWQ's clip search
-    (arXiv:2306.00978), which takes 512 tokens where this takes all
+    Symmetric codes have one more value below zero than above: each range is tried with both signs of its scale.
+    per_row: then choose each group's range in turn to minimize the error of the whole row's output, given the others'
+    gram: without per_row only its diagonal blocks are used, of each group with itself; source: AWQ's clip search
+    (arXiv:2306.00978), which uses 512 tokens; this uses all
     """
     tried = _ranges(w, grid, shares)
     N, K = w.shape
@@ -49,13 +49,13 @@ def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS
 
 
 def _ranges(w: Array, grid: Grid, shares: tuple[float, ...]) -> list[Scales]:
-    """That a group may have, the whole one first."""
+    """Return the candidate ranges of groups, the full one first."""
     result = [fitted(w, grid, share=share) for share in (1.0, *shares)]
     return result if grid.minimums else [Scales(sign * one.scales) for one in result for sign in (1, -1)]
 
 
 def _chosen(tried: Sequence[Scales], best: NDArray[np.intp]) -> Scales:
-    """best (N, G): which of them each group has."""
+    """Return the scales with each group's best candidate. best: its index, (N, G)"""
 
     def of_groups(every: Sequence[NDArray[np.float16]]) -> NDArray[np.float16]:
         result: NDArray[np.float16] = np.take_along_axis(np.stack(every), best[None], axis=0)[0]
@@ -66,7 +66,10 @@ def _chosen(tried: Sequence[Scales], best: NDArray[np.intp]) -> Scales:
 
 
 def _least(off: Floats, gram: Array, size: int, turns: int) -> NDArray[np.intp]:
-    """off (C, N, K): of C ranges -> (N, G): that with the least error of each group; size: of a group"""
+    """Return the index of the range with the least error per group, (N, G).
+
+    off: the errors with C ranges, (C, N, K); size: of a group
+    """
     C, N, K = off.shape
     groups = [slice(start, min(start + size, K)) for start in range(0, K, size)]
     own = np.empty((C, N, len(groups)), np.float32)

@@ -1,4 +1,4 @@
-"""How fast a folder and its source are here, each as an engine at its best: in turns, for shared machines change."""
+"""Measures the speed of a folder and its source on this machine, alternating because shared machines' speed varies."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,16 +12,16 @@ from millrace.engine.dummy_step import dummy_step
 from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import ConfigError
 
-PROMPT, AT, NEW = 512, 128, 16  # tokens: of a prompt; in the context while decoding; that are decoded
+PROMPT, AT, NEW = 512, 128, 16  # tokens: of a prompt; in the context at the start of decoding; that are decoded
 SEQUENCES = (1, 4, 16)
 ROUNDS = 5
 _SHORTEST = AT + NEW
-TOKENS = max(SEQUENCES) * (_SHORTEST + PAGE_TOKENS)  # in KV pages at most, where these are shared out evenly
+TOKENS = max(SEQUENCES) * (_SHORTEST + PAGE_TOKENS)  # maximum in KV pages, which are divided evenly
 Work = Callable[[], object]
 
 
 class StepRate(msgspec.Struct, frozen=True):
-    """Tokens a second: the median of the rounds, the slowest and the fastest."""
+    """Tokens per second: the median of the rounds, the slowest and the fastest."""
 
     median: float
     low: float
@@ -41,7 +41,7 @@ class TimedRun(msgspec.Struct, frozen=True):
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """machine: its processor; isa: instruction set; precisions: in which both ran"""
+    """Measured speeds. machine: its processor; isa: instruction set; precisions: that both ran in"""
 
     machine: str
     threads: int
@@ -55,7 +55,7 @@ def paces(
     source: NativeExecutor, compressed: NativeExecutor, progress: Progress, rounds: int = ROUNDS,
     sequences: Sequence[int] = SEQUENCES,
 ) -> list[TimedRun]:  # fmt: skip
-    """sequences: of decoding, at a time. raises ConfigError for a context that is too short"""
+    """Measure all workloads. sequences: batch sizes of decoding. raises ConfigError if the context is too short"""
     room = min(source.limits.context_tokens, compressed.limits.context_tokens)
     if room < _SHORTEST:
         raise ConfigError(
@@ -78,7 +78,7 @@ def paces(
 
 
 def in_turns(works: Sequence[Work], rounds: int) -> list[list[float]]:
-    """Seconds of each, of every round; the first of a round takes turns, and one round before warms up."""
+    """Return seconds per work and round. The order rotates from round to round; a warm-up round precedes them."""
     result: list[list[float]] = [[] for _ in works]
     for number in range(rounds + 1):
         order = range(len(works)) if number % 2 else reversed(range(len(works)))
@@ -91,7 +91,7 @@ def in_turns(works: Sequence[Work], rounds: int) -> list[list[float]]:
 
 
 def _prefill(executor: NativeExecutor, tokens: int) -> Work:
-    """One prompt, in steps as large as the engine takes."""
+    """Return the work of one prompt, in steps of the engine's maximum size."""
     limits = executor.limits
     most = limits.max_step_tokens
     steps = [

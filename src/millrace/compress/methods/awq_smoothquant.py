@@ -1,7 +1,8 @@
-"""Scales that move between a layer and what gives its input: x / s goes in, W * s meets it, and nothing changes.
+"""Scale folding (AWQ, SmoothQuant): the input x / s and the weights W * s give the same output.
 
-AWQ (arXiv:2306.00978) chooses s so that rounding W * s loses least, SmoothQuant (arXiv:2211.10438) so that x / s is
-easy to round. What gives the input takes up 1 / s: a norm's weight, or rows of the layer before. K inputs.
+AWQ (arXiv:2306.00978) chooses s to minimize the error of rounding W * s, SmoothQuant (arXiv:2211.10438) to make x / s
+easy to round. The producer of the input absorbs 1 / s: a norm's weight, or rows of the previous layer. K is the number
+of inputs.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -15,7 +16,7 @@ from millrace.compress.measure.reconstruction_error import output_error
 from millrace.compress.methods.quantization_grid import Array, Floats, Grid, fitted, grouped, nearest, runs
 from millrace.errors import ConfigError
 
-# Of a layer: which linear layers read an input, and who gives it. The first name that the model has.
+# Sites of a decoder layer: the linear layers that read an input, and its source (the first name that the model has).
 _NORMS = (
     (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("input_layernorm",)),
     (("mlp.gate_proj", "mlp.up_proj"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
@@ -27,9 +28,9 @@ Arrays = MutableMapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class ScalingSite:
-    """linears: that read the input; source: the norm or the layer that gives it; both without ".weight".
+    """linears: the layers that read the input; source: the norm or layer that produces it; both without ".weight"
 
-    shared: how often a row of the source is read, as a value head is by several query heads; head: its rows in a run
+    shared: how often a row of the source is read, as a value head by several query heads; head: contiguous rows of it
     """
 
     linears: tuple[str, ...]
@@ -39,20 +40,20 @@ class ScalingSite:
     head: int = 1
 
     def base(self, of_inputs: Array) -> Array:
-        """(K,) -> (K / shared,): the mean over the inputs that are one row of the source."""
+        """(K,) -> (K / shared,): the mean over the inputs that come from the same row of the source."""
         K = len(of_inputs)
         result: Array = of_inputs.reshape(K // (self.shared * self.head), self.shared, self.head).mean(axis=1)
         return result.reshape(-1)
 
     def spread(self, of_rows: Array) -> Array:
-        """Back from `base`, each row's to all inputs that it is."""
+        """(K / shared,) -> (K,): the inverse of `base`, each row's value for all its inputs."""
         runs_ = of_rows.reshape(-1, 1, self.head)
         return np.ascontiguousarray(np.broadcast_to(runs_, (len(runs_), self.shared, self.head))).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleFold:
-    """What was done, for the record. factors (K,): the linears' columns are multiplied by them"""
+    """A folded scale, for the record. factors: multiply the columns of the linears, (K,)"""
 
     site: ScalingSite
     factors: Floats
@@ -60,8 +61,11 @@ class ScaleFold:
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """s = mean^r / weight^(1-r) of the ratio r in `ratios` with the least error of the layers' outputs; None: no scale
-    at all, which is tried too. weight: the mean over rows of |w| to its group's largest; duo False: s = mean^r"""
+    """s = mean^r / weight^(1-r), with the ratio r in `ratios` that minimizes the error of the layers' outputs.
+
+    No scale is tried, too (None). weight: the mean over rows of |w| relative to its group's largest; with duo False,
+    s = mean^r
+    """
 
     ratios: tuple[float, ...] = tuple(i / 20 for i in range(20))
     duo: bool = True
@@ -73,9 +77,9 @@ class Awq:
 
 @dataclass(frozen=True, slots=True)
 class SmoothQuant:
-    """s = size(x)^alpha / size(w)^(1 - alpha), within `bounds`; linears: also where a linear layer gives the input
+    """s = size(x)^alpha / size(w)^(1 - alpha), within `bounds`; linears: also if a linear layer produces the input
 
-    rms: sizes are root mean squares, of w in shares of each layer's output; False: the largest, as the paper has them
+    rms: sizes are root mean squares, of w relative to each layer's output; False: maxima, as in the paper
     """
 
     alpha: float = 0.5
@@ -92,8 +96,11 @@ AUTOAWQ = Awq()
 
 
 def sites(shapes: Mapping[str, Sequence[int]], layer: str, head_dim: int) -> list[ScalingSite]:
-    """Where scales can move in the decoder layer of this name ("model.layers.0"), as AutoAWQ has them; under grouped
-    queries an output projection takes the same for all heads that share a value head. shapes: of all tensors"""
+    """Return AutoAWQ's scaling sites in a decoder layer ("model.layers.0").
+
+    With grouped queries an output projection has the same scales for all heads that share a value head.
+    shapes: of all tensors
+    """
     result = []
     for linears, norms in _NORMS:
         norm = next((n for n in norms if f"{layer}.{n}{WEIGHT}" in shapes), None)
@@ -112,10 +119,10 @@ def sites(shapes: Mapping[str, Sequence[int]], layer: str, head_dim: int) -> lis
 def awq_factors(
     weights: Sequence[Array], site: ScalingSite, x: InputStatistics, grid: Grid, settings: Awq = AUTOAWQ
 ) -> Floats | None:
-    """(K,), or None where no scale is better. weights: (N, K) each, of the site's linears
+    """Return AWQ's factors (K,), or None if no scaling is better. weights: (N, K) each, of the site's linears
 
-    The loss is that of each layer's own output, as Model Optimizer's awq_lite has it, in shares of its energy: so that
-    of q, k and v none decides alone.
+    As in Model Optimizer's awq_lite, the loss is the error of each layer's own output relative to its energy, so that
+    none of q, k and v dominates.
     """
     stacked = np.concatenate([w.astype(np.float32, copy=False) for w in weights])
     mean = np.maximum(site.base(x.mean), 1e-12)
@@ -139,18 +146,18 @@ def awq_factors(
 
 
 def smooth_factors(weights: Sequence[Array], site: ScalingSite, x: InputStatistics, settings: SmoothQuant) -> Floats:
-    """(K,), by the weights of all the site's linears."""
+    """Return SmoothQuant's factors (K,), from the weights of all linears of the site."""
     of_inputs, of_weights = (_mean_sizes if settings.rms else _largest)(weights, site, x)
     there = (of_inputs > 0) & (of_weights > 0)
     base = np.ones_like(of_inputs)
     if there.any():
         result = of_inputs[there] ** settings.alpha / of_weights[there] ** (1 - settings.alpha)
-        base[there] = _normalised(result) if settings.rms else result  # shares of outputs have no size of their own
+        base[there] = _normalised(result) if settings.rms else result  # shares of outputs have no absolute scale
     return site.spread(base.clip(*settings.bounds)).astype(np.float32)
 
 
 def _largest(weights: Sequence[Array], site: ScalingSite, x: InputStatistics) -> tuple[Array, Array]:
-    """Of inputs and of weights, (K / shared,) each."""
+    """Return the largest values of inputs and of weights, (K / shared,) each."""
     largest = np.max([np.abs(w).max(axis=0) for w in weights], axis=0)
     of_inputs, of_weights = (
         v.reshape(-1, site.shared, site.head).max(axis=1).reshape(-1) for v in (x.amax.astype(np.float64), largest)
@@ -159,21 +166,21 @@ def _largest(weights: Sequence[Array], site: ScalingSite, x: InputStatistics) ->
 
 
 def _mean_sizes(weights: Sequence[Array], site: ScalingSite, x: InputStatistics) -> tuple[Array, Array]:
-    """The same in root mean squares, of weights in shares of their outputs' energy.
+    """Return root mean squares of inputs, and of weights relative to their outputs' energy.
 
-    A token is rounded on a scale of its own, its largest x / s by 127: so layers lose about mean(max (x / s)^2) times
-    sum (s |w|)^2 over inputs. With a sum for the maximum, to which all add, this is least at s^2 = rms(x) / |w|, which
-    is alpha 0.5. The largest of all tokens say what the rarest has, and that one has its own scale
+    Each token has its own scale, max(x / s) / 127, so the error of a layer is about mean(max (x / s)^2) times
+    sum (s |w|)^2 over inputs. With a sum in place of the maximum, the minimum is at s^2 = rms(x) / |w|, i.e. alpha 0.5.
+    Maxima over all tokens would describe the rarest token, which has its own scale.
     """
     squares = sum(np.square(w, dtype=np.float64).sum(axis=0) / max(output_error(w, x.gram), 1e-30) for w in weights)
     return np.sqrt(site.base(x.gram.diagonal().astype(np.float64))), np.sqrt(site.base(np.asarray(squares)))
 
 
 def fold(arrays: Arrays, site: ScalingSite, factors: Floats, offset: float = 0.0) -> ScaleFold:
-    """Moves the factors: columns of the linears are multiplied, what the source gives is divided. arrays: by tensor
+    """Apply factors: multiply the columns of the linears, divide the source's output. arrays: by tensor
 
-    offset: that the model adds to a norm's weight (Gemma: 1). A norm's new weight is what bfloat16 holds, and the
-    factors become what that makes of them: a checkpoint in 16 bits loses nothing
+    offset: added by the model to a norm's weight (Gemma: 1). A norm's new weight is rounded to bfloat16 and the factors
+    are adjusted to that, so that a 16-bit checkpoint is exact.
     """
     base = site.base(factors)
     if site.is_norm:
@@ -194,13 +201,13 @@ def fold(arrays: Arrays, site: ScalingSite, factors: Floats, offset: float = 0.0
 
 
 def scaled_weights(x: InputStatistics, factors: Floats) -> InputStatistics:
-    """The statistics of x / factors."""
+    """Return the statistics of x / factors."""
     inverse = (1 / factors).astype(np.float32)
     return InputStatistics(x.linears, x.gram * np.outer(inverse, inverse), x.amax * inverse, x.mean * inverse)
 
 
 def _relative(w: Floats, grid: Grid) -> Floats:
-    """(K,): the mean over rows of |w| to the largest of its group."""
+    """Return the mean over rows of |w| relative to the largest of its group, (K,)."""
     result = np.empty(w.shape[1], np.float32)
     for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
         x = np.abs(grouped(w[:, inputs], groups))
@@ -210,7 +217,7 @@ def _relative(w: Floats, grid: Grid) -> Floats:
 
 
 def _normalised(base: Array) -> Array:
-    """Around 1: the largest and the smallest are as far from it."""
+    """Normalize so that the largest and the smallest factor are reciprocal."""
     base = np.maximum(base, 1e-4)
     result: Array = base / np.sqrt(base.max() * base.min())
     return result

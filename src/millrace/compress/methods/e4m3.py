@@ -1,11 +1,11 @@
-"""FP8 weights: E4M3 with one scale for each output, or one for all.
+"""FP8 weights: E4M3 with one scale per output, or one per matrix.
 
-A product of a code (4 bits of mantissa) and a scale of 4 bits has 8, which is what bfloat16 holds: scales are rounded
-up to so many. Then 16-bit floats are these weights exactly, here and wherever else they are computed so; the range of
-a row is used to 8/9 at least, and codes of floats are as fine there as at its end.
+The product of a code (4 significant bits) and a scale of 4 bits has 8 bits, which bfloat16 can represent, so scales are
+rounded up to 4 bits. Then 16-bit floats represent these weights exactly, here and in other implementations; at least
+8/9 of a row's range is used, and floating-point codes are as fine there as at its end.
 
-Within an octave it still matters which scale a row has: the codes next to its heaviest weights lie closer to some than
-to others. With what is known of the inputs the best of the octave's eight short scales is taken.
+The choice of a scale within an octave still matters: it determines how close codes are to the row's most important
+weights. With statistics of the inputs, the best of the octave's eight short scales is used.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _MANTISSA = 4
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """w (N, K) = codes * scales. codes (N, K) E4M3, scales (N, 1) bfloat16, all the same where there is one"""
+    """w (N, K) = codes * scales. codes: (N, K) E4M3; scales: (N, 1) bfloat16, all equal for one scale per matrix"""
 
     codes: Array
     scales: Array
@@ -34,9 +34,9 @@ class Fp8Matrix:
 
 
 def rounded_e4m3(w: Array, *, one_scale: bool = False) -> Fp8Matrix:
-    """w (N, K) to the nearest, half to even. raises CheckpointError for what is not finite
+    """Round w (N, K) to nearest, half to even. raises CheckpointError if it is not finite
 
-    error: |w - dequantise| <= |w| / 16, or half a scale's 2^-9 for what is tiny beside its row, or beside all of w
+    error: |w - dequantise| <= |w| / 16, or scale * 2^-10 for values that are tiny compared with their row, or with w
     """
     codes, largest = np.empty(w.shape, E4M3), np.empty((len(w), 1), np.float32)
     for rows in slabs(*w.shape):
@@ -49,9 +49,9 @@ def rounded_e4m3(w: Array, *, one_scale: bool = False) -> Fp8Matrix:
 
 
 def scales_for(w: Array, energy: Array) -> NDArray[np.float32]:
-    """(N, 1): of an octave of scales from the smallest that holds a row on, the one that loses the least of its output.
+    """Return the scales (N, 1) with the least output error, within an octave from the smallest that fits the row.
 
-    w (N, K); energy (K,): mean square of each input
+    w: (N, K); energy: mean square of each input, (K,)
     """
     result = np.empty((len(w), 1), np.float32)
     for rows in slabs(*w.shape):
@@ -67,7 +67,7 @@ def scales_for(w: Array, energy: Array) -> NDArray[np.float32]:
 
 
 def rounded_to(w: NDArray[np.float32], scales: NDArray[np.float32]) -> tuple[Array, NDArray[np.float32]]:
-    """The nearest codes, the largest for what is beyond it; and what they stand for. scales broadcast to w"""
+    """Return the nearest codes, saturated at the largest, and their values. scales: broadcast to w"""
     codes = np.clip(w / scales, -LARGEST, LARGEST).astype(E4M3)
     return codes, codes.astype(np.float32) * scales
 
@@ -78,7 +78,7 @@ def _scales(amax: NDArray[np.float32]) -> Array:
 
 
 def _short(scale: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Rounded up to a mantissa of 4 bits."""
+    """Round up to 4 significant bits."""
     mantissa, exponent = np.frexp(scale)
     short: NDArray[np.float32] = np.ldexp(np.ceil(np.ldexp(mantissa, _MANTISSA)), exponent - _MANTISSA).astype(
         np.float32

@@ -1,11 +1,11 @@
-"""GPTQ (arXiv:2210.17323): columns are rounded one after the other, and what each loses is made up for by later ones.
+"""GPTQ (arXiv:2210.17323): rounds columns one after the other, and compensates each error in later columns.
 
 The paper has the upper Cholesky factor U of the inverse, H^-1 = U^T U, and spreads the error of column i by row i of U
 over U_ii. Here H = R R^T with R upper, of which U is the inverse: then column i takes up all errors before it by the
 column R_:i / R_ii (LDLQ, arXiv:2307.13304, which proves them equal). Nothing is inverted, and whole blocks of columns
-take up earlier errors in one product.
+absorb earlier errors in one matmul.
 
-N outputs, K inputs. Weights lie transposed meanwhile, so that a column is contiguous.
+N outputs, K inputs. Weights are transposed meanwhile, so that a column is contiguous.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,15 @@ from millrace.compress.methods.quantization_grid import (
 )
 from millrace.errors import ConfigError
 
-_BLOCK = 128  # columns that share one product with the errors before them
-_MOST_DAMPING = 1e6  # of the mean of the diagonal, which is then all there is: rounding to nearest
+_BLOCK = 128  # columns that share one matmul with the errors before them
+_MOST_DAMPING = 1e6  # relative to the mean diagonal; at this value it is rounding to nearest
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """damping: a share of the Gram matrix's mean diagonal that is added to its diagonal, doubled until it has a factor
-    order: inputs of most energy first, scales fixed before (act-order "static"); else as they come, each group's scales
-    from what its weights are by then
+    """damping: share of the Gram matrix's mean diagonal to add to its diagonal, doubled until it has a Cholesky factor
+    order: columns with the most input energy first, with scales fixed before (act-order "static"); otherwise in storage
+        order, with each group's scales from its weights at that point
     """
 
     damping: float = 0.01
@@ -53,23 +53,23 @@ LLM_COMPRESSOR = Gptq(0.01)
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """damping: that was needed"""
+    """A rounded matrix. damping: the value that was needed"""
 
     matrix: QuantisedMatrix
     damping: float
 
 
-Rounding = Callable[[int, Floats], tuple[Array, Floats]]  # of a column, by its turn: its codes, and what they stand for
+Rounding = Callable[[int, Floats], tuple[Array, Floats]]  # (position, column) -> codes, their values
 
 
 def gptq(
     w: Array, gram: Array, grid: Grid, settings: Gptq = LLM_COMPRESSOR, search: ScaleSearch | None = None,
     scales: Scales | None = None,
 ) -> Rounded:  # fmt: skip
-    """w (N, K), gram (K, K): the mean of x x^T of its inputs x.
+    """Round w (N, K) with GPTQ. gram: the mean of x x^T of its inputs x, (K, K)
 
-    search: of ranges; scales: fixed ones, instead of any of its own choice
-    raises as grid.fitted
+    search: of ranges; scales: fixed scales to use instead of its own
+    raises as `fitted`
     """
     task = Task.of(w, gram, settings)
     if scales is None and (settings.order or grid.group == WHOLE_ROW):
@@ -83,7 +83,7 @@ def gptq(
 
 
 def gptq_e4m3(w: Array, gram: Array, settings: Gptq = LLM_COMPRESSOR) -> tuple[Fp8Matrix, float]:
-    """The same for FP8, columns of most energy first, on the scales of `e4m3.scales_for`; and the damping."""
+    """Round to FP8, columns with the most energy first, with the scales of `scales_for`. Also returns the damping."""
     task = Task.of(w, gram, settings)
     scales = scales_for(task.weights, task.energy)
     codes, row = np.empty(task.columns.shape, E4M3), scales[:, 0]
@@ -93,10 +93,10 @@ def gptq_e4m3(w: Array, gram: Array, settings: Gptq = LLM_COMPRESSOR) -> tuple[F
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A matrix before its columns are taken in their order.
+    """A matrix prepared for processing its columns in order.
 
-    weights (N, K), zero where an input is; energy (K,): mean squares of inputs; order (K,): of the columns
-    columns (K, N): weights in that order; feedback, diagonal, damping: as `_feedback_of` has them
+    weights: (N, K), zero for inputs that are always zero; energy: mean squares of inputs, (K,); order: of columns, (K,)
+    columns: weights in that order, (K, N); feedback, diagonal, damping: from `_feedback_of`
     """
 
     weights: Floats
@@ -117,11 +117,11 @@ class Task:
         return cls(weights, energy, order, columns, *_feedback_of(gram, dead, order, settings.damping))
 
     def targets(self, block: slice) -> Floats:
-        """What a block's columns should be, for all that was lost before it."""
+        """Return a block's columns, adjusted for all errors before it."""
         return _targets(self.columns, self.feedback, block)
 
     def in_place(self, permuted: Array) -> Array:
-        """What was found for each column in its turn, (K, N), as the matrix (N, K)."""
+        """Convert columns in processing order (K, N) to the matrix (N, K)."""
         back = np.empty_like(permuted)
         back[self.order] = permuted
         return np.ascontiguousarray(back.T)
@@ -130,8 +130,10 @@ class Task:
 def _feedback_of(
     gram: Array, dead: NDArray[np.bool_], order: NDArray[np.intp], damping: float
 ) -> tuple[Floats, NDArray[np.float64], float]:
-    """(K, K), strictly upper: column i says how it takes up the errors of the columns before it; R's diagonal (K,); and
-    the damping that was needed."""
+    """Return the feedback matrix, R's diagonal (K,), and the damping that was needed.
+
+    feedback: (K, K), strictly upper; column i has the weights with which it absorbs the errors of earlier columns
+    """
     H = gram[np.ix_(order, order)].astype(np.float64)
     at = np.arange(len(H))
     H[at, at] += dead[order]
@@ -139,10 +141,10 @@ def _feedback_of(
     while True:
         H[at, at] = diagonal + damping * mean
         try:
-            flipped = np.linalg.cholesky(H[::-1, ::-1])  # lower; turned around again it is upper
+            flipped = np.linalg.cholesky(H[::-1, ::-1])  # lower; flipped again it is upper
             break
         except np.linalg.LinAlgError:
-            if damping >= _MOST_DAMPING:  # a finite one, with means of squares, has a factor long before
+            if damping >= _MOST_DAMPING:  # a finite matrix of mean squares has a factor long before
                 raise ConfigError(
                     "a Gram matrix has no factor, whatever is added to its diagonal", "means of products of inputs",
                     "the statistics are damaged: collect them again, into another folder",
@@ -155,7 +157,7 @@ def _feedback_of(
 
 
 def _on(grid: Grid, scales: Scales, groups: NDArray[np.intp]) -> Rounding:
-    """groups (K,): of each column in its turn, in scales"""
+    """Return the rounding of columns with given scales. groups: each column's group, in processing order, (K,)"""
     steps, zeros = (np.ascontiguousarray(values.T) for values in scales.wide())
 
     def rounded(turn: int, column: Floats) -> tuple[Array, Floats]:
@@ -167,7 +169,7 @@ def _on(grid: Grid, scales: Scales, groups: NDArray[np.intp]) -> Rounding:
 
 
 def _by_blocks(columns: Floats, feedback: Floats, codes: Array, rounded: Rounding) -> None:
-    """columns (K, N), which become their errors; codes (K, N), which are filled."""
+    """Round block by block. columns: (K, N), overwritten by their errors; codes: (K, N), output"""
     for begin in range(0, len(columns), _BLOCK):
         block = slice(begin, min(begin + _BLOCK, len(columns)))
         _block(_targets(columns, feedback, block), columns, feedback, codes, (block, rounded))
@@ -176,7 +178,7 @@ def _by_blocks(columns: Floats, feedback: Floats, codes: Array, rounded: Roundin
 def _by_groups(
     columns: Floats, feedback: Floats, grid: Grid, search: ScaleSearch | None, energy: Array
 ) -> tuple[NDArray[np.int8], Scales]:
-    """The same, with the scales of each group found when its turn comes."""
+    """Round block by block, with each group's scales determined when it is reached."""
     codes, permuted = np.empty(columns.shape, np.int8), list[Scales]()
     for begin in range(0, len(columns), grid.group):
         block = slice(begin, min(begin + grid.group, len(columns)))
@@ -191,16 +193,16 @@ def _by_groups(
 
 
 def _targets(columns: Floats, feedback: Floats, block: slice) -> Floats:
-    """What the block's columns should be, for all that was lost before it."""
+    """Return the block's columns, adjusted for all errors before it."""
     targets: Floats = columns[block] + feedback[: block.start, block].T @ columns[: block.start]
     return targets
 
 
 def updated(targets: Floats, columns: Floats, feedback: Floats) -> Floats:
-    """A block's columns as they would make up for all before it, if nothing were lost in it: what the paper has there.
+    """Return a block's columns adjusted for all earlier errors, assuming no error within it, as in the paper.
 
-    Column k is w_k + p_k + e A_:k, for what comes from before the block and from errors e of its own; without loss
-    e = w - (w + p + e A), so e (1 + A) = -p
+    Column k is w_k + p_k + e A_:k, with p from before the block and e the errors within it; if nothing is lost,
+    e = w - (w + p + e A), so e (1 + A) = -p.
     """
     own = np.linalg.solve((np.eye(len(feedback), dtype=np.float32) + feedback).T, columns - targets)
     updated: Floats = columns - own
@@ -208,7 +210,7 @@ def updated(targets: Floats, columns: Floats, feedback: Floats) -> Floats:
 
 
 def _block(targets: Floats, columns: Floats, feedback: Floats, codes: Array, at: tuple[slice, Rounding]) -> None:
-    """wanted (n, N): a block's columns, for what was lost before it; at: where it lies, and how one is rounded"""
+    """Round a block. targets: its columns adjusted for earlier errors, (n, N); at: its position, and the rounding"""
     block, rounded = at
     errors, own, permuted = columns[block], feedback[block, block], codes[block]
     for i in range(len(targets)):

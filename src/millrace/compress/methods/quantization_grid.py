@@ -1,7 +1,7 @@
-"""Which values a weight may be rounded to: a grid of codes, its scales, and the plain way of rounding (RTN).
+"""Quantization grids: the codes and scales that weights are rounded to, and rounding to nearest (RTN).
 
-N outputs, K inputs, G groups of inputs. Arithmetic is float32, in slabs of rows; scales are float16 when a code is
-chosen, so what is chosen is nearest to what will be read.
+N outputs, K inputs, G groups of inputs. Arithmetic is float32, in slabs of rows; codes are chosen with scales already
+rounded to float16, so that they are nearest for the stored scales.
 """
 
 from collections.abc import Iterator
@@ -20,23 +20,23 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 WHOLE_ROW = 0  # a group of all inputs
 GROUPS = (32, 64, 128, WHOLE_ROW)
-_SLAB = 1 << 18  # weights worked on at a time, which stay in a core's cache: they bound the memory beside the result
-_MANTISSA = 11  # bits of a float16's, with the one that is not stored
-_COARSE = 0.1  # a scale is that far from what it should be: of such groups there may be a few, next to nothing
+_SLAB = 1 << 18  # weights processed at a time: they fit a core's cache, and bound the memory besides the output
+_MANTISSA = 11  # significant bits of a float16, including the implicit one
+_COARSE = 0.1  # relative error of a scale; only a few groups, of negligible weight, may exceed it
 
 
 class RangeConvention(StrEnum):
-    """How a scale follows from the extremes of a group, named after who does so."""
+    """How a scale is derived from the extremes of a group, named after the project that does so."""
 
-    COMPRESSED_TENSORS = "compressed-tensors"  # the range over all codes: amax / 7.5; GPTQ's, too. With minimums it
-    #   includes 0; AutoAWQ's need not, which differs only where a group has one sign, and clips it there
-    MODEL_OPTIMIZER = "model-optimizer"  # amax / 7, so that -8 is hardly used; symmetric AWQ's, too
-    GGUF = "gguf"  # the signed extreme becomes -8 (Q4_0); also what this package rounds with when it builds
+    COMPRESSED_TENSORS = "compressed-tensors"  # the range over all codes: amax / 7.5; also GPTQ's. With minimums it
+    #   includes 0; AutoAWQ's need not, which differs only if a group has a single sign, and then it clips
+    MODEL_OPTIMIZER = "model-optimizer"  # amax / 7, so that -8 is hardly used; also symmetric AWQ's
+    GGUF = "gguf"  # the signed extreme becomes -8 (Q4_0); also used by this package's builds
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """minimums: codes count from 0, and each group has a minimum, an exact multiple of its scale: -zero * scale."""
+    """minimums: codes are unsigned, and each group has a minimum, an exact multiple of its scale: -zero * scale."""
 
     bits: int = 4
     group: int = 128
@@ -66,22 +66,24 @@ class Grid:
         return (1 << self.bits) - 1 if self.minimums else (1 << self.bits - 1) - 1
 
     def group_of(self, K: int) -> int:
-        """Inputs of a group in a row of K."""
+        """Return the inputs per group in a row of K."""
         return self.group or K
 
     def bits_per_weight(self, K: int) -> float:
-        """With scales; a zero counts as many bits as a code."""
+        """Return bits per weight including scales; a zero point has as many bits as a code."""
         groups = -(-K // self.group_of(K))
         return self.bits + groups * (16 + (self.bits if self.minimums else 0)) / K
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleSearch:
-    """Smaller ranges are tried: 1, 1 - 1/steps, ... above 1 - most. Each group keeps what has the least sum of
-    |error|^norm; it ends where `patience` ranges in a row were better for no group of a slab.
+    """Search over smaller ranges: 1, 1 - 1/steps, ... above 1 - most.
 
-    weighted: each error times the mean square of its input, where that is known
-    source: llm-compressor's memoryless_mse and, weighted, imatrix_mse; GPTQModel tries further down
+    Each group keeps the range with the least sum of |error|^norm. The search ends if `patience` ranges in a row improve
+    no group of a slab.
+
+    weighted: multiply each error by the mean square of its input, if known
+    source: llm-compressor's memoryless_mse and, weighted, imatrix_mse; GPTQModel tries smaller ranges, too
     """
 
     most: float = 0.20
@@ -102,13 +104,13 @@ GPTQMODEL_MSE = ScaleSearch(most=0.80, patience=80)
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """scales (N, G) float16; minimums alike, where the grid has some."""
+    """scales: (N, G) float16; minimums: the same, if the grid has them."""
 
     scales: NDArray[np.float16]
     minimums: NDArray[np.float16] | None = None
 
     def wide(self) -> tuple[Floats, Floats]:
-        """(N, G) each, float32: scales and zeros."""
+        """Return scales and zeros, (N, G) each, float32."""
         steps = self.scales.astype(np.float32)
         if self.minimums is None:
             return steps, np.zeros_like(steps)
@@ -122,15 +124,15 @@ class Scales:
 def rounded(
     w: Array, grid: Grid, search: ScaleSearch | None = None, importance: Array | None = None
 ) -> QuantisedMatrix:
-    """w (N, K) to the nearest codes: RTN, or RTN with MSE clip. Arguments and errors as `fitted`.
+    """Round w (N, K) to the nearest codes: RTN, or RTN with MSE clipping. Arguments and errors as `fitted`.
 
-    error: |w - dequantise| <= scale/2 for what is not clipped
+    error: |w - dequantise| <= scale/2 for weights that are not clipped
     """
     return with_scales(w, fitted(w, grid, search, importance), grid)
 
 
 def nearest(w: Array, scales: Scales, grid: Grid) -> Floats:
-    """(N, K): what w's nearest codes stand for."""
+    """Return the values of w's nearest codes, (N, K)."""
     values = np.empty(w.shape, np.float32)
     for at, codes, steps, zeros in _coded(w, scales, grid):
         values[at] = ((codes - zeros) * steps).reshape(len(codes), -1)
@@ -138,7 +140,7 @@ def nearest(w: Array, scales: Scales, grid: Grid) -> Floats:
 
 
 def with_scales(w: Array, scales: Scales, grid: Grid) -> QuantisedMatrix:
-    """The nearest codes of given scales."""
+    """Round to the nearest codes with given scales."""
     result = np.empty(w.shape, np.int8)
     for at, codes, _, _ in _coded(w, scales, grid):
         result[at] = codes.reshape(len(codes), -1)
@@ -146,7 +148,7 @@ def with_scales(w: Array, scales: Scales, grid: Grid) -> QuantisedMatrix:
 
 
 def _coded(w: Array, scales: Scales, grid: Grid) -> Iterator[tuple[tuple[slice, slice], Floats, Floats, Floats]]:
-    """(where in w, its nearest codes (n, G, inputs of a group), their scales and zeros (n, G, 1)), slab by slab."""
+    """Yield per slab: its slices of w, nearest codes (n, G, inputs of a group), scales and zeros (n, G, 1)."""
     steps, zeros = (of_groups[:, :, None] for of_groups in scales.wide())
     for rows in slabs(*w.shape):
         for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
@@ -161,10 +163,10 @@ def matrix(codes: NDArray[np.int8], scales: Scales, grid: Grid) -> QuantisedMatr
 def fitted(
     w: Array, grid: Grid, search: ScaleSearch | None = None, importance: Array | None = None, share: float = 1.0
 ) -> Scales:
-    """The scales of w's groups, by their extremes or by a search for the range with the least error.
+    """Return the scales of w's groups, from their extremes or from a search for the range with the least error.
 
-    importance (K,): the mean square of each input, for a search that weighs by it; share: of the range
-    raises CheckpointError for what is not finite, or so small that scales as float16 have them would change it
+    importance: mean square of each input, (K,), for a weighted search; share: of the range
+    raises CheckpointError if w is not finite, or too small for float16 scales
     """
     N, K = w.shape
     size = grid.group_of(K)
@@ -194,13 +196,13 @@ def fitted(
 
 
 def slabs(N: int, K: int, most: int = _SLAB) -> Iterator[slice]:
-    """Rows that are worked on together: `most` weights, or one row."""
+    """Yield slabs of rows to process together: at most `most` weights, or one row."""
     rows = max(most // K, 1)
     return (slice(start, min(N, start + rows)) for start in range(0, N, rows))
 
 
 def runs(K: int, group: int) -> list[tuple[slice, slice]]:
-    """Inputs and the numbers of their groups: those of all whole groups, and those of the last one if it is shorter."""
+    """Return slices of inputs and their groups: all full groups, and the last one if it is shorter."""
     n_full = K // group
     both = [(slice(0, n_full * group), slice(0, n_full)), (slice(n_full * group, K), slice(n_full, n_full + 1))]
     return [(inputs, groups) for inputs, groups in both if inputs.start < inputs.stop]
@@ -212,7 +214,7 @@ def grouped(x: Array, groups: slice) -> Array:
 
 
 def _extremes(x: Floats, grid: Grid) -> tuple[Floats, Floats]:
-    """(N, G) each: what the lowest and the highest code stand for, or nearly."""
+    """Return the approximate values of the lowest and the highest code, (N, G) each."""
     low, high = x.min(axis=2), x.max(axis=2)
     if grid.minimums:
         return np.minimum(low, 0), np.maximum(high, 0)
@@ -224,7 +226,7 @@ def _extremes(x: Floats, grid: Grid) -> tuple[Floats, Floats]:
 
 
 def _exact(low: Floats, high: Floats, grid: Grid) -> Floats:
-    """The scale of a range."""
+    """Return the unrounded scale of a range."""
     codes = grid.highest - grid.lowest
     if grid.minimums:
         return (high - low) / np.float32(codes)
@@ -238,10 +240,10 @@ def _exact(low: Floats, high: Floats, grid: Grid) -> Floats:
 
 
 def _stored(low: Floats, high: Floats, grid: Grid) -> tuple[Floats, Floats]:
-    """(N, G) each: the scale as float16 holds it, and the zero, an integer.
+    """Return the scale rounded to float16, and the integer zero point, (N, G) each.
 
-    -zero * scale is exact in float16: a scale beside a zero of b bits keeps 11 - b of its own (a half of 0.8 % beside
-    the largest zeros, next to nothing beside most)
+    -zero * scale is exact in float16: a scale with a zero of b bits has 11 - b significant bits (an error of up to
+    0.4 % with the largest zeros, negligible with most).
     """
     exact = _exact(low, high, grid)
     if not grid.minimums:
@@ -255,7 +257,7 @@ def _stored(low: Floats, high: Floats, grid: Grid) -> tuple[Floats, Floats]:
 
 
 def _bits(zero: int) -> int:
-    """Of its odd part: factors of two are the exponent's."""
+    """Return the bits of the odd part of a zero: factors of two go into the exponent."""
     return (zero // (zero & -zero)).bit_length() if zero else 0
 
 
@@ -263,7 +265,7 @@ _BITS = np.array([_bits(zero) for zero in range(16)])
 
 
 def codes_of(x: Floats, scales: Floats, zeros: Floats, grid: Grid) -> Floats:
-    """The nearest ones, as float32; of any shape."""
+    """Return the nearest codes, as float32; of any shape."""
     divisors: Floats = np.where(scales == 0, np.inf, scales).astype(np.float32)  # a group of zeros
     y: Floats = x / divisors
     np.rint(y, out=y)
@@ -275,7 +277,7 @@ def codes_of(x: Floats, scales: Floats, zeros: Floats, grid: Grid) -> Floats:
 def _searched(
     x: Floats, low: Floats, high: Floats, grid: Grid, search: ScaleSearch, weights: Floats | None
 ) -> tuple[Floats, Floats]:
-    """As `_stored`, of the range of least error."""
+    """Return the same as `_stored`, for the range of least error."""
     scales, zeros = _stored(low, high, grid)
     least = _error(x, scales, zeros, grid, search.norm, weights)
     in_vain = 0

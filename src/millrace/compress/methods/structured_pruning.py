@@ -1,11 +1,11 @@
-"""Structured pruning by Minitron's scores (arXiv:2407.14679): whole MLP channels and query heads go.
+"""Structured pruning by Minitron's scores (arXiv:2407.14679): removes whole MLP channels and query heads.
 
-A channel's score is the mean of |x| of its activation, what `down_proj` reads; a head's the length of the vector of
-such means over its outputs, what `o_proj` reads, ranked within the heads that share keys and values. Means are over all
-tokens: the paper's L2 over samples would need each sample's own. What is left is a smaller dense model with the same
-weights; the paper trains it again on billions of tokens, and that is not done here.
+A channel's score is the mean |x| of its activation, the input of `down_proj`. A head's score is the norm of the vector
+of such means over its outputs, the input of `o_proj`; heads are ranked among those that share keys and values. Means
+are over all tokens: the paper's L2 over samples would need statistics per sample. The result is a smaller dense model
+with the same weights; the paper retrains it on billions of tokens, which is not done here.
 
-I channels, H query heads of D, of which each of V key and value heads serves H / V.
+I channels, H query heads of dimension D, V key/value heads with H / V query heads each.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ from millrace.compress.measure.reconstruction_error import relative_error
 from millrace.compress.methods.quantization_grid import Array
 from millrace.errors import CheckpointError, ConfigError
 
-MULTIPLE = 32  # that channels are kept in: groups of quantised weights, panels of kernels
+MULTIPLE = 32  # of the number of channels kept, for groups of quantized weights and kernel panels
 _WEIGHT, _BIAS = ".weight", ".bias"
 _ROWS, _COLUMNS = 0, 1
-# Of a layer, what gets smaller, and along which dimension; biases where there are some.
+# The tensors of a layer that shrink, and along which dimension; biases if they exist.
 _MLP = (("mlp.gate_proj", _ROWS), ("mlp.up_proj", _ROWS), ("mlp.down_proj", _COLUMNS))
 _HEADS = (("self_attn.q_proj", _ROWS), ("self_attn.o_proj", _COLUMNS))
 Indices = NDArray[np.intp]
@@ -32,7 +32,7 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Prune:
-    """As recipes have it: shares that go, of MLP channels and of query heads; 0 leaves them."""
+    """A recipe's prune table: the shares of MLP channels and of query heads to remove; 0 removes none."""
 
     mlp: float = 0.0
     heads: float = 0.0
@@ -40,14 +40,14 @@ class Prune:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is left: channels, and query heads of each key and value head."""
+    """The remaining sizes: channels, and query heads per key/value head."""
 
     channels: int
     heads: int
 
 
 def sizes(config: ModelConfig, prune: Prune) -> Sizes:
-    """raises ConfigError for a share that is too small to leave anything out"""
+    """Return the remaining sizes. raises ConfigError if a share is too small to remove anything"""
     channels, of_each = config.intermediate_size, config.n_heads // config.n_kv_heads
     n_channels, heads = channels, of_each
     if prune.mlp:
@@ -62,7 +62,7 @@ def sizes(config: ModelConfig, prune: Prune) -> Sizes:
 
 
 def shapes(tensors: Mapping[str, tuple[int, ...]], config: ModelConfig, left: Sizes) -> dict[str, tuple[int, ...]]:
-    """Of the tensors that get smaller, by name. raises CheckpointError where a layer has not what is pruned"""
+    """Return the new shapes of tensors that shrink, by name. raises CheckpointError if a layer lacks one of them"""
     result: dict[str, tuple[int, ...]] = {}
     for part, dimension, n in _parts(config, left):
         for layer in range(config.n_layers):
@@ -77,7 +77,7 @@ def shapes(tensors: Mapping[str, tuple[int, ...]], config: ModelConfig, left: Si
 
 
 def config_of(config: ModelConfig, left: Sizes) -> dict[str, object]:
-    """Keys of config.json that say so."""
+    """Return the keys of config.json for the new sizes."""
     return {
         "intermediate_size": left.channels, "num_attention_heads": left.heads * config.n_kv_heads,
         "head_dim": config.head_dim,
@@ -86,8 +86,10 @@ def config_of(config: ModelConfig, left: Sizes) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Of a layer. floats: the smaller tensors; figures: of the linear layers that read less, their errors what is lost
-    before anything else is, `nearest` what would be if the inputs with the largest weights stayed"""
+    """A pruned layer. floats: the smaller tensors; figures: diagnostics of the linear layers with fewer inputs.
+
+    Their errors are those of pruning only; `nearest` is the error if the inputs with the largest weights were kept.
+    """
 
     floats: dict[str, Array]
     figures: dict[str, LayerDiagnostics]
@@ -97,7 +99,7 @@ def pruned(
     load: Callable[[str], Array], smaller: Mapping[str, tuple[int, ...]], layer: int, statistics: CalibrationStatistics,
     config: ModelConfig, left: Sizes,
 ) -> Pruned:  # fmt: skip
-    """smaller: as `shapes` says"""
+    """Yield pruned layers. smaller: the result of `shapes`"""
     result = Pruned({}, {})
     prefix = f"model.layers.{layer}."
     for parts in (_MLP, _HEADS):
@@ -119,19 +121,19 @@ def pruned(
 
 
 def _without(w: Array, indices: Indices) -> Array:
-    """w (N, K) with zeros in all columns but these."""
+    """Return w (N, K) with zeros in all columns except `indices`."""
     result = np.zeros_like(w)
     result[:, indices] = w[:, indices]
     return result
 
 
 def channels_kept(mean: Array, n: int) -> Indices:
-    """mean (I,) of |x| -> (n,), in their order."""
+    """Return the n channels to keep, in order. mean: of |x|, (I,)"""
     return _most(mean, n)
 
 
 def heads_kept(mean: Array, config: ModelConfig, of_each: int) -> Indices:
-    """mean (H D,) of |x| -> the outputs of the heads that stay, in their order."""
+    """Return the outputs of the heads to keep, in order. mean: of |x|, (H D,)"""
     V, D = config.n_kv_heads, config.head_dim
     scores = np.sqrt(np.square(mean.astype(np.float64)).reshape(V, -1, D).sum(axis=2))  # (V, H / V)
     heads = [v * scores.shape[1] + h for v, row in enumerate(scores) for h in _most(row, of_each)]
@@ -143,7 +145,7 @@ def _most(scores: Array, n: int) -> Indices:
 
 
 def _parts(config: ModelConfig, left: Sizes) -> list[tuple[str, int, int]]:
-    """(part of a layer, dimension, what is left of it)"""
+    """Return (part of a layer, dimension, remaining size)."""
     heads = left.heads * config.n_kv_heads
     result = [(part, d, left.channels) for part, d in _MLP if left.channels < config.intermediate_size]
     return result + [(part, d, heads * config.head_dim) for part, d in _HEADS if heads < config.n_heads]

@@ -1,9 +1,9 @@
-"""Methods side by side, as they were measured on one machine for one model: a table, and which to take for what.
+"""Comparison of compression methods, measured on one machine for one model: a table and recommendations.
 
-about.json   what the figures are of; a folder of another model, text or machine is refused
-NAME.json    a method's row, there when all of it is measured: a run that was ended goes on behind the last;
-             NAME.w4a8.json is of the same folder in another precision than its own
-advice.html  the table and the words, for people
+about.json   inputs of the comparison; a folder of another model, text or machine is refused
+NAME.json    a method's row, written when it is fully measured, so an interrupted run resumes after the last one;
+NAME.w4a8.json is of the same folder, run in another precision than its own
+advice.html  the table and the recommendations as a page
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,16 @@ from millrace.settings import read_given
 
 VERSION = 1
 ABOUT, PAGE = "about.json", "advice.html"
-NEAR = 0.01  # KL in nats a token up to which answers are hardly to be told apart: the bound of --precision auto
-SLOWED = 0.5  # of the source's speed: a method that slows another workload to less is never advised without saying so
+NEAR = 0.01  # KL in nats per token below which answers hardly differ: the bound of --precision auto
+SLOWED = 0.5  # share of the source's speed: a recommendation mentions every workload that becomes slower than this
 _AS_SMALL = 1.01
 _MOST_BYTES = 16 << 20
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 class ComparisonInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """model: its identity; text: a digest of the tokens that are measured on; batch: sequences of the large batch
-    machine, threads, isa: where times were taken"""
+    """model: its identity; text: digest of the tokens to measure on; batch: sequences of the large batch
+    machine, threads, isa: on which times were measured"""
 
     model: str
     source: str
@@ -47,10 +47,10 @@ class ComparisonInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class MethodRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A method. refused: why this model cannot take it, and then there is nothing else
+    """A method's results. refused: why the model does not support it; then nothing else is set
 
-    precision: what the engine is built with; "" for the folder's own
-    statistics: digest of the text that they are of, "" where it needs none
+    precision: of the engine; "" for the folder's own
+    statistics: digest of their text, "" if the method needs none
     seconds: of rounding and writing; statistics_s: of collecting statistics in the same run, for the first that needed
     them; speed: decode of 1 and of the large batch, and prefill, both beside the source in turns
     """
@@ -77,8 +77,7 @@ class MethodRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to take for a target, in words. rows: the methods that the words offer, the first one first; none where the
-    source stays as it is"""
+    """The recommendation for a target, as text. rows: the methods that it names, in order; empty to keep the source."""
 
     target: str
     words: str
@@ -87,7 +86,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What somebody may want. works: how the paces that tell it begin; "" for bytes, of which fewer are better"""
+    """A goal. works: prefix of the names of the workloads that measure it; "" for bytes (fewer are better)"""
 
     name: str
     work: str
@@ -101,14 +100,14 @@ def targets(batch: int) -> list[Target]:
 
 
 def precisions_of(recipe: Recipe) -> tuple[str, ...]:
-    """In which a preset's folder is measured: "", its own, and W4A8 where its 4-bit weights meet 16-bit activations."""
+    """Return the precisions to measure a folder in: "" for its own, and W4A8 if it is W4A16."""
     usual = recipe.usual
     sixteen = usual.method in ("rtn", "gptq") and usual.bits == 4 and usual.activations != 8
     return ("", Precision.W4A8.value) if sixteen else ("",)
 
 
 def open_folder(folder: Path, about: ComparisonInputs) -> None:
-    """Begins one, or goes on with the same. raises ConfigError for another's, and for what cannot be written"""
+    """Create a folder, or resume one with the same inputs. raises ConfigError if they differ, or it is not writable"""
     path = folder / ABOUT
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +127,7 @@ def open_folder(folder: Path, about: ComparisonInputs) -> None:
 
 
 def read_row(folder: Path, name: str, statistics: str, precision: str = "") -> MethodRow | None:
-    """None where it is still to be measured. raises ConfigError for one that is damaged, or of other statistics"""
+    """Read a row; None if not yet measured. raises ConfigError if it is damaged, or of other statistics"""
     path = _path(folder, name, precision)
     if not path.exists():
         return None
@@ -160,7 +159,7 @@ def _read(path: Path, kind: type[S]) -> S:
 
 
 def advice(rows: Sequence[MethodRow], about: ComparisonInputs) -> list[Advice]:
-    """For each target which method, in words: of those that lose little the best, and what more loss would buy."""
+    """Recommend a method for each target: the best with a small loss, and the gain of accepting more loss."""
     measured = [row for row in rows if row.loss is not None]
     return [_advised(measured, target, about) for target in targets(about.batch)] if measured else []
 
@@ -192,7 +191,7 @@ def _advised(rows: Sequence[MethodRow], target: Target, about: ComparisonInputs)
 def _with_offers(
     target: Target, text: str, named: tuple[MethodRow, ...], rows: Sequence[MethodRow], about: ComparisonInputs
 ) -> Advice:
-    """Add the other precision of each folder that is named, where one is worth its loss."""
+    """Add the other precision of each recommended folder, if it is worth its loss."""
     offers = []
     for row in named:
         other = _other_precision(row, rows)
@@ -206,8 +205,10 @@ def _with_offers(
 
 
 def _other_precision(row: MethodRow, rows: Sequence[MethodRow]) -> MethodRow | None:
-    """The same folder as W4A8 if that is within the bound or, where the folder's own precision is not, costs at most as
-    much besides."""
+    """Return the same folder's W4A8 row if its loss is within the bound.
+
+    If the folder's own precision exceeds the bound, W4A8 may add at most as much again.
+    """
     same_method = (other for other in rows if other.name == row.name and other.precision and not row.precision)
     other = next(same_method, None)
     if other is None or _kl(other) <= NEAR:
@@ -225,8 +226,10 @@ def _kl(row: MethodRow) -> float:
 
 
 def _best(rows: Sequence[MethodRow], target: Target) -> MethodRow:
-    """The smallest, or the fastest; of those within a hundredth of the bytes, or whose rounds overlap with the
-    fastest's, the one that loses least."""
+    """Return the smallest or fastest method; among near ties, the one with the least loss.
+
+    Ties are within 1 % of the bytes, or have rounds that overlap with the fastest's.
+    """
     if not target.work:
         least = min(row.bytes for row in rows)
         return min((row for row in rows if row.bytes <= _AS_SMALL * least), key=_kl)
@@ -242,9 +245,9 @@ def _ahead(one: MethodRow, other: MethodRow, target: Target) -> bool:
 
 
 def _relative(row: MethodRow, target: Target) -> StepRate:
-    """To the source as it ran in the same turns: the machine may have been another at another time.
+    """Return the rate relative to the source's in the same rounds, because the machine's speed varies over time.
 
-    low, high: of any two rounds, since a neighbour that takes memory's bandwidth slows what reads more, and that alone
+    low, high: over all pairs of rounds, because other load on memory bandwidth slows only the one that reads more
     """
     compressed, source = row.pace(target.work).made, row.pace(target.work).source
     return StepRate(compressed.median / source.median, compressed.low / source.high, compressed.high / source.low)
@@ -255,7 +258,7 @@ def _gains(row: MethodRow, target: Target, about: ComparisonInputs) -> bool:
 
 
 def _gain(row: MethodRow, target: Target, about: ComparisonInputs) -> str:
-    """What it brings, and each workload that it slows."""
+    """Describe the gain, and each workload that becomes slower."""
     if not target.work:
         speed, gain = 1.0, f"{row.bytes / about.bytes_before:.0%} of the source's bytes"
     else:
@@ -270,8 +273,10 @@ HEADER = ("method", "KL", "perplexity", "same token", "bits", "bytes", "decode 1
 
 
 def cells(rows: Sequence[MethodRow], about: ComparisonInputs, size: Callable[[float], str]) -> list[list[str]]:
-    """A line of the table for each method, the source's first; speeds in tokens a second, and in brackets as a share of
-    the source's in the same rounds."""
+    """Return the table's lines, the source's first.
+
+    Speeds are in tokens per second, with the ratio to the source's in the same rounds in brackets.
+    """
     result = []
     first = next((row for row in rows if row.speed is not None), None)
     if first is not None:
@@ -298,7 +303,7 @@ def write_page(
     size: Callable[[float], str],
     commands: Sequence[str] = (),
 ) -> None:
-    """commands: how to make what is advised"""
+    """Write the page. commands: how to produce the recommended checkpoints"""
     collected = next((row.statistics_s for row in rows if row.statistics_s is not None), None)
     values: dict[str, Any] = {
         "a": about, "header": [h.replace("N", str(about.batch)) for h in HEADER], "rows": cells(rows, about, size),

@@ -1,4 +1,4 @@
-"""compression.html: a record for people, as an offline page (report/)."""
+"""compression.html: a record as an offline page (report/)."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ _WORST, _MOST, _LONGEST, _SHORT = (
     4096,
     200,
     12,
-)  # layers, layers, characters, of a digest: a folder may be of somebody else
+)  # limits, because a folder may be untrusted: layers, layers, characters, characters of a digest
 _METHODS = {"rtn": "to nearest", "gptq": "GPTQ", "fp8": "E4M3", FP8_GPTQ: "E4M3 by GPTQ", FP8_TENSOR: "E4M3"}
 _ENERGY = {"output": "its output's energy", "weights": "its weights' energy"}
 _SMOOTH = {"awq": "scales moved by AWQ", "smoothquant": "scales moved by SmoothQuant"}
@@ -28,14 +28,14 @@ _SEARCH = {"clip": "ranges clipped", "imatrix": "ranges searched by energy", "no
 
 
 def write_page(folder: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Of the record there, to which `more` is added first. raises as `read_record`"""
+    """Write the page of a folder's record, after adding `more` to it. raises as `read_record`"""
     if more:
         add_to_record(folder, more)
     write_whole(folder / PAGE, page_of(read_record(folder)).encode())
 
 
 def page_of(record: Record) -> str:
-    """The whole page."""
+    """Return the complete page."""
     worst_first = sorted(record.errors, key=lambda layer: -record.errors[layer])[:_MOST]
     of_all = usual(record.figures)
     most = _usual_unit(record)
@@ -52,7 +52,7 @@ def page_of(record: Record) -> str:
 
 
 def applied(form: Applied) -> str:
-    """In words: "GPTQ, ranges clipped, 4 bits in groups of 64"."""
+    """Describe a treatment: "GPTQ, ranges clipped, 4 bits in groups of 64"."""
     search = _SEARCH.get(form.search, f"ranges searched as {form.search} does")
     by_row = "by matrix" if form.method == FP8_TENSOR else "by row"
     grid = f"{form.bits} bits {f'in groups of {form.group}' if form.group else by_row}"
@@ -61,7 +61,7 @@ def applied(form: Applied) -> str:
 
 
 def rescue(one: LayerDiagnostics) -> str:
-    """What the method changed of a layer's loss, where that is known."""
+    """Describe how much of a layer's loss the method avoided, if known."""
     if one.nearest is None or not one.nearest:
         return ""
     moved = "" if one.moved is None else f"; factors within {one.moved:.3g} times of each other"
@@ -83,18 +83,18 @@ def _row(record: Record, layer: str, of_all: LayerDiagnostics, most: str) -> dic
 
 
 def _usual_unit(record: Record) -> str:
-    """Of whose energy most errors are; records of earlier versions have all of one kind."""
+    """Return the energy that most errors are relative to; older records have only one kind."""
     units = [one.of for one in record.figures.values() if one.of]
     return max(units, key=units.count) if units else "output" if record.statistics else "weights"
 
 
 def _unit(one: LayerDiagnostics | None, most: str) -> str:
-    """Said where it is not that of most."""
+    """Return the unit if it differs from most layers'."""
     return f" of {_ENERGY[one.of]}" if one and one.of and one.of != most else ""
 
 
 def _kinds(record: Record) -> Iterator[dict[str, str]]:
-    """By the last part of their names, the median of each."""
+    """Yield medians over layers with the same last part of the name."""
     kinds: dict[str, list[str]] = {}
     for layer in record.errors:
         kinds.setdefault(layer.rpartition(".")[2], []).append(layer)
@@ -109,7 +109,7 @@ def _kinds(record: Record) -> Iterator[dict[str, str]]:
 
 
 def _rescued(record: Record) -> str:
-    """Of all layers together."""
+    """Describe how much of the loss of all layers the method avoided."""
     diagnosed = [one for one in record.figures.values() if one.nearest]
     if not diagnosed:
         return ""
@@ -155,7 +155,7 @@ def _error(value: float | None, digits: str) -> str:
 
 
 def _measured(record: Record) -> Iterator[tuple[str, str]]:
-    """Commands other than the one that made the folder, by what they measured."""
+    """Yield the commands of measurements, by what they measured, except the command that made the folder."""
     for what, command in list(record.commands.items())[:_WORST]:
         if command != record.command:
             yield f"{what[:_LONGEST]} measured by", command

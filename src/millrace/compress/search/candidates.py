@@ -1,8 +1,8 @@
-"""The formats that each layer may have when a mix is searched: what each loses by its statistics, and the rounded
-matrix itself, on a shelf, so that a mix is put together without rounding anything again.
+"""Candidate formats of each layer in a mixed-precision search: their losses, and a store of rounded matrices.
 
-N outputs, K inputs of a matrix. AWQ and SmoothQuant are left out: their scales move only where all layers of a site
-are treated alike, and behind clipped ranges they add nothing that two standard errors would see (docs/log.md).
+The store makes it possible to assemble a mix without rounding again. A matrix has N outputs and K inputs. AWQ and
+SmoothQuant are omitted: they require the same treatment for all layers of a site, and in addition to clipped ranges
+their gain is below two standard errors (docs/log.md).
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from millrace.compress.methods.quantization_grid import Array, slabs
 from millrace.compress.recipe import PRESETS, LayerRecipe, Recipe
 from millrace.errors import CheckpointError, ConfigError
 
-VERSION = 3  # of the arithmetic behind the formats
-FLOAT, _BYTES = "float", "-a8"  # the end of names whose activations have 8 bits
+VERSION = 3  # of the arithmetic of the formats
+FLOAT, _BYTES = "float", "-a8"  # the suffix of formats with 8-bit activations
 _ROWS_OF_8, FP8 = replace(PRESETS["int8-wo"].usual, method="gptq"), "fp8"
 _FOUR = LayerRecipe(method="gptq", search="clip")
 _GROUPS = (128, 64, 32)
@@ -41,42 +41,42 @@ TREATMENTS: Mapping[str, LayerRecipe] = {
     FLOAT: LayerRecipe(method="none"),
     "int8": _ROWS_OF_8,
     "int8-a8": replace(_ROWS_OF_8, activations=8),
-    FP8: replace(PRESETS["fp8-gptq"].usual, activations=16),  # as it is measured and timed here
+    FP8: replace(PRESETS["fp8-gptq"].usual, activations=16),  # as measured and timed here
     **{f"int4-g{group}": replace(_FOUR, group=group) for group in _GROUPS},
     **{f"int4-g{group}-a8": replace(_FOUR, group=group, activations=8) for group in _GROUPS},
 }
 
 
 def candidate_formats(K: int) -> list[str]:
-    """Formats for a matrix of so many inputs: groups that divide them."""
+    """Return the formats for a matrix with K inputs: groups must divide them."""
     return [n for n, t in TREATMENTS.items() if n == FLOAT or not t.group or K % t.group == 0]
 
 
 def _stored(K: int) -> list[str]:
-    """Of those, the ones with a matrix of their own."""
+    """Return the formats that have a separate matrix."""
     return [name for name in candidate_formats(K) if name != FLOAT and not name.endswith(_BYTES)]
 
 
 def stored_formats(job: CompressionPlan) -> list[str]:
-    """That any layer is rounded to when a mix is searched."""
+    """Return the formats that any layer is rounded to in a search."""
     inputs = {job.checkpoint.tensors[layer + WEIGHT].shape[1] for layer in job.layers}
     return list(dict.fromkeys(name for K in sorted(inputs, reverse=True) for name in _stored(K)))
 
 
 def rounding_seconds(job: CompressionPlan) -> float:
-    """About, for a survey of all layers on two idle cores."""
+    """Estimate the seconds of a survey of all layers on two idle cores."""
     shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
     return sum(N * K / 1e6 * seconds_a_million(TREATMENTS[name]) for N, K in shapes for name in _stored(K))
 
 
 def form_of(name: str) -> TensorLayout | None:
-    """How such a matrix lies in a folder; None for floats."""
+    """Return the storage layout of a format; None for floats."""
     t = TREATMENTS[name]
     return None if name == FLOAT else TensorLayout(t.bits, t.group, t.minimums, t.fp8, t.activation_bits)
 
 
 def bytes_of(job: CompressionPlan, layer: str, name: str) -> int:
-    """In the folder, scales included."""
+    """Return the bytes of a layer in the folder, including scales."""
     shape, form = job.checkpoint.tensors[layer + WEIGHT].shape, form_of(name)
     if form is None:
         return StoredTensorSpec(kept_dtype(job.checkpoint, layer + WEIGHT), shape).nbytes
@@ -85,7 +85,7 @@ def bytes_of(job: CompressionPlan, layer: str, name: str) -> int:
 
 
 def recipe_of(chosen: Mapping[str, str], name: str = "mix") -> Recipe:
-    """chosen: a format for each layer; that of most layers is the recipe's own, the others are named."""
+    """Return the recipe of a mix: the most frequent format is its default. chosen: format by layer"""
     formats = list(chosen.values())
     usual = max(TREATMENTS, key=lambda f: (f != FLOAT and formats.count(f), f))
     named = tuple((layer, TREATMENTS[own]) for layer, own in chosen.items() if own != usual)
@@ -99,29 +99,32 @@ class CandidateLoss:
 
     @property
     def error(self) -> float:
-        """Of the output's energy."""
+        """Return the lost share of the output's energy."""
         return self.figures.error
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedMatrixStore:
-    """Rounded matrices in a folder, by layer and format: of one model and its statistics. Activations change no matrix,
-    but what is lost. Files appear whole, so that a run that was ended leaves what it had."""
+    """Rounded matrices of a model in a folder, by layer and format.
+
+    The precision of activations affects the loss but not the matrix. Files are written atomically, so an
+    interrupted run leaves complete files.
+    """
 
     folder: Path
 
     @classmethod
     def next_to(cls, statistics: Path) -> "RoundedMatrixStore":
-        """In their folder, for formats as they mean now: other ones would be other files."""
+        """Return the store in the statistics' folder. File names include the formats' version."""
         meant = hashlib.blake2b(f"{VERSION} {TREATMENTS}".encode(), digest_size=6).hexdigest()
         return cls(statistics / f"formats-{meant}")
 
     def put(self, layer: str, format: str, candidate: CandidateLoss, of_activations: float) -> None:
-        """of_activations: what 8-bit ones lose besides"""
+        """Store a matrix. of_activations: additional loss of 8-bit activations"""
         matrix, form = candidate.matrix, [0, 0]
         codes, scales = matrix.codes, matrix.scales
         if isinstance(matrix, Fp8Matrix):
-            codes, scales = codes.view(np.uint8), scales.view(np.uint16)  # types that files of NumPy have
+            codes, scales = codes.view(np.uint8), scales.view(np.uint16)  # NumPy's file format has no such types
         else:
             assert matrix.minimums is None and matrix.scale_levels is None, "candidates are symmetric"
             form = [matrix.group, matrix.bits]
@@ -134,13 +137,13 @@ class RoundedMatrixStore:
         return self._file(layer, format).is_file()
 
     def losses(self, layer: str, format: str) -> tuple[float, float]:
-        """Of the weights, and of 8-bit activations besides. raises ConfigError for a file that is damaged"""
+        """Return the weights' loss, and the additional loss of 8-bit activations. raises ConfigError if damaged"""
         with self._opened(layer, format) as arrays:
             weights, activations = arrays["losses"].tolist()
             return weights, activations
 
     def get(self, layer: str, format: str) -> CandidateLoss:
-        """raises ConfigError for a file that is damaged"""
+        """Read a matrix with its loss. raises ConfigError if the file is damaged"""
         with self._opened(layer, format) as arrays:
             codes, scales = arrays["codes"], arrays["scales"]
             why = msgspec.json.decode(arrays["figures"].tobytes(), type=LayerDiagnostics)
@@ -164,7 +167,7 @@ class RoundedMatrixStore:
             ) from error
 
     def method(self, chosen: Mapping[str, str]) -> Way:
-        """A job of `recipe_of(chosen)`, from what is held: the same matrices as its own methods make."""
+        """Return the way that does the job of `recipe_of(chosen)` from stored matrices, with identical results."""
 
         def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
             for name in job.layers:
@@ -175,7 +178,7 @@ class RoundedMatrixStore:
 
 
 def shelf_bytes(job: CompressionPlan) -> int:
-    """Of all candidates' matrices: a byte for each code, and scales."""
+    """Return the bytes of all candidates' matrices: a byte per code, and scales."""
     total = 0
     for layer in job.layers:
         N, K = job.checkpoint.tensors[layer + WEIGHT].shape
@@ -187,11 +190,11 @@ def shelf_bytes(job: CompressionPlan) -> int:
 def survey(
     job: CompressionPlan, statistics: CalibrationStatistics, shelf: RoundedMatrixStore, progress: Progress
 ) -> dict[str, dict[str, float]]:
-    """Of each layer of the job, what each format loses: of its output's energy, the share that is off.
+    """Compute the loss of each format for each layer of the job: the share of its output's energy.
 
-    The job says which layers there are; its recipe does not matter. What is on the shelf already is taken from there.
+    The job determines the layers; its recipe does not matter. Matrices that are already stored are reused.
     Memory holds one layer's matrix and Gram matrix.
-    raises CheckpointError for a layer without statistics
+    raises CheckpointError if a layer has no statistics
     """
     result: dict[str, dict[str, float]] = {}
     x: InputStatistics | None = None
@@ -228,12 +231,11 @@ def _tried(w: Array, x: InputStatistics, treatment: LayerRecipe) -> CandidateLos
 
 
 def activation_errors(w: Array, x: InputStatistics, groups: Sequence[int]) -> dict[int, float]:
-    """About what 8-bit activations in groups of so many lose (0: of a whole row): of the output's energy, the share in
-    the rounding of x alone.
+    """Estimate the loss of 8-bit activations for each group size (0: a whole row), as a share of the output's energy.
 
-    A group of x has the scale amax / 127, and rounding leaves a variance of scale^2 / 12 in each. Of the mean of amax^2
-    the Gram matrix says no more than its diagonal: at least the largest of the group, and for normal values of
-    equal size their mean times 2 ln(2 n). The larger of both is taken
+    Only x is rounded. A group of x has the scale amax / 127, and rounding has a variance of scale^2 / 12 per element.
+    The mean of amax^2 is estimated from the Gram matrix's diagonal: it is at least the group's largest element, and
+    for normal values of equal variance their mean times 2 ln(2 n). The larger estimate is used.
     """
     energy = x.gram.diagonal().astype(np.float64)
     columns, total = np.zeros(len(energy)), output_error(w, x.gram)

@@ -1,7 +1,7 @@
-"""The cheapest mix whose measured loss is within a bound: bisection along the best mixes of all costs.
+"""Finds the cheapest mix whose measured loss is within a bound, by bisection over the best mixes of all costs.
 
-Statistics say what each layer loses in each format, as far as such losses add up; how much that is in answers is only
-known by measuring. So the mixes are put in order by what they should lose, and what is measured decides.
+Statistics predict each layer's loss in each format, assuming that losses add up; the effect on answers must be
+measured. So mixes are sorted by predicted loss, and measurements decide.
 """
 
 import math
@@ -15,19 +15,20 @@ from millrace.compress.measure.accuracy import Loss
 from millrace.compress.search.mixed_precision import Candidate, Mix
 from millrace.errors import ConfigError
 
-MOST_MIXES = 255  # so that eight are measured at most
+MOST_MIXES = 255  # so that at most eight are measured
 PERPLEXITY, KL = "perplexity", "KL"
-_MOST_NATS = 50.0  # whose exponential is still a number
-_MOST = 10.0  # bound, of either kind
-_MOST_DIGITS = 9  # behind its point: what the expressions below take
+_MOST_NATS = 50.0  # whose exponential is finite
+_MOST = 10.0  # maximum bound of either kind
+_MOST_DIGITS = 9  # decimals that the expressions below accept
 _PERCENT, _NATS = re.compile(r"([0-9.]{1,12})\s?%"), re.compile(r"kl:([0-9.]{1,12}(?:e-?[0-9]{1,2})?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class MaxLoss:
-    """kind: KL, in nats a token; or PERPLEXITY, of which it is the growth beside the source's (0.01 is 1 %): on the
-    text, or on text as the source itself would write it, where it is exp(KL) - 1, whichever is larger. On one text it
-    may fall by luck, and then it says nothing of what was lost
+    """A bound on the loss. kind: KL in nats per token, or PERPLEXITY: its relative growth (0.01 is 1 %).
+
+    The growth is the larger of that on the text and that on text written by the source itself, exp(KL) - 1: on one text
+    perplexity may fall by chance, which says nothing about the loss.
     """
 
     kind: str
@@ -35,7 +36,7 @@ class MaxLoss:
 
     @classmethod
     def parse(cls, text: str) -> "MaxLoss":
-        """ "1%" or "kl:0.01". raises ConfigError"""
+        """Parse "1%" or "kl:0.01". raises ConfigError"""
         for kind, pattern, unit in ((PERPLEXITY, _PERCENT, 0.01), (KL, _NATS, 1.0)):
             result = pattern.fullmatch(text.strip())
             number = result[1] if result else "."
@@ -52,11 +53,11 @@ class MaxLoss:
         return max(loss.perplexity / loss.source_perplexity, math.exp(min(loss.kl, _MOST_NATS))) - 1
 
     def format_value(self, value: float) -> str:
-        """A loss of this kind: "+0.83 %" or "0.0123"."""
+        """Format a loss of this kind: "+0.83 %" or "0.0123"."""
         return f"{100 * value:+.3g} %" if self.kind == PERPLEXITY else f"{value:.3g}"
 
     def as_flag(self, value: float) -> str | None:
-        """A loss of this kind as `parse` reads it, rounded up to about three digits; None for one beyond all bounds."""
+        """Format a loss for `parse`, rounded up to about three digits; None if it exceeds the maximum bound."""
         unit, form = (0.01, "{}%") if self.kind == PERPLEXITY else (1.0, "kl:{}")
         if value > _MOST:
             return None
@@ -68,15 +69,17 @@ class MaxLoss:
 
 @dataclass(frozen=True, slots=True)
 class LossBoundSearch:
-    """mixes: cheapest first; measured: losses by number; cheapest: number of the cheapest mix within the bound"""
+    """Result. mixes: cheapest first; measured: losses by mix number; cheapest: number of the best mix in bounds"""
 
     mixes: Sequence[Mix]
     measured: Mapping[int, float]
     cheapest: int
 
     def predicted(self, number: int) -> float | None:
-        """In the bound's unit: what statistics say of it, times what fits those that were measured best; None where
-        these say nothing, as of losses below zero."""
+        """Predict a mix's loss in the bound's unit: the statistics' loss, scaled to fit the measured mixes.
+
+        None if the measurements allow no fit, e.g. with losses below zero.
+        """
         pairs = [(self.mixes[n].loss, loss) for n, loss in self.measured.items()]
         ratios = [loss / raw for raw, loss in pairs if raw > 0 and loss > 0]
         return float(np.exp(np.mean(np.log(ratios)))) * self.mixes[number].loss if ratios else None
@@ -85,7 +88,7 @@ class LossBoundSearch:
 def candidates(
     losses: Mapping[str, Mapping[str, float]], costs: Mapping[str, Mapping[str, float]]
 ) -> dict[str, list[Candidate]]:
-    """By layer, every format that both know."""
+    """Return the candidates by layer: all formats with both a loss and a cost."""
     return {
         layer: [Candidate(format, costs[layer][format], loss) for format, loss in of.items()]
         for layer, of in losses.items()
@@ -93,14 +96,14 @@ def candidates(
 
 
 def searched(mixes: Sequence[Mix], bound: MaxLoss, measure: Callable[[int, Mix], float]) -> LossBoundSearch:
-    """Measures a mix in the middle of those that are left, and goes on below it or above, until one is found.
+    """Bisect: measure the middle one of the remaining mixes, and continue below or above it.
 
-    Which mix is measured next depends on nothing but whether the ones before were within: so a looser bound, with
-    the same costs, never ends at a dearer mix, however unevenly losses were measured.
-    measure: of a mix and its number. raises ConfigError where none that was measured is within, with the best of them
+    The next mix depends only on whether the previous ones were within the bound. So with the same costs a looser bound
+    never yields a more expensive mix, however noisy the measurements are.
+    measure: called with a mix's number and the mix. raises ConfigError if no measured mix is within the bound
     """
     measured: dict[int, float] = {}
-    low, high = 0, len(mixes)  # the answer is in low .. high; `high` itself is within, or beyond the last
+    low, high = 0, len(mixes)  # the answer is in low .. high; `high` itself is within the bound, or past the last mix
     while low < high:
         middle = (low + high) // 2
         measured[middle] = measure(middle, mixes[middle])
@@ -121,5 +124,5 @@ def searched(mixes: Sequence[Mix], bound: MaxLoss, measure: Callable[[int, Mix],
 
 
 def compressed(mixes: Sequence[Mix], floats: str) -> list[Mix]:
-    """Without those that leave every layer as it is."""
+    """Return the mixes that compress at least one layer."""
     return [mix for mix in mixes if any(c.format != floats for c in mix.chosen.values())]

@@ -1,6 +1,6 @@
-"""Which layer gets which format, so that all together lose least within a budget: a knapsack, by gain for each cost.
+"""Chooses a format per layer to minimize the total loss within a budget: a knapsack, greedy by gain per cost.
 
-Costs are bits, bytes or seconds: whatever adds up over the layers.
+Costs are bits, bytes or seconds: anything that adds up over layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from millrace.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One format of one layer. cost: of the whole matrix; loss: of the model, as far as losses add up"""
+    """One format of one layer. cost: of the whole matrix; loss: contribution to the model's, assuming additivity"""
 
     format: str
     cost: float
@@ -21,9 +21,9 @@ class Candidate:
 
 
 class _Step(NamedTuple):
-    """From one candidate of a layer to the next better one on its hull."""
+    """A step from one candidate of a layer to the next better one on its convex hull."""
 
-    gain: float  # for each unit of cost
+    gain: float  # per unit of cost
     layer: str
     to: Candidate
     cost: float
@@ -31,7 +31,7 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A format for each layer, and the sums over them."""
+    """A format per layer, and the sums over the layers."""
 
     cost: float
     loss: float
@@ -46,11 +46,12 @@ Layers = Mapping[str, Sequence[Candidate]]
 
 
 def mixed(layers: Layers, budget: float, unit: str = "bits") -> dict[str, Candidate]:
-    """One candidate for each layer, within the budget: from the cheapest of each, the step of most gain for its cost
-    first, and what does not fit is passed over.
+    """Choose a candidate per layer within the budget.
 
-    With more budget than that of one step beside it, no choice is better by more than that step's gain.
-    raises ConfigError where even the cheapest do not fit
+    Starts with the cheapest of each layer, then takes steps in order of gain per cost, skipping those that do not fit.
+
+    The loss exceeds the optimum's by at most the gain of one step.
+    raises ConfigError if even the cheapest candidates do not fit
     """
     chosen, steps = _steps(layers)
     left = budget - sum(c.cost for c in chosen.values())
@@ -69,10 +70,10 @@ def mixed(layers: Layers, budget: float, unit: str = "bits") -> dict[str, Candid
 
 
 def frontier(layers: Layers, most: int) -> list[Mix]:
-    """At most so many mixes, from the cheapest of all to the one that loses least, evenly by number of steps.
+    """Return at most `most` mixes, from the cheapest to the one with the least loss, evenly spaced by number of steps.
 
-    Each is the best for its own cost: no other choice has that cost or less and loses less (the hull of all choices
-    is the sum of the layers' hulls). Of two neighbours the later keeps or betters every layer's format.
+    Each is optimal for its cost: no other choice has at most that cost and less loss (the hull of all choices is the
+    sum of the layers' hulls). Each mix keeps or improves every layer's format of the previous one.
     """
     chosen, steps = _steps(layers)
     every = max(1, -(-len(steps) // max(most - 1, 1)))
@@ -85,7 +86,7 @@ def frontier(layers: Layers, most: int) -> list[Mix]:
 
 
 def _steps(layers: Layers) -> tuple[dict[str, Candidate], list[_Step]]:
-    """The cheapest of each layer, and all steps up from there: most gain first, and so each layer's in their order."""
+    """Return the cheapest candidate per layer, and all steps from there, by gain per cost (also in order per layer)."""
     hulls = {layer: _hull(candidates) for layer, candidates in layers.items()}
     steps = [
         _Step((a.loss - b.loss) / (b.cost - a.cost), layer, b, b.cost - a.cost)
@@ -96,7 +97,7 @@ def _steps(layers: Layers) -> tuple[dict[str, Candidate], list[_Step]]:
 
 
 def _hull(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """From the cheapest on, those of which each gains more for its cost than going on to any later one would."""
+    """Return the convex hull of candidates, cheapest first: gain per cost decreases from step to step."""
     result: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.cost, c.loss)):
         if result and candidate.loss >= result[-1].loss:

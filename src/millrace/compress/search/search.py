@@ -1,4 +1,4 @@
-"""The whole way from a bound on the loss to a folder within it: formats tried, costs taken, mixes made and measured."""
+"""Mixed-precision search: from a bound on the loss to a folder within it. Tries formats, then measures mixes."""
 
 import json
 import shutil
@@ -24,12 +24,12 @@ from millrace.compress.search.mixed_precision import Mix, frontier
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.text_windows import Windows
 
-RECIPE = "recipe.json"  # in the folder: what to give to --recipe for the same again
+RECIPE = "recipe.json"  # in the folder: the --recipe that reproduces it
 
 
 @dataclass(frozen=True, slots=True)
 class SearchGoal:
-    """rows: of a step whose time counts; 0 for bytes. isa, threads: on which it is timed"""
+    """What to minimize. rows: of the step to time; 0 to minimize bytes. isa, threads: to time with"""
 
     bound: MaxLoss
     target: CompressionTarget
@@ -40,7 +40,7 @@ class SearchGoal:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Of one text: windows by which a mix is chosen, and others to prove it on; None where there are no more."""
+    """Windows of one text for choosing a mix, and held-out ones to verify it; None if there are no more."""
 
     of: Calibration
     choice: Windows
@@ -49,8 +49,10 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """choice: the loss by which the mix was found; proof: of the same mix on windows that no mix was chosen by, None
-    where the text has no more; floats: what the layers cost as they are, in the unit of costs"""
+    """choice: the mix's loss on the windows used to choose it; proof: its loss on held-out windows, if there are any.
+
+    floats: cost of the uncompressed layers, in the unit of costs
+    """
 
     goal: SearchGoal
     result: CompressionResult
@@ -61,7 +63,7 @@ class SearchResult:
 
     @property
     def loss(self) -> Loss:
-        """What is to be said of the mix: what chose among mixes is in favour of the one that it chose."""
+        """Return the loss to report: the held-out one if possible, because choosing biases the other."""
         return self.proof or self.choice
 
     @property
@@ -74,11 +76,11 @@ def search(
     progress: Progress,
     shelf: RoundedMatrixStore | None = None,
 ) -> SearchResult:  # fmt: skip
-    """Writes the folder `out`, which must not exist, with the recipe that makes it again.
+    """Write the folder `out`, which must not exist, with the recipe that reproduces it.
 
-    job: says which layers there are; texts: that losses are measured on, others than that of the statistics
-    shelf: where formats that were tried are kept; None: nowhere
-    raises ConfigError where no mix is within the bound, and as `compress`
+    job: determines the layers; texts: to measure losses on, different from the text of the statistics
+    shelf: store for rounded matrices; None: they are not kept
+    raises ConfigError if no mix is within the bound, and as `compress`
     """
     with staging_folder(out, "search") as work:
         shelf = shelf or RoundedMatrixStore(work / "formats")
@@ -103,7 +105,7 @@ def _proven(source: Checkpoint, folder: Path, texts: "Texts", progress: Progress
 
 
 def most_bytes(job: CompressionPlan) -> int:
-    """That a search has on the disk at most: all matrices rounded, and two folders, as large as floats are."""
+    """Estimate peak disk space of a search: all rounded matrices, and two folders as large as with floats."""
     layers = sum(max(bytes_of(job, layer, f) for f in (FLOAT, "int8")) for layer in job.layers)
     rest = job.bytes_after - sum(bytes_of(job, layer, "int8") for layer in job.layers)
     return shelf_bytes(job) + 2 * (layers + rest)
@@ -115,9 +117,9 @@ def _formats(mix: Mix) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Trials:
-    """Mixes that are made and measured.
+    """Writes and measures mixes.
 
-    places: the shelf, and where folders go; kept: of those within the bound the last, which is the cheapest so far
+    places: the store and the parent of folders; kept: the last mix within the bound, the cheapest so far
     """
 
     job: CompressionPlan
@@ -149,14 +151,17 @@ class _Trials:
 
 
 def _record(folder: Path, result: SearchResult, statistics: CalibrationStatistics) -> None:
-    """The recipe, and in what is recorded of the folder the search."""
+    """Write the recipe, and add the search to the folder's record."""
     (folder / RECIPE).write_text(json.dumps(to_dict(result.result.job.recipe), indent=1) + "\n")
     write_page(folder, {**described(result), "loss": asdict(result.loss), "statistics": statistics.about.recorded})
 
 
 def described(result: SearchResult) -> dict[str, Any]:
-    """The search as JSON has it. Costs are bytes, or seconds of all layers' products; choice: the loss by which the mix
-    was found, proven: what its bound is about, on other windows"""
+    """Return the search for the record.
+
+    Costs are bytes, or seconds of all layers' matmuls; choice: the loss on the windows used to choose the mix;
+    proven: on held-out windows
+    """
     goal, search_ = result.goal, result.search
     timed = {"rows": goal.rows, "isa": goal.isa, "threads": goal.threads} if goal.rows else {}
     mixes: list[Mapping[str, object]] = [
