@@ -1,1 +1,1 @@
-"""How good an engine's answers are: perplexity of a text, and how far its distributions are from another engine's."""
+"""Evaluates accuracy: perplexity, KL divergence from another engine, and answers to questions."""

@@ -1,4 +1,4 @@
-"""The text on which precisions are measured: the bundled one, or a file of the user's."""
+"""The text that precisions are measured on: the bundled one, or a user's file."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -14,22 +14,22 @@ from millrace.evaluate.sizes import LENGTH, SHORTEST
 from millrace.evaluate.text_files import read_text
 from millrace.evaluate.text_windows import Windows, windows_of
 
-TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
-VARIED = 4  # different tokens: of one letter again and again, 4 bits would be judged as good as 32
-_UNSCORED = 4  # a fourth of each window is only context: half of it, as for perplexities, would waste what is computed
+TOKENS = 3 * LENGTH  # maximum to read of a text: takes about a minute with a model of 1B parameters
+VARIED = 4  # minimum of different tokens: on a single repeated letter, 4 bits would seem as good as 32
+_UNSCORED = 4  # a quarter of each window is only context; half, as for perplexities, would waste computation
 _MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """file: None for the bundled text."""
+    """A calibration text. file: None for the bundled one"""
 
     content: str
     file: Path | None = None
 
     @classmethod
     def open(cls, file: str | None) -> "Calibration":
-        """raises ConfigError for what is no text, or too long"""
+        """Read a text. raises ConfigError if the file is no text, or too long"""
         if file is None:
             return cls((BUNDLED / "calibration.txt").read_text(encoding="utf-8"))
         expected = f"a text of some pages: {TOKENS:,} tokens of it are read"
@@ -44,21 +44,21 @@ class Calibration:
         return hashlib.blake2b(self.content.encode(), digest_size=16).hexdigest()
 
     def windows(self, tokenizer: Tokenizer, max_context: int) -> Windows:
-        """Windows of the same length, spread evenly over the text; short where the context, or the bundled text, is.
+        """Return windows of equal length, spread evenly over the text; shorter if the context or the bundled text is.
 
         raises as `every`
         """
         return _some(self.every(tokenizer, max_context))
 
     def held_out(self, tokenizer: Tokenizer, max_context: int) -> Windows | None:
-        """As many others of the same text, none of which has the words of those; None where there are no more."""
+        """Return as many other windows of the text that do not overlap with those; None if there are not enough."""
         every = self.every(tokenizer, max_context)
         used = {ids.tobytes() for ids in _some(every).ids}
         left = [ids for ids in every.ids if ids.tobytes() not in used]
         return _some(replace(every, ids=np.stack(left))) if left else None
 
     def every(self, tokenizer: Tokenizer, max_context: int) -> Windows:
-        """All that the text fills. raises ConfigError where it fills none, or the context is too short for any"""
+        """Return all windows of the text. raises ConfigError if the text, or the context, is too short for one"""
         if max_context < SHORTEST:
             raise ConfigError(
                 f"a context of {max_context} tokens is too short to measure a precision in", f"at least {SHORTEST}",
@@ -73,7 +73,7 @@ class Calibration:
                 f"{text} has {len(ids)} tokens of this model", f"at least {length}, one window", "give a longer text"
             )
         result = replace(windows_of(tokenizer, ids, length), first=length // _UNSCORED)
-        if (different := len(np.unique(result.ids[:, 1:]))) < VARIED:  # the first may be the tokenizer's own
+        if (different := len(np.unique(result.ids[:, 1:]))) < VARIED:  # the first may be added by the tokenizer
             raise ConfigError(
                 f"{text} has {different} different tokens of this model: any precision predicts them",
                 f"at least {VARIED}, as running text has", "give a text like those that the model will read",

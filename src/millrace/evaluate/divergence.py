@@ -1,4 +1,4 @@
-"""Engines beside a reference on the same text: perplexity, KL divergence, and how often the likeliest token agrees."""
+"""Compares engines with a reference on the same text: perplexity, KL divergence, and top-1 agreement."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.executor import ExecutorLimits, IntArray, StateSlots, StepInputs, plain_rows
 from millrace.errors import MachineError, RequestError
 
-LogProbs = NDArray[np.float32]  # (predicted tokens, vocabulary), natural
+LogProbs = NDArray[np.float32]  # (predicted tokens, vocabulary), natural logarithms
 Values = NDArray[np.float64]
-Reader = Callable[[NDArray[np.int32], int], LogProbs]  # of ids and `first`: `log_probabilities` of some engine
-Progress = Callable[[int, int], None]  # sequences done, of so many
+Reader = Callable[[NDArray[np.int32], int], LogProbs]  # (ids, first) -> `log_probabilities` of some engine
+Progress = Callable[[int, int], None]  # sequences done, total
 
 
 class Runs(Protocol):
-    """What runs steps of a language model, and keeps the logits of the last one: an executor, or a last piece."""
+    """Runs steps of a language model and keeps the logits of the last one: an executor, or a model's last piece."""
 
     limits: ExecutorLimits
 
@@ -27,12 +27,15 @@ class Runs(Protocol):
     def output(self, name: str) -> NDArray[np.generic]: ...
 
 
-BLOCK = 1 << 22  # elements of log probabilities that are held in float64 at a time
+BLOCK = 1 << 22  # elements of log probabilities to convert to float64 at a time
 
 
 class Tokens(NamedTuple):
-    """Of predicted tokens, (n,) each: the nats that it costs, here and by the reference; KL(reference || this) of the
-    distributions at its place; whether their likeliest token is the same."""
+    """Values of predicted tokens, (n,) each.
+
+    They are the loss in nats of the model and of the reference, KL(reference || model) of the distributions at that
+    position, and whether their top-1 tokens agree.
+    """
 
     loss: Values
     reference_loss: Values
@@ -41,7 +44,7 @@ class Tokens(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """error: standard, as if all values were independent, which llama-perplexity takes them for; None of one value"""
+    """A mean. error: standard error, assuming independent values like llama-perplexity; None for a single value"""
 
     value: float
     error: float | None
@@ -52,11 +55,11 @@ class Mean(NamedTuple):
         return cls(float(values.mean()), float(values.std(ddof=1)) / n**0.5 if n > 1 else None)
 
     def through(self, value: float, slope: float) -> "Mean":
-        """Of a function of it. value: the function's; slope: its derivative there"""
+        """Propagate to a function of the mean. value: the function's; slope: its derivative there"""
         return Mean(value, None if self.error is None else abs(slope) * self.error)
 
     def exp(self) -> "Mean":
-        """Infinite where no float64 holds it, as of words that are pages long."""
+        """Return the exponential; infinite if it overflows, as for words that are pages long."""
         with np.errstate(over="ignore"):
             value = float(np.exp(self.value))
         return self.through(value, value)
@@ -64,7 +67,7 @@ class Mean(NamedTuple):
 
 @dataclass(slots=True)
 class DivergenceScore:
-    """Predicted tokens beside the reference's; `add` takes more of them. Some 25 bytes a token."""
+    """Comparison of predicted tokens with the reference's, extended by `add`. Uses about 25 bytes per token."""
 
     parts: list[Tokens] = field(default_factory=list)
 
@@ -73,7 +76,7 @@ class DivergenceScore:
 
     @property
     def tokens(self) -> Tokens:
-        """All of them."""
+        """Return the values of all tokens."""
         return Tokens(*map(np.concatenate, zip(*self.parts, strict=True)))
 
     @property
@@ -86,17 +89,17 @@ class DivergenceScore:
 
     @property
     def ratio(self) -> float:
-        """Of the perplexities, this to the reference's."""
+        """Return the ratio of the perplexities, the model's to the reference's."""
         return float(np.exp((self.tokens.loss - self.tokens.reference_loss).mean()))
 
     @property
     def mean_kl(self) -> float:
-        """KL(reference || this) in nats a token."""
+        """Return the mean KL(reference || model) in nats per token."""
         return float(self.tokens.divergence.mean())
 
     @property
     def agreement(self) -> float:
-        """Share of positions where the likeliest token is the reference's."""
+        """Return the share of positions with the same top-1 token as the reference."""
         return float(self.tokens.same.mean())
 
 
@@ -116,9 +119,9 @@ def compared(
     reference: Reader, candidates: Mapping[str, Reader], sequences: Sequence[NDArray[np.int32]], first: int,
     progress: Progress | None = None,
 ) -> dict[str, DivergenceScore]:  # fmt: skip
-    """Each of the others beside the reference, which may be one of them: memory holds what is read of one sequence.
+    """Compare each candidate with the reference, which may be one of them. Memory: the results of one sequence.
 
-    first: tokens behind this position are predicted. raises what the readers raise
+    first: tokens after this position are predicted. raises the readers' errors
     """
     scores = {name: DivergenceScore() for name in candidates}
     for done, ids in enumerate(sequences):
@@ -131,9 +134,9 @@ def compared(
 
 
 def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> LogProbs:
-    """Of what follows each token of a sequence from position `first` on, but for the last: (n - 1 - first, vocabulary).
+    """Return log probabilities of the tokens after position `first`: (n - 1 - first, vocabulary).
 
-    raises RequestError where the executor's context, pages or vocabulary are too small
+    raises RequestError if the executor's context, pages or vocabulary are too small
     """
     log_probs = np.empty((len(ids) - 1 - first, executor.limits.vocab_size), np.float32)
     for at, rows in _steps(executor, ids, first):
@@ -142,9 +145,9 @@ def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> Log
 
 
 def losses(executor: Runs, ids: NDArray[np.int32], first: int) -> Values:
-    """The nats that each token behind position `first` costs: (n - 1 - first,), with one step's rows in memory.
+    """Return the loss in nats of each token after position `first`: (n - 1 - first,). Memory: one step's rows.
 
-    raises as `log_probabilities`, and MachineError where one is not finite
+    raises as `log_probabilities`, and MachineError if a loss is not finite
     """
     log_probs, targets = np.empty(len(ids) - 1 - first), ids[first + 1 :]
     for at, rows in _steps(executor, ids, first):
@@ -162,7 +165,7 @@ def not_finite() -> MachineError:
 
 
 def _steps(executor: Runs, ids: NDArray[np.int32], first: int) -> Iterator[tuple[int, LogProbs]]:
-    """(number of the first row, rows) of each step that has some. raises RequestError"""
+    """Yield (number of the first row, rows) of each step that has rows. raises RequestError"""
     limits = executor.limits
     n, room = len(ids), limits.context_tokens
     if n - 1 > room or ids.max() >= limits.vocab_size:
@@ -183,7 +186,7 @@ def _steps(executor: Runs, ids: NDArray[np.int32], first: int) -> Iterator[tuple
 
 
 def log_softmax(logits: NDArray[np.generic]) -> LogProbs:
-    """(rows, vocabulary); sums in float64."""
+    """Return log probabilities, (rows, vocabulary); sums are float64."""
     x = logits.astype(np.float32)
     x -= x.max(axis=1, keepdims=True)
     total = np.exp(x).sum(axis=1, dtype=np.float64)
@@ -192,7 +195,7 @@ def log_softmax(logits: NDArray[np.generic]) -> LogProbs:
 
 
 def step_of(ids: NDArray[np.int32], at: int, end: int, rows: Sequence[int]) -> StepInputs:
-    """Tokens at .. end of the one sequence that there is. rows: those whose logits are wanted"""
+    """Return a step with tokens at .. end of a single sequence. rows: tokens whose logits are needed"""
     return packed_step([(ids[at:end], at, range(-(-end // PAGE_TOKENS)))], rows)
 
 

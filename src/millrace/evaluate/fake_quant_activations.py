@@ -1,7 +1,7 @@
-"""What a checkpoint's FP8 activations would do to its answers: no kernel here multiplies them, the reference does.
+"""Simulates a checkpoint's FP8 activations with the reference engine, because no kernel here supports them.
 
-The interpreter computes a text in float64, piece by piece as in piecewise_forward.py. Rows that the checkpoint stores
-as E4M3 are rounded to it, each by the scale of its own largest value, as engines with FP8 arithmetic do at run time.
+The interpreter processes a text in float64, piece by piece as in piecewise_forward.py. Activations that the checkpoint
+specifies as E4M3 are rounded to it, each row with the scale of its largest value, like in engines with FP8 arithmetic.
 """
 
 import numpy as np
@@ -19,14 +19,14 @@ from millrace.graph.types import Graph
 
 
 def fp8_rows(source: Source) -> frozenset[str]:
-    """The linear layers whose activations the checkpoint means to be E4M3, with a scale for each token."""
+    """Return the linear layers whose activations the checkpoint specifies as E4M3 with a scale per token."""
     return frozenset(name for name, matrix in source.stored.items() if matrix.fp8_rows)
 
 
 def read_with_fp8(source: Source, options: BuildOptions, text: Windows, progress: Progress) -> ReadText:
-    """As pieces.read, with such activations in all pieces but the last, which has the head.
+    """Like `piecewise_forward.read`, with FP8 activations in all pieces except the last, which has the head.
 
-    options: for steps of a whole window. raises CheckpointError for broken weights
+    options: for steps of a whole window. raises CheckpointError if weights are broken
     """
     *body, _ = reference_pieces(source, options)
     programs = tuple(plan_pieces(source, options))
@@ -40,7 +40,7 @@ def read_with_fp8(source: Source, options: BuildOptions, text: Windows, progress
 def _through(
     piece: Graph, source: Source, options: BuildOptions, text: Windows, carried: NDArray[np.float32] | None
 ) -> NDArray[np.float32]:
-    """What the piece carries on: (W, n, ...)"""
+    """Return the outputs of a piece, (W, n, ...)."""
     chosen, length = resolve_options(source, options), int(text.ids.shape[1])
     pages = np.arange(-(-length // PAGE_TOKENS), dtype=np.int32)
     interpreter = Interpreter(

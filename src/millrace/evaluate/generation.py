@@ -1,4 +1,4 @@
-"""A model answers in its own words, greedily, and what it says is matched with what is right."""
+"""Questions answered with greedily generated text, which is matched against the right answers."""
 
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,16 +18,16 @@ from millrace.evaluate.questions import AskedLine, Numbered, Questions
 from millrace.evaluate.resumable_results import RIGHT, Key, ResumableResults
 from millrace.evaluate.safe_regex import Pattern
 
-_AT_ONCE = 512  # prompts that wait for their turn
-# A sign is one where nothing stands before it: 10-3 and 2024-05 have none. Commas only between thousands.
+_AT_ONCE = 512  # prompts submitted at a time
+# A sign counts only if nothing precedes it: 10-3 and 2024-05 have none. Commas only between thousands.
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
-Judge = Callable[[str], bool | None]  # None: that could not be told, and the answer counts as wrong
-Render = Callable[[Sequence[Mapping[str, object]]], list[int]]  # a conversation through the model's chat template
+Judge = Callable[[str], bool | None]  # None: undecided, and the answer counts as wrong
+Render = Callable[[Sequence[Mapping[str, object]]], list[int]]  # renders a conversation with the model's chat template
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """One question, as tokens. cut: the prompt's beginning was left out"""
+    """A question as tokens. cut: whether the prompt's beginning was dropped"""
 
     key: Key
     ids: Sequence[int]
@@ -38,12 +38,12 @@ class GenerationTask:
     id: str
 
 
-# (number of one, its answer), as each is through; it is closed where no more is wanted
+# (index, answer) as each finishes; closed if no more are needed
 Generates = Callable[[Sequence[GenerationTask]], Generator[tuple[int, str], None, None]]
 
 
 class GeneratedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """text: of the answer; cut, id: as of `Chosen`; gave_up: whether it is right could not be told"""
+    """A generated answer. cut, id: as in `ChosenAnswer`; gave_up: whether matching was undecided"""
 
     group: str
     number: int
@@ -63,14 +63,14 @@ class GeneratedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 def judges(questions: Questions) -> list[Judge]:
-    """One for each line. raises ConfigError for an answer that cannot be matched in its way"""
+    """Return a judge for each line. raises ConfigError if an answer is invalid for its kind of match"""
     return [_judge(one) for one in questions.lines]
 
 
 def asks(
     questions: Questions, judged: Sequence[Judge], tokenizer: Tokenizer, render: Render, room: int
 ) -> Iterator[GenerationTask]:
-    """room: tokens of the context. raises ConfigError for an answer that may be longer than it"""
+    """Yield tasks. room: tokens of the context. raises ConfigError if an answer may be longer than that"""
     for one, judge in zip(questions.lines, judged, strict=True):
         line = one.line
         assert isinstance(line, AskedLine)
@@ -94,7 +94,7 @@ def answer(
     results: ResumableResults[GeneratedAnswer],
     progress: Progress,
 ) -> None:
-    """Those that `kept` has not, each kept as soon as it is there. n: how many there are in all"""
+    """Answer the tasks that `results` lacks, and store each answer at once. n: number of all tasks"""
     left = (ask for ask in tasks if ask.key not in results.records)
     progress("answering", len(results.records), n)
     while some := list(islice(left, _AT_ONCE)):
@@ -135,7 +135,7 @@ def _matches(patterns: Sequence[Pattern], text: str) -> bool | None:
 
 
 def _ends_with_number(answers: Sequence[Decimal], text: str) -> bool:
-    """The last number of the text, whatever stands behind it: $1,234.50 is 1234.5."""
+    """Whether the last number in the text is one of the answers, whatever follows it; $1,234.50 is 1234.5."""
     result = _NUMBER.findall(text)
     return bool(result) and _value(result[-1]) in answers
 

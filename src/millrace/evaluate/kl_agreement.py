@@ -1,4 +1,4 @@
-"""How far a model's distributions are from a reference's on a text, as `llama-perplexity --kl-divergence` tells it."""
+"""Compares a model's distributions with a reference's on a text, like `llama-perplexity --kl-divergence`."""
 
 from dataclasses import dataclass
 
@@ -19,12 +19,12 @@ from millrace.evaluate.divergence import (
 from millrace.evaluate.resumable_results import Key, ResumableResults
 from millrace.evaluate.text_windows import Windows
 
-_MOST_BYTES = 2 << 30  # of the log probabilities of one window, by both models
-_DIGITS = 9  # behind the point, of what is kept: far below what float32 can tell
+_MOST_BYTES = 2 << 30  # limit for the log probabilities of one window, of both models
+_DIGITS = 9  # stored decimals: far below the resolution of float32
 
 
 class AgreementReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one window, a value for each token that is scored; see `Tokens`."""
+    """The values of each scored token of a window; see `Tokens`."""
 
     number: int
     loss: list[float]
@@ -44,8 +44,10 @@ class AgreementReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """loss: ln of the perplexity; divergence: KL(reference || model) in nats; change: of the probability of the token
-    that came; at: the divergence that a share of all tokens keeps below"""
+    """divergence: KL(reference || model) in nats; change: of the probability of the actual token.
+
+    at: quantiles of the divergence, by share of tokens
+    """
 
     n: int
     perplexity: Mean
@@ -53,7 +55,7 @@ class Agreement:
     ratio: Mean  # of the perplexities
     divergence: Mean
     at: dict[float, float]
-    same: Mean  # share of positions whose likeliest token is the same
+    same: Mean  # share of positions with the same top-1 token
     change: Mean
     rms_change: Mean
 
@@ -62,7 +64,7 @@ _SHARES = (0.5, 0.99, 1.0)
 
 
 def agreement(tokens: Tokens) -> Agreement:
-    """At least one token."""
+    """Summarize tokens, at least one."""
     loss, reference, divergence, same = tokens
     change = np.exp(-loss) - np.exp(-reference)
     squares = Mean.of(np.square(change))
@@ -76,8 +78,8 @@ def agreement(tokens: Tokens) -> Agreement:
 
 
 def check_window(length: int, vocab_size: int) -> None:
-    """raises ConfigError for a window whose scored half takes too much memory"""
-    row = 2 * 4 * vocab_size  # bytes, of a token in float32
+    """Raise ConfigError if the scored half of a window takes too much memory."""
+    row = 2 * 4 * vocab_size  # bytes per token, in float32
     row_bytes, fitting = (length - 1 - length // 2) * row, 2 * (_MOST_BYTES // row) + 2
     if row_bytes > _MOST_BYTES:
         raise ConfigError(
@@ -94,9 +96,9 @@ def compare(
     results: ResumableResults[AgreementReport],
     progress: Progress,
 ) -> Tokens:
-    """All tokens of the first `limit` windows: those windows that `kept` has not are read now, by both.
+    """Compare all tokens of the first `limit` windows; runs both models on the windows that the results lack.
 
-    raises RequestError where an executor cannot read a window, MachineError for what is not finite
+    raises RequestError if an executor cannot process a window, MachineError if values are not finite
     """
     windows = text.ids[:limit]
     for number, ids in enumerate(windows):

@@ -1,7 +1,7 @@
-"""How likely texts are to go on in given ways: what multiple-choice tasks ask of a language model.
+"""Likelihoods of given endings after a context, for multiple-choice tasks.
 
-Contexts that begin alike are computed once from there: those of one call share the whole pages of KV cache that all of
-them begin with, and the state after them. Any number of sequences go through a step, each in pages of its own.
+Common prefixes are computed once: all contexts of a call share the full KV pages of their common prefix, and the state
+after it. A step may have any number of sequences, each with separate pages.
 """
 
 from collections import Counter, deque
@@ -14,12 +14,12 @@ from millrace.engine.executor import ExecutorLimits, IntArray, StateSlots
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, Runs, log_softmax, packed_step
 
-_BEGIN_SLOT = 0  # of the state after what all begin with
+_BEGIN_SLOT = 0  # the slot of the state after the common prefix
 
 
 @dataclass(frozen=True, slots=True)
 class LikelihoodQuestion:
-    """A context of at least one token, and the ways in which it may go on, of at least one token each."""
+    """A context of at least one token, and its possible endings of at least one token each."""
 
     context: Sequence[int]
     endings: Sequence[Sequence[int]]
@@ -27,7 +27,7 @@ class LikelihoodQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """logprob: of the whole ending, natural; greedy: each of its tokens is the likeliest at its place"""
+    """logprob: natural, of the whole ending; greedy: whether each of its tokens is the top-1 token"""
 
     logprob: float
     greedy: bool
@@ -35,22 +35,21 @@ class Likelihood:
 
 @dataclass(slots=True)
 class _Sequence:
-    """ids are read; row i of those that are asked for gives what follows ids[first + i]."""
+    """A sequence to process; row i of its logits predicts the token after ids[first + i]."""
 
     ids: IntArray
     first: int
-    targets: list[tuple[int, int, int]]  # (number of the ending, row, token)
+    targets: list[tuple[int, int, int]]  # (index of the ending, row, token)
     questions: int
-    at: int = 0  # tokens that are done, the shared ones among them
-    pages: list[int] = field(default_factory=list)  # its own, behind the shared ones
-    slot: int = -1  # of its states, while it is computed; -1: it has none
+    at: int = 0  # tokens done, including shared ones
+    pages: list[int] = field(default_factory=list)  # its own pages, after the shared ones
+    slot: int = -1  # of its state, while it runs; -1: none
 
 
 def likelihoods(executor: Runs, questions: Sequence[LikelihoodQuestion]) -> Iterator[tuple[int, list[Likelihood]]]:
-    """(number of a context, its endings' in their order), as soon as each is known, in any order.
+    """Yield (index of a context, likelihoods of its endings) as each is known, in any order.
 
-    raises RequestError, before anything runs, where one is longer than the executor's context or pages, or has a token
-    that is none
+    raises RequestError, before anything runs, if one exceeds the executor's context or pages, or has an invalid token
     """
     sequences = list(_sequences(questions))
     _check(executor.limits, sequences)
@@ -70,7 +69,7 @@ def likelihoods(executor: Runs, questions: Sequence[LikelihoodQuestion]) -> Iter
 
 
 def _sequences(questions: Sequence[LikelihoodQuestion]) -> Iterator[_Sequence]:
-    """Endings of one token are read off one row; of longer ones each is a sequence of its own."""
+    """Yield sequences: all endings of a single token share one row; each longer ending is a separate sequence."""
     for i, one in enumerate(questions):
         if not len(one.context) or not all(map(len, one.endings)):
             raise RequestError("a context or an ending is empty", "at least one token of each", "leave it out")
@@ -97,7 +96,7 @@ def _check(limits: ExecutorLimits, sequences: Sequence[_Sequence]) -> None:
 
 
 class _Run:
-    """Steps over all sequences: what all begin with first, then in each step as much of the next ones as fits."""
+    """Runs all sequences: first their common prefix, then in each step as much of the next ones as fits."""
 
     def __init__(self, executor: Runs, sequences: Sequence[_Sequence]) -> None:
         self._executor, self._limits, self._waiting = executor, executor.limits, deque(sequences)
@@ -109,7 +108,7 @@ class _Run:
         self._begin = sequences[0].ids[: self._n_shared] if self._n_shared else np.zeros(0, np.int32)
 
     def steps(self) -> Iterator[tuple[list[_Sequence], list[tuple[_Sequence, int, LogProbs]]]]:
-        """Of each step: the sequences that it ended, and (sequence, number of the first row, log probabilities)."""
+        """Yield per step: finished sequences, and (sequence, number of the first row, log probabilities)."""
         for at in range(0, self._n_shared, self._limits.max_step_tokens):
             end = min(self._n_shared, at + self._limits.max_step_tokens)
             states = self._states([_BEGIN_SLOT], [_BEGIN_SLOT])
@@ -146,7 +145,7 @@ class _Run:
         return StateSlots(np.array(read, np.int32), np.array(write, np.int32)) if self._limits.n_slots else None
 
     def _next(self) -> list[tuple[_Sequence, int]]:
-        """(sequence, where this step ends it), in their order; all but the last are ended by it."""
+        """Return (sequence, its end in this step) in order; all except the last one finish in this step."""
         limits, parts = self._limits, list[tuple[_Sequence, int]]()
         tokens, rows = limits.max_step_tokens, min(limits.max_rows, limits.max_step_tokens)
         for s in list(self._waiting)[: limits.max_sequences]:
@@ -166,7 +165,7 @@ class _Run:
 
 
 def _shared(sequences: Sequence[_Sequence]) -> int:
-    """Tokens that all begin with, but for those whose rows are asked for."""
+    """Return the length of the common prefix, without tokens whose logits are needed."""
     first, *rest = sequences
     n = min(s.first for s in sequences)
     for s in rest:

@@ -1,10 +1,10 @@
-"""MMLU (Hendrycks et al., 2021, arXiv 2009.03300): 57 subjects, four choices, two definitions that are often mixed up.
+"""MMLU (Hendrycks et al., 2021, arXiv 2009.03300): 57 subjects, four choices, two definitions that are often confused.
 
 `lm-eval`: lm-evaluation-harness, tasks/mmlu/default. No BOS; a prompt that is too long loses its beginning; the
-answer's token is what the tokenizer makes of prompt and " A" together.
-`original`: evaluate.py of hendrycks/test. The subject has a space before it, so there are two; the prompt begins as the
-tokenizer has it (with a BOS where there is one); a prompt that is too long loses examples.
-Both count the share of questions, not the mean of subjects. Nothing is downloaded: a folder has dev/ and test/.
+answer's token results from encoding the prompt and " A" together.
+`original`: evaluate.py of hendrycks/test. The subject has a leading space, so there are two; the prompt begins with a
+BOS if the tokenizer adds one; a prompt that is too long loses examples.
+Both report the share of all questions, not the mean over subjects. Nothing is downloaded: a folder has dev/ and test/.
 """
 
 import csv
@@ -32,7 +32,7 @@ _EXPECTED = f"CSV with the header {','.join(_COLUMNS)}, or six columns without o
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question; answer: 0 to 3."""
+    """A question; answer: 0 to 3."""
 
     question: str
     choices: tuple[str, str, str, str]
@@ -41,7 +41,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """dev: the examples that stand before each question"""
+    """A subject. dev: the examples that precede each question"""
 
     name: str
     dev: tuple[Item, ...]
@@ -54,7 +54,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Mmlu:
-    """The task: whose questions, how they are posed, and how many examples stand before each."""
+    """The task: questions, their format, and the number of examples before each."""
 
     subjects: tuple[Subject, ...]
     definition: str = LM_EVAL
@@ -70,11 +70,11 @@ class Mmlu:
 
     @property
     def n(self) -> int:
-        """Questions, of all subjects."""
+        """Return the number of questions of all subjects."""
         return sum(len(subject.test) for subject in self.subjects)
 
     def check_examples(self) -> None:
-        """raises ConfigError where a subject has fewer examples than stand before each question by the task's name"""
+        """Raise ConfigError if a subject has fewer examples than the number of shots."""
         few = [subject for subject in self.subjects if len(subject.dev) < self.shots]
         if few:
             least = min(few, key=lambda subject: len(subject.dev))
@@ -85,7 +85,7 @@ class Mmlu:
             )  # fmt: skip
 
     def groups(self, tokenizer: Tokenizer, room: int) -> list[Group]:
-        """A group a subject, whose questions begin with the same examples. room: tokens that may be read"""
+        """Return a group per subject; its questions begin with the same examples. room: maximum tokens of a prompt"""
         return [
             Group(subject.name, len(subject.test), partial(self._posed, subject, tokenizer, room))
             for subject in self.subjects
@@ -106,9 +106,9 @@ class Mmlu:
 
 
 def read_subjects(folder: Path, names: Sequence[str] = (), limit: int | None = None) -> tuple[Subject, ...]:
-    """All that test/ has, or those that are named, by name. limit: the first so many questions of each
+    """Read all subjects of test/, or the named ones, by name. limit: maximum questions of each, from the first
 
-    raises ConfigError for what is no such folder
+    raises ConfigError if it is not such a folder
     """
     result, examples = _files(folder, "test"), _files(folder, "dev")
     for name in names:
@@ -127,8 +127,10 @@ def _text(item: Item, definition: str) -> str:
 
 
 def _joint(tokenizer: Tokenizer, before: str, posed: str) -> LikelihoodQuestion:
-    """Context and answer are encoded together, and the answer is what stands behind the context's tokens: that is the
-    same with the question alone, whose end is that of the whole context."""
+    """Encode context and answer together; the answer is the tokens after the context's.
+
+    Answers are encoded with the question only, because the context ends with it.
+    """
     ids, n = (
         tokenizer.encode(before + posed, add_special_tokens=False),
         len(tokenizer.encode(posed, add_special_tokens=False)),
@@ -148,7 +150,7 @@ def _with_fewer_examples(
 
 
 def _answers(tokenizer: Tokenizer) -> list[list[int]]:
-    """Of " A" to " D" the last token, which is the letter whatever the tokenizer makes of the space."""
+    """Return the last token of " A" to " D": the letter, however the tokenizer handles the space."""
     return [tokenizer.encode(f"Answer: {a}", add_special_tokens=False)[-1:] for a in LETTERS]
 
 
@@ -174,7 +176,7 @@ def _files(folder: Path, split: str) -> Mapping[str, Path]:
 def _items(path: Path) -> Iterator[Item]:
     try:
         data = read_given(path, _MOST_BYTES)
-        text = data.decode("utf-8-sig")  # some programs write a mark before the header
+        text = data.decode("utf-8-sig")  # some programs write a byte order mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "a CSV file", "check the folder") from error
     except UnicodeDecodeError as error:

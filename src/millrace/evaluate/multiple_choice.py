@@ -1,4 +1,4 @@
-"""A model answers multiple-choice questions: the choice that is likeliest, from one reading of each question."""
+"""Multiple-choice questions, answered with the likeliest choice."""
 
 import hashlib
 import math
@@ -11,14 +11,14 @@ from millrace.evaluate.divergence import Runs, not_finite
 from millrace.evaluate.likelihood import LikelihoodQuestion, likelihoods
 from millrace.evaluate.resumable_results import ChosenAnswer, ResumableResults
 
-_AT_ONCE = 2048  # questions that are tokens in memory: no subject of MMLU has more, and each begins once
+_AT_ONCE = 2048  # questions tokenized at a time: no subject of MMLU has more, so its prefix is computed once
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedQuestion:
-    """One question of a group; answer: the number of the right ending; cut: something of it had to be left out
+    """A question of a group; answer: the index of the right ending; cut: whether the prompt was truncated
 
-    n_bytes: of each choice, where choices are texts of different lengths; id: the user's own
+    n_bytes: of each choice, if choices are texts of different lengths; id: set by the user
     """
 
     number: int
@@ -31,20 +31,20 @@ class PreparedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`n` questions that begin alike, which is computed once."""
+    """`n` questions with a common prefix, which is computed once."""
 
     name: str
     n: int
-    posed: Callable[[], Iterable[PreparedQuestion]]  # made when their turn has come: tokens of all would take memory
+    posed: Callable[[], Iterable[PreparedQuestion]]  # created when needed, to save memory
 
 
 def digest(what: object) -> str:
-    """Of what decides the questions, by how it is written out."""
+    """Return a digest of the values that determine the questions, from their repr."""
     return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
 
 def cut_at_the_left(one: LikelihoodQuestion, room: int) -> tuple[LikelihoodQuestion, bool]:
-    """As lm-eval has it: of a prompt that does not fit with its longest ending, only the end is read."""
+    """Like lm-eval, keep only the end of a prompt that does not fit together with its longest ending."""
     most = room - max(map(len, one.endings)) + 1
     return (one, False) if len(one.context) <= most else (LikelihoodQuestion(one.context[-most:], one.endings), True)
 
@@ -52,9 +52,9 @@ def cut_at_the_left(one: LikelihoodQuestion, room: int) -> tuple[LikelihoodQuest
 def answer(
     executor: Runs, groups: Sequence[Group], results: ResumableResults[ChosenAnswer], progress: Progress
 ) -> None:
-    """Those that `kept` has not.
+    """Answer the questions that the results lack.
 
-    raises RequestError for a question that the engine cannot read, MachineError for what is not finite
+    raises RequestError if the engine cannot process a question, MachineError if values are not finite
     """
     done, total = 0, sum(group.n for group in groups)
     for group in groups:
@@ -70,12 +70,12 @@ def answer(
 
 
 def _chosen(group: str, one: PreparedQuestion, logprobs: list[float]) -> ChosenAnswer:
-    if not all(map(math.isfinite, logprobs)):  # nothing is likeliest, and JSON cannot say it
+    if not all(map(math.isfinite, logprobs)):  # no choice is the likeliest, and JSON cannot represent it
         raise not_finite()
     per_byte = _best([p / n for p, n in zip(logprobs, one.n_bytes, strict=True)]) if one.n_bytes else None
     return ChosenAnswer(group, one.number, one.answer, _best(logprobs), logprobs, one.cut, per_byte, one.id)
 
 
 def _best(logprobs: Sequence[float]) -> int:
-    """The first of the likeliest, as numpy.argmax has it."""
+    """Return the first of the likeliest, like numpy.argmax."""
     return max(range(len(logprobs)), key=lambda i: (logprobs[i], -i))

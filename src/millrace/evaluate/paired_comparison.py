@@ -1,15 +1,15 @@
-"""Shares with their intervals, and two models beside each other on the same questions."""
+"""Shares with confidence intervals, and paired comparison of two models on the same questions."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_Z = 1.959963984540054  # 95 % of a normal distribution, both sides
+_Z = 1.959963984540054  # two-sided 95 % of a normal distribution
 
 
 def wilson(n_right: int, n: int, z: float = _Z) -> tuple[float, float]:
-    """95 % of a share, or as much as `z` says: never beyond 0 and 1, and right for few questions (Wilson, 1927)."""
+    """Return Wilson's interval of a share, 95 % by default: within 0 and 1, and valid for few questions (1927)."""
     if n == 0:
         return 0.0, 1.0
     share, z2 = n_right / n, z * z
@@ -18,7 +18,7 @@ def wilson(n_right: int, n: int, z: float = _Z) -> tuple[float, float]:
 
 
 class Verdict(NamedTuple):
-    """Of one answer: which it was (a number of a choice, or a text), and whether it is right."""
+    """An answer (the index of a choice, or a text), and whether it is right."""
 
     choice: object
     right: bool
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """gained: wrong before, right now; lost: the other way; changed: another choice, right or wrong"""
+    """A comparison. gained: wrong before, right now; lost: the reverse; changed: another choice, right or wrong"""
 
     n: int
     gained: int
@@ -35,14 +35,16 @@ class Paired:
 
     @property
     def difference(self) -> float:
-        """Of the shares, now less before."""
+        """Return the difference of the shares, now minus before."""
         return (self.gained - self.lost) / self.n
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % of the difference, never beyond -1 and 1, nor of no width: as many questions without a flip may have
-        been luck. By the standard error of pairs, with one flip more each way among two questions more (Bonett and
-        Price, 2012)."""
+        """Return the 95 % interval of the difference, within -1 and 1.
+
+        It uses the standard error of pairs, with one more flip each way among two more questions (Bonett and Price,
+        2012), so its width is never zero: no flips at all may be chance.
+        """
         n, gained, lost = self.n + 2, self.gained + 1, self.lost + 1
         middle = (gained - lost) / n
         error = math.sqrt(((gained + lost) / n - middle * middle) / n)
@@ -50,7 +52,7 @@ class Paired:
 
     @property
     def p_value(self) -> float:
-        """McNemar's exact test: how likely as uneven a split of the flips is, were both models equally good."""
+        """Return McNemar's exact p-value: the probability of a split of flips at least as uneven for equal models."""
         n, least = self.gained + self.lost, min(self.gained, self.lost)
         if n == 0:
             return 1.0
@@ -59,7 +61,7 @@ class Paired:
 
 
 def paired(now: Sequence[Verdict], before: Sequence[Verdict]) -> Paired:
-    """What was answered to the same questions, in the same order."""
+    """Compare answers to the same questions, in the same order."""
     both = list(zip(now, before, strict=True))
     gained = sum(mine.right and not other.right for mine, other in both)
     lost = sum(other.right and not mine.right for mine, other in both)

@@ -1,11 +1,11 @@
-"""Perplexity of a text, in the three definitions that figures are published in; none is comparable with another.
+"""Perplexity of a text, in the three definitions of published figures, which are not comparable with each other.
 
-`gptq`: as GPTQ's and most papers of compression. A row for each line, blank ones empty, joined by two line ends; one
-encoding of all, so that there is one BOS at most; windows that do not overlap, of 2,048 tokens; the tail is dropped.
-`llama-perplexity`: windows of 512 tokens of the file as it is, each with a BOS, of which the second half is scored.
-`lm-eval`: lm-evaluation-harness' task wikitext. Each page, without the spaces of the dataset's tokeniser, is read from
-the prefix token (BOS, or else EOS) on, in windows of the context, and every token is predicted. Per word and byte of
-the page before that.
+`gptq`: as in GPTQ's and most papers on compression. Lines (blank ones empty) joined by two newlines; encoded as one
+text, so with at most one BOS; windows of 2,048 tokens that do not overlap; the tail is dropped.
+`llama-perplexity`: windows of 512 tokens of the unchanged file, each with a BOS; the second half is scored.
+`lm-eval`: lm-evaluation-harness' task wikitext. Each page, without the spaces of the dataset's tokenizer, follows a
+prefix token (BOS, otherwise EOS), in windows of the context length; every token is predicted. The result is per word
+and byte of the original page.
 sources: https://github.com/IST-DASLab/gptq, https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity,
 https://github.com/EleutherAI/lm-evaluation-harness/tree/main/lm_eval/tasks/wikitext
 """
@@ -35,7 +35,7 @@ _WORDS = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True)
 class WindowPart:
-    """What is read at once: the tokens behind position `first` are predicted, each from all before it."""
+    """Tokens to process at once: those after position `first` are predicted, each from all before it."""
 
     ids: IntArray
     first: int
@@ -43,7 +43,7 @@ class WindowPart:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A window, or a document in parts; n_words, n_bytes: of a document as it was written."""
+    """A window, or a document in parts; n_words, n_bytes: of the original document."""
 
     parts: Sequence[WindowPart]
     n_words: int = 0
@@ -52,7 +52,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class WindowedText:
-    """A text as a definition reads it. window: tokens that are read at once; bos: how texts begin, in words"""
+    """A text split as by a definition. window: tokens per window; bos: how texts begin, for users"""
 
     definition: str
     window: int
@@ -69,7 +69,7 @@ class WindowedText:
 
 
 class Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Of one window or document: predicted tokens, the nats that they cost, and their squares."""
+    """Sums over a window or document: predicted tokens, their losses in nats, and squared losses."""
 
     number: int
     n: int
@@ -84,9 +84,9 @@ class Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 def cut(definition: str, text: str, tokenizer: Tokenizer, window: int | None, context: int) -> WindowedText:
-    """window: None for the definition's own, or the context where that is shorter
+    """Split a text into units. window: None for the definition's length, or the context if shorter
 
-    raises ConfigError for a window that does not fit, and a text that fills none
+    raises ConfigError if the window exceeds the context, or the text is shorter than a window
     """
     usual = {GPTQ: _GPTQ_LENGTH, LLAMA_PERPLEXITY: LENGTH, LM_EVAL: context}[definition]
     length = window_of(window, usual, context)
@@ -94,7 +94,7 @@ def cut(definition: str, text: str, tokenizer: Tokenizer, window: int | None, co
 
 
 def window_of(requested: int | None, usual: int, context: int) -> int:
-    """raises ConfigError for one that is longer than the context"""
+    """Return the window length. raises ConfigError if the requested one exceeds the context"""
     if context < SHORTEST:
         raise ConfigError(
             f"a context of {context} tokens is too short for perplexities", f"at least {SHORTEST}",
@@ -111,9 +111,9 @@ def window_of(requested: int | None, usual: int, context: int) -> int:
 def measure(
     executor: Runs, text: WindowedText, limit: int | None, results: ResumableResults[Sums], progress: Progress
 ) -> list[Sums]:
-    """Of the first `limit` units: those that `kept` has not are read now.
+    """Measure the first `limit` units; runs the model on those that the results lack.
 
-    raises RequestError and MachineError as `losses` does
+    raises RequestError and MachineError as `losses`
     """
     units = text.units[:limit]
     for number, unit in enumerate(units):
@@ -127,7 +127,7 @@ def measure(
 
 
 def perplexities(definition: str, sums: Sequence[Sums]) -> Mapping[str, Mean]:
-    """By their names. The error is over tokens, as llama-perplexity prints it; over documents where it is per word."""
+    """Return perplexities by name. The error is over tokens like llama-perplexity's; over documents if per word."""
     if definition == LM_EVAL:
         per_word, per_byte = (_ratio(sums, size) for size in (lambda s: s.n_words, lambda s: s.n_bytes))
         bits = per_byte.through(per_byte.value / np.log(2), 1 / np.log(2))
@@ -139,7 +139,7 @@ def perplexities(definition: str, sums: Sequence[Sums]) -> Mapping[str, Mean]:
 
 
 def _ratio(sums: Sequence[Sums], size: Callable[[Sums], int]) -> Mean:
-    """Of all losses to all sizes; its error is that of a ratio of sums over documents, which differ in both."""
+    """Return total loss / total size, with the standard error of a ratio of sums over documents."""
     sizes, loss = np.array([size(s) for s in sums], np.float64), np.array([s.loss for s in sums])
     n, ratio = len(sums), float(loss.sum() / sizes.sum())
     if n < 2:
@@ -199,8 +199,11 @@ def _too_short(n: int, length: int) -> ConfigError:
 
 
 def rolling(ids: Sequence[int], begin: int, length: int) -> list[WindowPart]:
-    """Every token is predicted once, in windows of `length` that overlap by the one token that the next begins with;
-    the last one reaches as far back as it is long, for context."""
+    """Split tokens into windows of `length` that predict every token once.
+
+    Each window begins with the last token of the previous one; the last window extends backward to full length, for
+    context.
+    """
     sequence = np.asarray([begin, *ids], np.int32)
     ends = [*range(min(length, len(ids)), len(ids), length), len(ids)] if len(ids) else []
     done, parts = 0, []
@@ -212,7 +215,7 @@ def rolling(ids: Sequence[int], begin: int, length: int) -> list[WindowPart]:
 
 
 def pages(text: str) -> Iterator[str]:
-    """The dataset's: each begins at a line that is a title (= Name =), of the first level."""
+    """Yield the dataset's pages; each begins with a first-level title (= Name =)."""
     paragraph: list[str] = []
     for line in text.split("\n"):
         title = line.replace("= = =", "===").replace("= =", "==").strip()
@@ -235,8 +238,8 @@ _SLASHED = re.compile(r"/' [0-9]/")
 
 
 def detokenised(page: str) -> str:
-    """Without the spaces that the dataset's tokeniser put in, by lm-eval's rules in their order, and to the letter."""
-    page = _SLASHED.sub("/'[0-9]/", page.replace("s '", "s'"))  # a class of characters as text: so do theirs
+    """Remove the spaces of the dataset's tokenizer, by exactly lm-eval's rules in their order."""
+    page = _SLASHED.sub("/'[0-9]/", page.replace("s '", "s'"))  # a character class inserted as text, as in lm-eval
     page = _replaced(page, _SPACED)
     for opening, closing in _BRACKETS:
         page = _tightened(page, opening, closing)
@@ -250,7 +253,7 @@ def _replaced(text: str, rules: Sequence[tuple[str, str]]) -> str:
 
 
 def _tightened(text: str, opening: str, closing: str) -> str:
-    """No white space inside of brackets. Not by a regular expression: it would look to the end from each opening."""
+    """Strip white space inside brackets. A regular expression would scan to the end from each opening."""
     parts, at = list[str](), 0
     while (begin := text.find(opening, at)) >= 0 and (end := text.find(closing, begin + 1)) >= 0:
         parts += text[at : begin + 1], text[begin + 1 : end].strip(), closing

@@ -1,4 +1,4 @@
-"""A language model reads a text piece by piece, as a built engine would read it: memory holds the weights of one."""
+"""Runs a language model on a text piece by piece, like a built engine, with the weights of one piece in memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -17,16 +17,16 @@ from millrace.evaluate.divergence import DivergenceScore, LogProbs, log_probabil
 from millrace.evaluate.text_windows import Windows
 from millrace.graph.partition import CARRIED
 
-Advance = Callable[[], None]  # a piece is through
-Answers = Callable[[int], LogProbs]  # of a window, by its number
+Advance = Callable[[], None]  # called when a piece is done
+Answers = Callable[[int], LogProbs]  # log probabilities of a window by its index
 
 
 @dataclass(frozen=True, slots=True)
 class ReadText:
-    """A text, read by all pieces but the last, which gives the logits.
+    """A text processed by all pieces except the last, which computes the logits.
 
-    carried: (W, n, ...) what goes into that one, for each token of each window; None where there is but one piece
-    matrix_bytes: of the weights of all pieces' matrix products
+    carried: (W, n, ...) the last piece's inputs, for each token of each window; None if there is only one piece
+    matrix_bytes: bytes of the weights of all pieces' matmuls
     """
 
     text: Windows
@@ -36,7 +36,7 @@ class ReadText:
 
 
 class Piece:
-    """A loaded piece that runs steps; what is carried to it is written before each of them, by position."""
+    """A loaded piece that runs steps; before each step its inputs are written, by position."""
 
     def __init__(self, program: Program, executor: NativeExecutor, carried: NDArray[np.float32] | None) -> None:
         self._executor, self._carried, self._slot = executor, carried, slot(program.inputs, CARRIED)
@@ -52,7 +52,7 @@ class Piece:
 
 
 def read(pieces: Sequence[Program], text: Windows, vocab_size: int, advance: Advance) -> ReadText:
-    """pieces: as plan_pieces() gives them, for steps of a whole window. raises CheckpointError for broken weights"""
+    """Process a text. pieces: from plan_pieces(), for steps of a whole window. raises CheckpointError"""
     *body, last = pieces
     carried: NDArray[np.float32] | None = None
     for program in body:
@@ -63,7 +63,7 @@ def read(pieces: Sequence[Program], text: Windows, vocab_size: int, advance: Adv
 
 @contextmanager
 def answers(read_text: ReadText, vocab_size: int) -> Iterator[Answers]:
-    """What the text's windows are answered with: the last piece runs, and is in memory as long as the block."""
+    """Load the last piece, which computes the windows' log probabilities during the block."""
     text = read_text.text
     with closing(loaded(read_text.last, text, vocab_size)) as executor:
 
@@ -75,7 +75,7 @@ def answers(read_text: ReadText, vocab_size: int) -> Iterator[Answers]:
 
 
 def score(reference: Answers, other: Answers, text: Windows) -> DivergenceScore:
-    """The other beside the reference: memory holds the log probabilities of one window."""
+    """Compare with the reference. Memory: the log probabilities of one window."""
     read_text = DivergenceScore()
     for window, ids in enumerate(text.ids):
         read_text.add(other(window), reference(window), ids[text.first + 1 :])
@@ -92,7 +92,7 @@ def _through(
 def _windows(
     program: Program, executor: NativeExecutor, text: Windows, carried: NDArray[np.float32] | None
 ) -> Iterable[NDArray[np.float32]]:
-    """What the piece carries on of each window."""
+    """Yield the piece's outputs for each window."""
     for window, ids in enumerate(text.ids):
         piece = Piece(program, executor, _of(carried, window))
         piece.run(step_of(ids, 0, len(ids), ()))
@@ -104,7 +104,7 @@ def _of(carried: NDArray[np.float32] | None, window: int) -> NDArray[np.float32]
 
 
 def loaded(program: Program, text: Windows, vocab_size: int) -> NativeExecutor:
-    """With pages for one window, which the next one takes over."""
+    """Load a piece with KV pages for one window, which the next window reuses."""
     weights = np.zeros(program.weights_bytes, np.uint8)
 
     def put(data: memoryview, offset: int) -> None:

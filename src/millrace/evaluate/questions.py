@@ -1,8 +1,8 @@
-"""Questions of one's own, from a JSONL file: multiple choice, or answers that are generated and matched.
+"""A user's questions from a JSONL file: multiple choice, or generated answers that are matched.
 
-A line with `choices` is answered by the likeliest of them, as lm-eval's output type multiple_choice has it: prompt and
-choice are tokenised together, the choice is what stands behind the prompt's tokens, and no BOS is added. Any other is
-answered by what the model goes on with. A file has lines of one kind.
+A line with `choices` is answered by the likeliest of them, like lm-eval's output type multiple_choice: prompt and
+choice are tokenized together, the choice is the tokens after the prompt's, and no BOS is added. Any other line is
+answered with generated text. All lines of a file are of one kind.
 """
 
 import codecs
@@ -30,7 +30,7 @@ _PROMPT_FORMAT = '{"prompt" or "question": "..." or "messages": [...], "answer":
 
 
 class QuestionLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """prompt: as it is; question: put as "Question: ...\\nAnswer:"; group: it is counted under this name, too"""
+    """prompt: used unchanged; question: formatted as "Question: ...\\nAnswer:"; group: a name to report separately"""
 
     prompt: Text | None = None
     question: Text | None = None
@@ -43,19 +43,19 @@ class QuestionLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def alternatives(self) -> Sequence[object]:
-        """Ways to ask; one of them is used."""
+        """Return the alternative keys for the question; exactly one is set."""
         return self.prompt, self.question
 
 
 class ChoiceLine(QuestionLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """answer: the number of the right choice, from 0; delimiter: between prompt and choice"""
+    """A multiple-choice line. answer: index of the right choice; delimiter: between prompt and choice"""
 
     choices: Annotated[list[Text], Meta(min_length=2, max_length=64)]
     answer: Annotated[int, Meta(ge=0)]
     delimiter: Annotated[str, Meta(max_length=16)] = " "
 
     def check(self) -> None:
-        """raises ValueError"""
+        """Check the line. raises ValueError"""
         if self.answer >= len(self.choices):
             raise ValueError(f"the answer is {self.answer}, and there are {len(self.choices)} choices, from 0")
 
@@ -66,7 +66,7 @@ class QuestionMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AskedLine(QuestionLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """answer: the right one, or several; match: how a generated one is compared with it; stop: texts that end it"""
+    """A line with a generated answer. answer: the right one or several; match: how to compare; stop: stop texts"""
 
     answer: Annotated[str, Meta(max_length=10_000)] | Annotated[list[str], Meta(min_length=1, max_length=64)]
     match: Literal["exact", "contains", "regex", "number"] = "exact"
@@ -85,11 +85,11 @@ class AskedLine(QuestionLine, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """where: file and line, for errors"""
+    """A line with its group. where: file and line, for errors"""
 
     where: str
     group: str
-    number: int  # in its group
+    number: int  # index in its group
     line: QuestionLine
 
     @property
@@ -99,7 +99,7 @@ class Numbered:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """lines: of one kind, each with its group and its number there"""
+    """The questions of a file. lines: of one kind, each with its group and index in it"""
 
     name: str
     lines: Sequence[Numbered]
@@ -113,7 +113,7 @@ class Questions:
         return digest([(one.group, one.line) for one in self.lines])
 
     def groups(self, tokenizer: Tokenizer, room: int) -> Sequence[Group]:
-        """Of multiple choice. room: tokens of the context"""
+        """Return groups of multiple-choice questions. room: tokens of the context"""
         result: dict[str, list[Numbered]] = {}
         for one in self.lines:
             result.setdefault(one.group, []).append(one)
@@ -121,7 +121,7 @@ class Questions:
 
 
 def read_questions(path: Path, limit: int | None = None) -> Questions:
-    """limit: the first so many of each group. raises ConfigError, with the number of the line that is wrong"""
+    """Read questions. limit: maximum per group, from the first. raises ConfigError with the number of a bad line"""
     result, kind, counts = list[Numbered](), None, dict[str, int]()
     for number, data in _lines(path):
         where = f"{path}:{number}"
@@ -141,7 +141,7 @@ def read_questions(path: Path, limit: int | None = None) -> Questions:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Those that are not blank, with their numbers from 1."""
+    """Yield non-blank lines with their numbers, from 1."""
     try:
         data = read_given(path, _MOST_BYTES)
     except OSError as error:
@@ -197,7 +197,7 @@ def _posed(lines: Sequence[Numbered], tokenizer: Tokenizer, room: int) -> Iterat
 
 
 def merge(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> LikelihoodQuestion:
-    """White space at the prompt's end belongs to the endings, where tokenizers put it."""
+    """Join prompt and endings; white space at the prompt's end moves to the endings, as tokenizers expect."""
     context = prompt.rstrip()
     space = prompt[len(context) :]
     ids = tokenizer.encode(context, add_special_tokens=False)

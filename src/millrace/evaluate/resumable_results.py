@@ -1,7 +1,7 @@
-"""What was found of a model, piece by piece, in a file that a run goes on with where an earlier one was ended.
+"""Resumable evaluation results: a file per model, to which a run appends and from which a later run resumes.
 
-The first line says of what: an engine, a task, its data. Then a line for each question, window or document, which ends
-with a checksum: what is gone on with is what was found.
+The first line identifies the engine, the task and its data. Then each question, window or document has a line, which
+ends with a checksum.
 """
 
 import fcntl
@@ -22,19 +22,19 @@ from millrace.settings import read_given
 _MOST_BYTES = 1 << 28
 VERSION = 2  # 1 had no checksums
 _CHECKSUM, _END = b',"checksum":"', b'"}'
-Key = tuple[str, int]  # a group, and the number of a question in it; of a text, "" and the number of a window
-RIGHT, PER_BYTE = "right", "right per byte"  # by what a multiple-choice answer is judged: the likeliest, or per byte
+Key = tuple[str, int]  # group and index of a question; for a text, "" and the index of a window
+RIGHT, PER_BYTE = "right", "right per byte"  # measures of multiple-choice answers: by likelihood, or per byte
 
 
 class ResultRecord(Protocol):
-    """A line, which is a msgspec.Struct."""
+    """A line of the file: a msgspec.Struct."""
 
     @property
     def key(self) -> Key: ...
 
 
 class ScoredAnswer(ResultRecord, Protocol):
-    """A line about a question. verdicts: by the measure; all lines of a file have the same measures"""
+    """A line of a question. verdicts: by measure; all lines of a file have the same measures"""
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]: ...
@@ -51,7 +51,7 @@ J = TypeVar("J", bound=ScoredAnswer)
 
 
 class ResultsInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """engine: its identity; data: a digest of the questions and how they are posed, or of the text and its windows"""
+    """engine: its identity; data: digest of the questions and their format, or of the text and its windows"""
 
     model: str
     engine: str
@@ -61,7 +61,7 @@ class ResultsInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = VERSION
 
     def same(self, other: "ResultsInputs") -> bool:
-        """Whether answers of one go on with those of the other: a model's name decides nothing."""
+        """Whether results can be combined; the model's name does not matter."""
         return msgspec.structs.replace(self, model="") == msgspec.structs.replace(other, model="")
 
     @classmethod
@@ -82,8 +82,10 @@ def precision_summary(model: RunningModel) -> str:
 
 
 class ChosenAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """logprobs: of each choice; cut: the prompt was longer than the context; per_byte: the likeliest by byte, where
-    choices are texts whose lengths differ; id: the user's own"""
+    """A multiple-choice answer. logprobs: of each choice; cut: whether the prompt was longer than the context.
+
+    per_byte: the likeliest choice per byte, if choices are texts of different lengths; id: set by the user
+    """
 
     group: str
     number: int
@@ -93,7 +95,7 @@ class ChosenAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     cut: bool = False
     per_byte: int | None = None
     id: str = ""
-    gave_up: ClassVar[bool] = False  # which is right is always known
+    gave_up: ClassVar[bool] = False  # matching is never undecided
 
     @property
     def key(self) -> Key:
@@ -112,7 +114,7 @@ class ChosenAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class Results(NamedTuple, Generic[R]):
-    """n_bytes: of the file that hold it whole, for its last line may have been cut"""
+    """The contents of a file. n_bytes: of its complete lines; the last line may be truncated"""
 
     about: ResultsInputs
     records: dict[Key, R]
@@ -120,7 +122,7 @@ class Results(NamedTuple, Generic[R]):
 
 
 def compare_results(now: Results[J], before: Results[J]) -> dict[str, Paired]:
-    """The same questions, one by one, by each measure. raises ConfigError where they did not answer the same"""
+    """Compare answers by question, for each measure. raises ConfigError if the questions differ"""
     check_same(before, now.about.task, now.about.data, len(now.records))
     measures = measures_of(now)
     if now.records.keys() != before.records.keys() or measures != measures_of(before):
@@ -130,7 +132,7 @@ def compare_results(now: Results[J], before: Results[J]) -> dict[str, Paired]:
 
 
 def measures_of(stored: Results[J]) -> list[str]:
-    """By which all answers are judged. raises ConfigError where one lacks what another has: a file that was changed"""
+    """Return the measures of all answers. raises ConfigError if they differ, i.e. the file was modified"""
     some = [list(one.verdicts) for one in stored.records.values()]
     if any(one != some[0] for one in some):
         raise ConfigError(
@@ -141,7 +143,7 @@ def measures_of(stored: Results[J]) -> list[str]:
 
 
 def check_whole(stored: Results[J], n: int) -> None:
-    """raises ConfigError where a file has answers to what nobody asked, or is otherwise damaged"""
+    """Raise ConfigError if a file has answers to unknown questions, or is otherwise damaged."""
     if len(stored.records) != n:
         raise ConfigError(
             f"the file of results has {len(stored.records):,} answers", f"one to each of {n:,} questions",
@@ -151,7 +153,7 @@ def check_whole(stored: Results[J], n: int) -> None:
 
 
 def check_same(before: Results[J], task: str, data: str, n: int) -> None:
-    """raises ConfigError where those are no answers to all `n` questions"""
+    """Raise ConfigError if the results are not answers to all `n` questions."""
     if (task, data, n) != (before.about.task, before.about.data, len(before.records)):
         raise _of_other_questions(before, task, n)
 
@@ -165,12 +167,12 @@ def _of_other_questions(before: Results[J], task: str, n: int) -> ConfigError:
 
 
 class ResumableResults(Generic[R]):
-    """The file, open for more, and for nobody else; close it when done."""
+    """A results file opened for appending, with an exclusive lock; close it when done."""
 
     def __init__(self, path: Path, about: ResultsInputs, kind: type[R]) -> None:
-        """Goes on with a file of the same, begins one that is not there.
+        """Create a file, or resume one with the same inputs.
 
-        raises ConfigError for what is another, or another run writes, MachineError where nothing can be written
+        raises ConfigError if its inputs differ or another run writes it, MachineError if it cannot be written
         """
         self.path, self.records, self._n_bytes = path, dict[Key, R](), 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +185,7 @@ class ResumableResults(Generic[R]):
             raise
 
     def add(self, stored: R) -> None:
-        """Written at once: what was found is not lost. raises MachineError, and ConfigError for too much in a file"""
+        """Append a line immediately. raises MachineError, and ConfigError if the file becomes too large"""
         self._write(_sealed(msgspec.json.encode(stored)))
         self.records[stored.key] = stored
 
@@ -200,16 +202,16 @@ class ResumableResults(Generic[R]):
     def _go_on(self, about: ResultsInputs, kind: type[R]) -> None:
         head, size = msgspec.json.encode(about) + b"\n", os.fstat(self._file).st_size
         if not size or (size < len(head) and os.pread(self._file, size, 0) == head[:size]):
-            self._n_bytes = size  # of a first line that was cut
+            self._n_bytes = size  # of a truncated first line
             self._write(head[size:])
             return
         stored, self.records, self._n_bytes = read(self.path, kind)
         if not stored.same(about):
             raise _of_another(self.path, stored, about)
-        os.ftruncate(self._file, self._n_bytes)  # a line that was not written whole is asked again
+        os.ftruncate(self._file, self._n_bytes)  # an incomplete line is computed again
 
     def _write(self, line: bytes) -> None:
-        """All of it, or nothing: what a full disk took of it would be in the way of the next line."""
+        """Write a line completely or not at all: a part, left by a full disk, would corrupt the next line."""
         if self._n_bytes + len(line) > _MOST_BYTES:
             raise _too_large(self.path, "ask fewer questions, or shorter texts: --limit")
         left = memoryview(line)
@@ -217,7 +219,7 @@ class ResumableResults(Generic[R]):
             while left:
                 left = left[os.write(self._file, left) :]
         except OSError as error:
-            with suppress(OSError):  # the error that is told is the first; a line that stays cut is asked again
+            with suppress(OSError):  # report the first error; a line that stays incomplete is computed again
                 os.ftruncate(self._file, self._n_bytes)
             what = f"cannot write results to {self.path}: {error.strerror}"
             mend = "make room, and run it again: it goes on from there"
@@ -226,7 +228,7 @@ class ResumableResults(Generic[R]):
 
 
 def read(path: Path, kind: type[R]) -> Results[R]:
-    """kind: of the lines behind the first. raises ConfigError for files of another kind, and too large ones"""
+    """Read a file. kind: type of the lines after the first. raises ConfigError for another kind, or a large file"""
     try:
         data = read_given(path, _MOST_BYTES)
     except OSError as error:
@@ -253,12 +255,12 @@ def read(path: Path, kind: type[R]) -> Results[R]:
 
 
 def _sealed(line: bytes) -> bytes:
-    """A record of JSON, with its checksum as its last field, and the end of the line."""
+    """Return a JSON record with its checksum as the last field, and a newline."""
     return line.removesuffix(b"}") + _CHECKSUM + _digest(line) + _END + b"\n"
 
 
 def _unsealed(line: bytes) -> bytes:
-    """raises ValueError for a line that is not what was written"""
+    """Check and remove the checksum. raises ValueError if the line was changed"""
     record, stored, checksum = line.rpartition(_CHECKSUM)
     if not stored:
         raise ValueError("it has no checksum")

@@ -1,7 +1,7 @@
-"""Regular expressions out of files, matched in time that grows with the text alone: no backtracking, and bounded work.
+"""Safe matching of untrusted regular expressions: linear in the text, without backtracking, with bounded work.
 
-They are those of structured output (docs/structured-output.md), through the same library: llguidance follows all ways
-to match at once, and stops where that would take too many states.
+The syntax is that of structured output (docs/structured-output.md), through the same library: llguidance simulates all
+alternatives in parallel, and stops if that needs too many states.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_CHARACTERS = 1000
-_END = 256  # the vocabulary is the bytes, and this
+_END = 256  # the vocabulary is the bytes and this end token
 
 
 class Pattern:
-    """Of whole texts: `(.|\\n)*` stands for what may be before and behind what is looked for.
+    """An expression that matches whole texts; use `(.|\\n)*` to allow text before and after.
 
-    Compiled for each text, which takes 1 to 4 ms: a file has one in each of its lines, and held they take memory.
+    It is compiled for each text, which takes 1 to 4 ms: every line of a file has one, and keeping all takes memory.
     """
 
     def __init__(self, expression: str, where: str) -> None:
-        """where: it is written, for errors. raises ConfigError for what is none, or is beyond the limits"""
+        """where: file and line, for errors. raises ConfigError if it is invalid, or exceeds the limits"""
         if len(expression) > _MAX_CHARACTERS:
             raise _refused(where, f"has {len(expression):,} characters", f"at most {_MAX_CHARACTERS:,}")
         try:
@@ -35,14 +35,14 @@ class Pattern:
         self._expression = expression
 
     def matches(self, text: str) -> bool | None:
-        """None: that would take too much, and nobody knows"""
+        """Whether the text matches; None if that would exceed the limits."""
         matcher, data = _compiled(self._expression), list(text.encode("utf-8", "surrogatepass"))
         n_consumed = matcher.try_consume_tokens(data)
         return None if matcher.is_error() else bool(n_consumed == len(data) and matcher.is_accepting())
 
 
 class _Bytes:
-    """A vocabulary as llguidance asks for it."""
+    """The vocabulary in the form that llguidance needs."""
 
     def __init__(self) -> None:
         self.tokens: Sequence[bytes] = [*(bytes([i]) for i in range(256)), b""]
@@ -61,9 +61,10 @@ def _vocabulary() -> "LLTokenizer":
 
 
 def _compiled(expression: str) -> "LLMatcher":
-    """For one text: copies share their states, and the bound of them, so that one which gave up makes the others wrong.
+    """Compile for one text: copies share states and their limit, so one that exceeds it would make the others wrong.
 
-    raises ImportError where llguidance is not there, ValueError for what it does not take"""
+    raises ImportError if llguidance is not installed, ValueError if the expression is not supported
+    """
     from llguidance import LLMatcher, regex_to_lark
 
     lark = f"start: /{regex_to_lark(expression)}/\n"

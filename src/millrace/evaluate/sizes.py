@@ -1,6 +1,6 @@
-"""What `--help` tells of evaluating: sizes and names, no imports."""
+"""Sizes and names that `--help` of `eval` shows; no imports."""
 
-LENGTH = 512  # tokens of a window: llama-perplexity's, and where its published figures are from
-SHORTEST = 16  # tokens of a window: with fewer, predictions have no context to speak of
-FILE = "FILE.jsonl"  # as a task: questions of one's own
-MAX_SHOTS = 5  # as many as dev/ of MMLU has of each subject
+LENGTH = 512  # tokens of a window: llama-perplexity's default, used for its published figures
+SHORTEST = 16  # tokens of a window: with fewer, predictions have almost no context
+FILE = "FILE.jsonl"  # as a task: the user's questions
+MAX_SHOTS = 5  # MMLU's dev/ has five examples per subject

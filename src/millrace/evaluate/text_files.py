@@ -1,4 +1,4 @@
-"""Files of text that somebody measures on: bounded, in UTF-8, and not empty."""
+"""Reads text files to measure on: bounded, UTF-8, not empty."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from millrace.settings import read_given
 
 
 def read_text(file: str | Path, option: str, most_bytes: int, expected: str) -> str:
-    """option: that named the file; expected: what kind of text. raises ConfigError for what is no text, or too long"""
+    """Read a text. option: the flag of the file; expected: kind of text. raises ConfigError if invalid or too long"""
     try:
         data = read_given(Path(file), most_bytes)
     except OSError as error:
@@ -15,7 +15,7 @@ def read_text(file: str | Path, option: str, most_bytes: int, expected: str) -> 
     if len(data) > most_bytes:
         raise ConfigError(f"{option} {file} has more than {most_bytes >> 20} MiB", expected, "give a part of it")
     try:
-        content = data.decode("utf-8-sig")  # some programs write a mark before the text
+        content = data.decode("utf-8-sig")  # some programs write a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{option} {file} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}", "UTF-8 text",

@@ -1,4 +1,4 @@
-"""A text as language models are measured on it: in windows that are read each for itself."""
+"""Splits a text into independent windows to measure language models on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,34 +13,35 @@ from millrace.evaluate.sizes import LENGTH
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """ids (W, n): W windows of n tokens. Of each, the tokens behind position `first` are predicted."""
+    """W windows of n tokens, ids (W, n). Tokens after position `first` of each are predicted."""
 
     ids: IntArray
     first: int
 
     @property
     def n_scored(self) -> int:
-        """Of all windows."""
+        """Return the number of scored tokens of all windows."""
         return len(self.ids) * (int(self.ids.shape[1]) - 1 - self.first)
 
     def spread(self, n: int) -> "Windows":
-        """n of them, at equal distances from the first to the last."""
+        """Return n windows, evenly spaced from the first to the last."""
         windows = np.linspace(0, len(self.ids) - 1, n).round().astype(int)
         return replace(self, ids=self.ids[windows])
 
 
 def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, most: int | None = None) -> Windows:
-    """As llama-perplexity cuts a text: whole windows only, each with BOS for its first token where the model has one,
-    and the first half of each read without being scored, so that every prediction has context.
+    """Split a text like llama-perplexity: full windows only, each with BOS as its first token if the model has one.
 
-    most: windows at most. raises RequestError for a text that fills none
+    The first half of each is not scored, so that every prediction has context.
+
+    most: maximum number of windows. raises RequestError if the text is shorter than one
     source: https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity
     """
     return windows_of(tokenizer, tokenizer.encode(text), length, most)
 
 
 def windows_of(tokenizer: Tokenizer, ids: Sequence[int], length: int, most: int | None = None) -> Windows:
-    """The same of a text's tokens."""
+    """Split a text's tokens like `windows`."""
     result = len(ids) // length
     if not result:
         raise RequestError(
