@@ -103,6 +103,6 @@ def uncached_tokens(recording: Recording) -> Ints:
     r = recording
     _, index = np.unique(r.block_id, return_index=True)
     new = np.zeros(len(r.block_id), bool)
-    new[index] = True  # the first in the order of arrival
+    new[index] = True  # the first in order of arrival
     cached_tokens = np.bincount(r.block_of[~new], block_pages(r)[~new], minlength=len(r)).astype(np.int64) * PAGE_TOKENS
     return np.asarray(np.maximum(r.n_input - cached_tokens, np.minimum(r.n_input, 1)), np.int64)

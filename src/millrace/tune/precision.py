@@ -27,11 +27,11 @@ from millrace.graph.rewrite import LOGITS
 from millrace.kernels.precision import Precision, with_groups
 from millrace.model.families import HEAD
 
-# By bytes of a weight; ties: 8-bit activations first, because they are faster.
+# By bytes per weight; ties: 8-bit activations first, because they are faster.
 # Without W4A16: the rounding to four bits dominates the loss (docs/precision.md).
 ORDER = (Precision.W4A8, Precision.W8A8, Precision.W8A16, Precision.BF16, Precision.FP32)
 _WIDER = {Precision.W4A8: Precision.W4A16, Precision.W8A8: Precision.W8A16}  # same weights, 16-bit activations
-_ROWS = 64  # of logits in a step
+_ROWS = 64  # of logits per step
 _REFERENCE = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
 
 

@@ -1,7 +1,7 @@
 """Recorded requests as arrays, from `millrace serve --record` and similar traces.
 
-- lines of JSON: {"timestamp": ms, "input_length": n, "output_length": n}, each with "hash_ids" (an id for each 512
-  tokens of the prompt; equal ids begin alike), "duration", "waited" (ms), "choices" and "max_tokens" where it has them
+- lines of JSON: {"timestamp": ms, "input_length": n, "output_length": n}, optionally with "hash_ids" (an id per 512
+  tokens of the prompt; equal leading ids mean equal prefixes), "duration", "waited" (ms), "choices" and "max_tokens"
 - Azure's trace: CSV of TIMESTAMP,ContextTokens,GeneratedTokens
 
 Errors name file and line.
@@ -51,12 +51,12 @@ class RecordedLine(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """N requests in the order in which they came.
+    """N requests in order of arrival.
 
-    at_s: (N,) since 1970 where `dated`, else since somewhere; n_input, n_output: (N,), the latter of all choices
+    at_s: (N,) Unix times if `dated`, otherwise relative; n_input, n_output: (N,) tokens, output of all choices together
     choices: (N,); max_tokens: (N,) limit per choice, 0 if the request set none
-    stay_s, waited_s: (N,) from the first step to the end, and before that; None where the file does not say
-    block_of, block_id: (B,) which request each block of 512 tokens belongs to, and its id
+    stay_s, waited_s: (N,) from the first step to the end, and before that; None if not recorded
+    block_of, block_id: (B,) the request that each block of 512 tokens belongs to, and its id
     """
 
     at_s: Floats
@@ -133,7 +133,7 @@ def _arrays(lines: Iterator[RecordedLine], path: Path) -> Recording:
     if not times:
         raise ConfigError(f"{path} holds no request", "one for each line", "check the file")
     at_ms = np.array(times)
-    order = np.argsort(at_ms, kind="stable")  # lines are in the order of their ends
+    order = np.argsort(at_ms, kind="stable")  # lines are in order of completion
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     owner, block = place[np.array(owners, np.int64)], np.array(ids, np.int64)

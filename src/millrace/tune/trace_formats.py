@@ -47,7 +47,7 @@ def open_trace(path: Path, expected: str) -> Iterator[IO[bytes]]:
     try:
         with open(path, "rb", opener=_at_once) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):  # may be endless, and is read twice
+            if not stat.S_ISREG(status.st_mode):  # it may be endless, and is read twice
                 raise ConfigError(f"{path} is no file", f"{expected}, as a file", "write what comes out of it to one")
             if status.st_size > MAX_FILE:
                 raise ConfigError(f"{path} has {status.st_size} bytes", f"at most {MAX_FILE}", "split it")

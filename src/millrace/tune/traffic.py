@@ -14,12 +14,10 @@ from millrace.errors import ConfigError
 from millrace.tune.kv_occupancy import page_spans, pages, sequences, uncached_tokens
 from millrace.tune.recorded_requests import Ints, Recording
 
-FEWEST = (
-    59  # requests of which the longest is, 19 times of 20, as long as 95 % of all that will come (0.95 ** 59 < 0.05)
-)
+FEWEST = 59  # requests, so that with 95 % confidence the longest covers 95 % of future ones (0.95 ** 59 < 0.05)
 BUSY = 99.0  # percent of arrivals that find a free place, and their pages
 MAX_BATCH = 1024
-WAITING = 0.1  # of a request's time: from here on it waited
+WAITING = 0.1  # share of a request's time from which it counts as queued
 SHOWN = (50, 90, 99, 100)
 Mask = NDArray[np.bool_]
 
