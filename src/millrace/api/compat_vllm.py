@@ -1,4 +1,4 @@
-"""Other libraries' names on `LLM`: taken where the meaning is the same, else refused with what to use instead.
+"""Other libraries' names on `LLM`: accepted if the meaning is the same, otherwise refused with an alternative.
 
 source: vllm.LLM with its EngineArgs, methods and SamplingParams, vLLM 0.11; a few of llama-cpp-python's Llama.
 """
@@ -16,7 +16,7 @@ _DTYPES = {
     "auto": None, "float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
 }  # fmt: skip
 _KV_DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "fp8_e4m3": "fp8"}
-# Name -> the values that ask for what happens anyway, and what to use where another one was meant.
+# Name -> the values that match the actual behavior, and what to use for other values.
 _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), "threads=, for the cores of this machine"),
     "pipeline_parallel_size": ((1,), "1: the whole model runs in this process"),
@@ -54,7 +54,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "max_seq_len_to_capture": ((None,), "None: there are no CUDA graphs"),
     "verbose": ((False, True), "False: an LLM logs nothing"),
 }  # fmt: skip
-# Arguments of calls: the same for them.
+# The same for arguments of calls.
 _CALL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "lora_request": ((None,), "a checkpoint into which the adapter is merged"),
     "priority": ((None,), "one call after the other: the prompts of a call are answered in their order"),
@@ -69,7 +69,7 @@ _CALL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "pooling_params": ((None,), "the model as it is: its checkpoint says how vectors are made of texts"),
     "mm_processor_kwargs": ((None, {}), "messages of text: images and sound are not read"),
 }  # fmt: skip
-# Methods and properties, and what to use here.
+# Methods and properties, and what to use instead.
 _METHODS: Mapping[str, str] = {
     "encode": "llm.tokenizer.encode() for token ids, and an encoder's embed() for vectors",
     **dict.fromkeys(("score", "classify", "reward"), "generate() with logprobs=, or another library"),
@@ -99,11 +99,11 @@ VALID_NAMES = frozenset({"dtype", *SAME, *_NEUTRAL})
 
 
 class NoSuchMethodError(ConfigError, AttributeError):
-    """Of another library's method: as an AttributeError, so that `hasattr` is truthful."""
+    """Raised for another library's method; an AttributeError, so that `hasattr` works."""
 
 
 def no_attribute(owner: object, name: str, can: str, *, encoder: bool) -> AttributeError:
-    """For `__getattr__`. can: the methods that this one has"""
+    """Return the error for `__getattr__`. can: the methods that the owner has"""
     methods = _ENCODERS_METHODS if encoder else _METHODS
     if name in methods:
         return NoSuchMethodError(f'this LLM has no "{name}"', can, f"use {methods[name]}")
@@ -111,7 +111,7 @@ def no_attribute(owner: object, name: str, can: str, *, encoder: bool) -> Attrib
 
 
 def asks_for_embeddings(arguments: Mapping[str, object]) -> bool | None:
-    """Whether the settings ask for an encoder; None: they leave it to the model."""
+    """Whether the settings request an encoder; None: the model decides."""
     tasks = {arguments.get(name) for name in ("task", "runner", "convert")}
     if tasks & {"embed", "embedding", "pooling"}:
         return True
@@ -140,7 +140,7 @@ def check_call(
 
 
 def as_given(arguments: Mapping[str, object]) -> dict[str, str]:
-    """Our name of a setting -> the one by which it was given, where that is another."""
+    """Return our name of a setting -> the name that the caller used, if different."""
     other = {**SAME, "dtype": "precision"}
     return {other[name]: name for name, value in arguments.items() if name in other and value is not None}
 
@@ -169,7 +169,7 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(ours: dict[str, Any], arguments: Mapping[str, Any], name: str, own: str, value: Any) -> None:
-    if value is None:  # not said; ours are told, so that their own checks see them
+    if value is None:  # not set; our own names are passed on, so that their checks see them
         if own == name:
             ours.setdefault(own, None)
         return
@@ -181,7 +181,7 @@ def _add(ours: dict[str, Any], arguments: Mapping[str, Any], name: str, own: str
 
 
 def _precision(dtype: object, on_gpu: bool) -> str | None:
-    """Of vLLM's `dtype`: a name, or a torch.dtype, which prints as "torch.bfloat16"."""
+    """Return the precision for vLLM's `dtype`: a name, or a torch.dtype, which prints as "torch.bfloat16"."""
     name = str(dtype).removeprefix("torch.")
     if name in _DTYPES and (on_gpu or _DTYPES[name] != "fp16"):
         return _DTYPES[name]

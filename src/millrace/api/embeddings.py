@@ -1,4 +1,4 @@
-"""Embeddings in this process, with the results that users of vLLM know."""
+"""Embeddings in this process, with results as in vLLM."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """`outputs.embedding` is the vector of the prompt."""
+    """The result of a prompt; `outputs.embedding` is its vector."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -35,10 +35,10 @@ def embed(
     loop: EncoderLoop, tokenizer: Tokenizer, prompts: Sequence[Prompt], truncate_prompt_tokens: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[EmbeddingRequestOutput]:  # fmt: skip
-    """A vector for each prompt, in their order; the loop runs in its thread.
+    """Return a vector per prompt, in order; the loop runs in its own thread.
 
-    raises RequestError, before anything runs, where one of the prompts is wrong; EngineError where a step failed,
-    BusyError where the loop was closed
+    raises RequestError, before anything runs, if a prompt is invalid; EngineError if a step failed; BusyError if the
+    loop is closed
     """
     most = truncation(truncate_prompt_tokens, loop.limits.max_context)
     texts = []
@@ -54,7 +54,7 @@ def embed(
             progress(Progress(len(texts) - job.n_missing, len(texts), job.n_tokens_done))
         vectors = job.future.result()
     finally:
-        job.future.cancel()  # Ctrl-C: leave nothing running behind
+        job.future.cancel()  # Ctrl-C: leave nothing running
     return [
         EmbeddingRequestOutput(uuid.uuid4().hex, EmbeddingOutput(vector.tolist()), ids.tolist())
         for vector, ids in zip(vectors, texts, strict=True)

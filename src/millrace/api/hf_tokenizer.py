@@ -1,6 +1,6 @@
-"""A tokenizer with the calls that users of transformers know: what `LLM.get_tokenizer()` gives, as vLLM's does.
+"""A tokenizer with transformers' interface, as returned by `LLM.get_tokenizer()` in vLLM, too.
 
-Arguments, defaults and results are those of transformers 5. What is not here is refused with what to use instead: an
+Arguments, defaults and results are those of transformers 5. Anything unsupported is refused with an alternative: an
 AttributeError for a name, a RequestError for an argument.
 """
 
@@ -12,7 +12,7 @@ from millrace.checkpoint.tokenizer.tokenizer import NAMED_TOKENS, VocabularyToke
 from millrace.errors import CheckpointError, ConfigError, RequestError, nearest, sanitize
 
 Message = Mapping[str, object]
-# Arguments of transformers, the values that ask for what happens anyway, and what to do for another.
+# Arguments of transformers, the values that match the actual behavior, and what to use for other values.
 _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "padding": ((False, None), "generate() takes prompts of any lengths"),
     "truncation": ((False, None), "shorten the list of ids"),
@@ -33,7 +33,7 @@ _ELSEWHERE = "transformers.AutoTokenizer.from_pretrained(FOLDER) reads the same 
 
 
 class Encoding(dict[str, Any]):
-    """`encoding.input_ids` and `encoding["input_ids"]`; the mask is 1 everywhere, for nothing is padded."""
+    """Has `encoding.input_ids` and `encoding["input_ids"]`; the mask is all ones, because nothing is padded."""
 
     input_ids: list[Any]
     attention_mask: list[Any]
@@ -45,7 +45,7 @@ class Encoding(dict[str, Any]):
 
 
 class HfTokenizer:
-    """Special tokens are attributes: `bos_token`, `eos_token_id`, ...; None where the model has no such token."""
+    """Special tokens are attributes: `bos_token`, `eos_token_id`, ...; None if the model has no such token."""
 
     def __init__(self, tokenizer: VocabularyTokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -56,7 +56,7 @@ class HfTokenizer:
         if name.removesuffix("_id") in NAMED_TOKENS:
             token = self._tokenizer.special_token_strings.get(name.removesuffix("_id"))
             return None if token is None else self._tokenizer.token_id(token)
-        if name.startswith("_"):  # nobody's mistake: copy and pickle ask for such names
+        if name.startswith("_"):  # not a mistake of the user: copy and pickle look up such names
             raise AttributeError(name)
         attributes = [n for n in dir(type(self)) if not n.startswith("_")]
         attributes += [f"{token}{end}" for token in NAMED_TOKENS for end in ("", "_id")]
@@ -70,23 +70,23 @@ class HfTokenizer:
         )
 
     def __copy__(self) -> "HfTokenizer":
-        return self  # nothing in it changes
+        return self  # immutable
 
     def __deepcopy__(self, memo: object) -> "HfTokenizer":
         return self
 
     def __len__(self) -> int:
-        """All tokens, those included that were added to the trained ones."""
+        """Return the number of tokens, including added ones."""
         return self._tokenizer.n_tokens
 
     @property
     def vocab_size(self) -> int:
-        """Trained tokens only."""
+        """Return the number of trained tokens."""
         return self._tokenizer.n_trained
 
     @property
     def chat_template(self) -> str | None:
-        """Its Jinja2 source."""
+        """Return the template's Jinja2 source, or None."""
         return None if self._template is None else self._template.source
 
     def get_vocab(self) -> dict[str, int]:
@@ -96,7 +96,7 @@ class HfTokenizer:
     def __call__(
         self, text: str | Sequence[str], text_pair: None = None, *, add_special_tokens: bool = True, **options: Any
     ) -> Encoding:
-        """Token ids and mask of a text, or lists of them for several. raises RequestError for anything else"""
+        """Return token ids and mask of a text, or lists of them for several texts. raises RequestError"""
         _check({"text_pair": text_pair, **options})
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens=add_special_tokens)
@@ -107,7 +107,7 @@ class HfTokenizer:
         return Encoding(input_ids=each, attention_mask=[[1] * len(ids) for ids in each])
 
     def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
-        """raises RequestError where `text` is no text"""
+        """Return the token ids of a text. raises RequestError if it is not a string"""
         _check(options)
         _check_flag("add_special_tokens", add_special_tokens)
         if not isinstance(text, str):
@@ -115,13 +115,13 @@ class HfTokenizer:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def tokenize(self, text: str, add_special_tokens: bool = False, **options: Any) -> list[str | None]:
-        """As the vocabulary spells its tokens, without those that a prompt begins with."""
+        """Return tokens as in the vocabulary, by default without special tokens."""
         return self.convert_ids_to_tokens(self.encode(text, add_special_tokens, **options))
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """The text of one id or of a list (also an array or tensor); a list of texts for a list of lists.
+        """Return the text of an id or a list (also an array or tensor); a list of texts for a list of lists.
 
-        An id without a token has no text. raises RequestError for what is no id
+        An id without a token has no text. raises RequestError if a value is not an id
         """
         _check(options)
         _check_flag("skip_special_tokens", skip_special_tokens)
@@ -131,7 +131,7 @@ class HfTokenizer:
         return self._tokenizer.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
-        """As `decode`, in a list where that gives one text; nothing for no sequences (transformers since 5.24)."""
+        """Like `decode`, but always return a list; empty for no sequences (transformers since 5.24)."""
         ids = _ids(sequences, depth=2)
         result = self.decode(ids, skip_special_tokens, **options)
         return result if isinstance(result, list) else [result] if ids != [] else []
@@ -141,7 +141,7 @@ class HfTokenizer:
     @overload
     def convert_ids_to_tokens(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str | None]: ...
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> str | list[str | None] | None:
-        """As the vocabulary spells them; None for an id without a token. raises RequestError for what is no id"""
+        """Return tokens as in the vocabulary; None for an id without a token. raises RequestError if it is not an id"""
         _check_flag("skip_special_tokens", skip_special_tokens)
         ids = _ids(ids, depth=1)
         if isinstance(ids, int):
@@ -150,7 +150,7 @@ class HfTokenizer:
         return [self._tokenizer.token(i) for i in ids if i not in skipped]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """An unknown token is `unk_token_id`, None where there is none."""
+        """Return ids; an unknown token has `unk_token_id`, or None if the model has none."""
         if isinstance(tokens, str):
             result = self._tokenizer.token_id(tokens)
             return self.unk_token_id if result is None else result
@@ -168,10 +168,10 @@ class HfTokenizer:
         return_dict: bool = True,
         **options: Any,
     ) -> Any:
-        """The prompt of one conversation, or a list for several: text, or with `tokenize` its encoding.
+        """Return the prompt of a conversation, or a list for several: text, or with `tokenize` its encoding.
 
-        return_dict: False for token ids alone (what transformers 4 gave). options: variables of the template
-        raises CheckpointError where the model has no template, RequestError where it refuses the messages
+        return_dict: False for token ids only (as in transformers 4). options: variables of the template
+        raises CheckpointError if the model has no template, RequestError if it refuses the messages
         """
         if self._template is None:
             raise CheckpointError("this model has no chat template", "a chat model", "write the prompt yourself")
@@ -202,7 +202,7 @@ def _is_list(ids: object) -> bool:
 
 
 def _ids(ids: Any, depth: int) -> Any:
-    """Ints, and lists of them down to `depth`, also of what has numbers in another way: arrays, tensors.
+    """Convert ids to ints, or lists of ints nested up to `depth`; also from arrays and tensors.
 
     raises RequestError for anything else
     """
@@ -219,7 +219,7 @@ def _ids(ids: Any, depth: int) -> Any:
 
 
 def _tools(tools: Any) -> list[Any]:
-    """raises RequestError for what is no list of descriptions"""
+    """Return the tools. raises RequestError if they are not a list of descriptions"""
     wrong = next((t for t in tools if not isinstance(t, Mapping)), None) if _is_list(tools) else tools
     if wrong is not None:
         what = f"tools {'has' if _is_list(tools) else 'is'} a {type(wrong).__name__}"

@@ -1,4 +1,4 @@
-"""`LLM`: a model in this process, with the calls and results that users of vLLM and TensorRT-LLM know."""
+"""`LLM`: a model in this process, with an interface like vLLM's and TensorRT-LLM's."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ from millrace.runtime.settings import RunSettings
 from millrace.tune.accuracy_pricing import pricing
 
 Message = Mapping[str, object]
-_LOG = logging.getLogger("millrace")  # what a build has to say; Python shows it to who asks for such lines
+_LOG = logging.getLogger("millrace")  # messages of a build; shown if the application configures logging
 _FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettings) for f in fields(kind))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _GENERATE = frozenset({"prompts", "sampling_params", "use_tqdm"})
@@ -46,7 +46,7 @@ _FLAG = re.compile(rf"(?<!\S)--(no-)?({_FLAGS})(?![\w-])( (?=[\d\"]|auto\b))?")
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mapping[str, str] | None]:
-    """The settings, and the precision where it is a map. raises ConfigError for a name that neither of them has"""
+    """Return the settings, and the precision if it is a map. raises ConfigError for an unknown name"""
     build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
     for name in settings:
         if name not in (valid_names := build | run | compat_vllm.VALID_NAMES):
@@ -60,7 +60,7 @@ def _split(settings: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Map
 
 
 def _as_arguments(text: str, given_as: Mapping[str, str]) -> str:
-    """`--max-context 512` as `max_context=512`, `--no-evaluate` as `evaluate=False`, or as it was given."""
+    """Replace `--max-context 512` by `max_context=512`, `--no-evaluate` by `evaluate=False`, or the caller's name."""
 
     def argument(flag: re.Match[str]) -> str:
         name = flag[2].replace("-", "_")
@@ -71,9 +71,9 @@ def _as_arguments(text: str, given_as: Mapping[str, str]) -> str:
 
 @contextmanager
 def _in_python_words(given_as: Mapping[str, str]) -> Iterator[None]:
-    """Errors name settings as flags (--max-context); here they are arguments (max_context=).
+    """Rewrite errors, which name settings as flags (--max-context), to name arguments (max_context=).
 
-    given_as: our names of those that the caller called otherwise (max_model_len=)
+    given_as: our name -> the caller's, for settings with other libraries' names (max_model_len=)
     """
     try:
         yield
@@ -85,7 +85,7 @@ def _in_python_words(given_as: Mapping[str, str]) -> Iterator[None]:
 def _open(
     name: str, engine: Engine, run: RunSettings, embeds: bool | None
 ) -> tuple[RunningModel | OpenedEncoder, EngineLoop | EncoderLoop]:
-    """embeds: what was asked for; None: what the model can. raises ConfigError where it cannot do that"""
+    """Open the model. embeds: whether an encoder is requested; None: the model decides. raises ConfigError"""
     encoder = engine.manifest.is_encoder
     if embeds not in (None, encoder):
         raise ConfigError(
@@ -98,10 +98,10 @@ def _open(
 
 
 def _release(loop: EngineLoop | EncoderLoop, opened: RunningModel | OpenedEncoder, made_in: int) -> None:
-    """Ends the engine's thread, then gives the memory back."""
-    if os.getpid() != made_in:  # a forked child: threads and memory are its parent's
+    """Stop the engine's thread, then release the memory."""
+    if os.getpid() != made_in:  # a forked child: threads and memory belong to the parent
         return
-    if loop.thread.is_current:  # which cannot wait for itself: the collector may run anywhere
+    if loop.thread.is_current:  # a thread cannot join itself, and garbage collection may run in any thread
         threading.Thread(target=_release, args=(loop, opened, made_in)).start()
         return
     loop.stop()
@@ -109,7 +109,7 @@ def _release(loop: EngineLoop | EncoderLoop, opened: RunningModel | OpenedEncode
 
 
 def _prompts(prompts: object) -> Sequence[Prompt]:
-    """One prompt as a list of one. raises RequestError for what is neither one nor several"""
+    """Return prompts as a list, also for a single one. raises RequestError if they are neither"""
     if isinstance(prompts, str | Mapping) or (
         isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)
     ):
@@ -123,7 +123,7 @@ def _prompts(prompts: object) -> Sequence[Prompt]:
 
 @contextmanager
 def _progress_bar(shown: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """Finished requests and tokens per second on stderr, while they are computed."""
+    """Show finished requests and tokens per second on stderr while they run."""
     if not shown:
         yield None
         return
@@ -144,13 +144,13 @@ def _progress_bar(shown: bool) -> Iterator[Callable[[Progress], None] | None]:
 class LLM:
     """`LLM("tiny").generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].outputs[0].text`.
 
-    model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
-    precision: a name, "auto", or a map like {"default": "w4a8", "lm_head": "bf16"}; what it costs is measured.
-    settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_kl, evaluate,
+    model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built if needed.
+    precision: a name, "auto", or a map like {"default": "w4a8", "lm_head": "bf16"}; its accuracy loss is measured.
+    settings: those of `millrace build` and `serve`, with the same names (head, kv_cache_dtype, group, max_kl, evaluate,
     calibration, max_context, max_batch, tune, kv_memory, threads, prefix_cache, isa, device="cuda"), and vLLM's
     (max_model_len, max_num_seqs, dtype, enable_prefix_caching, tensor_parallel_size=1).
-    Other libraries' arguments of calls are taken, too, where they ask for what happens anyway (lora_request=None).
-    raises MillraceError, each with its mend
+    Other libraries' arguments of calls are accepted if they match the actual behavior (lora_request=None).
+    raises MillraceError, with a fix in the message
     """
 
     def __init__(self, model: str | Path, *, precision: str | Mapping[str, str] | None = None, **settings: Any) -> None:
@@ -163,7 +163,7 @@ class LLM:
             self._opened, self._loop = _open(name, engine, run, compat_vllm.asks_for_embeddings(settings))
         self._threading = threading.Lock()
         self._made_in = os.getpid()
-        # also for who forgets close()
+        # also if the caller forgets close()
         self._released = weakref.finalize(self, _release, self._loop, self._opened, self._made_in)
 
     def generate(
@@ -174,7 +174,7 @@ class LLM:
         use_tqdm: bool = False,
         **other_arguments: object,
     ) -> list[RequestOutput]:
-        """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}.
+        """Answer prompts with in-flight batching, in order. A prompt: text, or {"prompt_token_ids": [...]}.
 
         Without max_tokens an answer has 16 tokens, as in vLLM and OpenAI's completions.
         use_tqdm: show progress on stderr (vLLM's name for it)
@@ -194,13 +194,13 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         **other_arguments: object,
     ) -> list[RequestOutput]:
-        """One conversation or several, through the model's chat template.
+        """Answer one conversation or several, rendered with the model's chat template.
 
         Without max_tokens an answer may fill the rest of the context.
         add_generation_prompt: end the prompt where the assistant's turn begins
-        chat_template_kwargs: further variables for the template, such as enable_thinking
-        tools: functions that every conversation may call, as OpenAI's clients describe them; in the prompt as the
-        server renders them. Text of an answer is as the model wrote it, with its calls. tool_choice is the server's
+        chat_template_kwargs: more variables for the template, such as enable_thinking
+        tools: functions that every conversation may call, in OpenAI's format; rendered like by the server.
+            An answer's text is the model's output, including calls. tool_choice is available only in the server
         """
         compat_vllm.check_call("chat", other_arguments, _CHAT, _SAMPLING)
         if isinstance(messages, str):
@@ -224,11 +224,11 @@ class LLM:
         use_tqdm: bool = False,
         **other_arguments: object,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector for each text, in order, of an encoder: `llm.embed(["a", "b"])[0].outputs.embedding`.
+        """Return a vector per text, in order, from an encoder: `llm.embed(["a", "b"])[0].outputs.embedding`.
 
-        A vector's bits depend on its text alone. truncate_prompt_tokens: of a text that has more tokens than these, so
-        many are read in all: the first ones, and the special ones around them; -1 for as many as the model takes. Else
-        such a text is an error
+        A vector's bits depend only on its text.
+        truncate_prompt_tokens: truncate longer texts to this many tokens in total, including special ones; -1 for the
+            model's maximum. Without it a text that is too long is an error
         """
         self._check_usable()
         compat_vllm.check_call("embed", other_arguments, _EMBED, frozenset())
@@ -247,13 +247,13 @@ class LLM:
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """The answer as it grows: each item holds all of it so far. Any number of them may run side by side.
+        """Stream an answer: each item has all of it so far. Any number of streams may run concurrently.
 
         Without max_tokens an answer has 16 tokens.
         """
         self._check_usable()
         loop = self._generating
-        with self._threading:  # from the first stream on, the engine has a thread of its own
+        with self._threading:  # from the first stream on, the engine has its own thread
             if not loop.thread.running:
                 loop.start()
         with _in_python_words(self._given_as):
@@ -298,7 +298,7 @@ class LLM:
         extra: Mapping[str, object],
     ) -> list[int]:  # fmt: skip
         self._check_usable()
-        _ = self._generating  # an encoder cannot chat, whatever else it lacks
+        _ = self._generating  # report first that an encoder cannot chat
         template = self._opened.chat_template
         if template is None:
             raise CheckpointError(
@@ -310,15 +310,15 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """`encode(text)` gives token ids, `decode(ids)` their text."""
+        """Return the tokenizer: `encode(text)` returns token ids, `decode(ids)` their text."""
         return self._opened.tokenizer
 
     def get_tokenizer(self) -> HfTokenizer:
-        """The tokenizer with the calls of transformers, as vLLM gives it: `apply_chat_template`, `eos_token_id`, ..."""
+        """Return the tokenizer with transformers' interface, like vLLM: `apply_chat_template`, `eos_token_id`, ..."""
         return HfTokenizer(self._opened.tokenizer, self._opened.chat_template)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config says; a call without SamplingParams does the same."""
+        """Return the defaults of the model's generation_config, which calls without SamplingParams use."""
         d = self._generating.defaults
         return SamplingParams(
             temperature=d.temperature, top_p=d.top_p, top_k=d.top_k, min_p=d.min_p,
@@ -326,7 +326,7 @@ class LLM:
         )  # fmt: skip
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the prompts and answers that KV pages still hold; False while some are in use (vLLM's name)."""
+        """Clear the prefix cache; returns False while some of its KV pages are in use (vLLM's name)."""
         self._check_usable()
         return isinstance(self._loop, EncoderLoop) or self._loop.reset_prefix_cache()
 
@@ -345,7 +345,7 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Gives the memory back; also at the end of a `with`."""
+        """Release the memory; also called at the end of a `with` block."""
         self._released()
 
     def __enter__(self) -> "LLM":

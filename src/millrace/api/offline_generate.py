@@ -1,6 +1,6 @@
-"""Whole answers from a loop: `generate` for many prompts at once, `astream` for one as it grows.
+"""Answers from an engine loop: `generate` for many prompts at once, `astream` to stream one.
 
-`LLM` is put together from these; the server uses `service.AsyncEngine` directly.
+`LLM` uses these; the server uses `service.AsyncEngine` directly.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from millrace.runtime.request.sampling_params import (
 from millrace.runtime.structured_output.grammar import Matcher
 
 # text, token ids, or {"prompt": text}, {"prompt_token_ids": [...]} or {"prompt_embeds": (N, hidden size)}; with one of
-# these, cache_salt and the like, and resume_token_ids: the answer continues behind them
+# these, options such as cache_salt, and resume_token_ids: the answer continues after them
 Prompt = str | Sequence[int] | Mapping[str, object]
 
 
@@ -36,11 +36,11 @@ _CONTENT = frozenset(["prompt", "prompt_token_ids", prompt_embeds.FIELD])
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """What is known of one token at one place, in vLLM's shape."""
+    """Log probability of a token at one position, in vLLM's format."""
 
     logprob: float
-    rank: int  # 1 = the likeliest of the vocabulary
-    decoded_token: str  # the token alone; half a character is U+FFFD
+    rank: int  # 1 is the likeliest of the vocabulary
+    decoded_token: str  # the single token; an incomplete character is U+FFFD
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """`outputs[0].text` is the answer; `seed` is the one that was used, so that it can be asked again."""
+    """`outputs[0].text` is the answer; `seed` is the seed that was used, to reproduce it."""
 
     request_id: str
     prompt: str | None
@@ -65,12 +65,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     seed: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # as asked; None for the first token
-    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None before it was looked up
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # if requested; None for the first token
+    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None before the lookup
 
 
 class Progress(NamedTuple):
-    """Given to a progress callback whenever something came in."""
+    """Passed to a progress callback whenever output arrives."""
 
     n_finished: int  # requests
     n_requests: int
@@ -78,7 +78,7 @@ class Progress(NamedTuple):
 
 
 def new_output(request: Request, prompt: str | None = None) -> RequestOutput:
-    """Of a request that has just been submitted. prompt: its text, where it was one"""
+    """Create the output of a newly submitted request. prompt: its text, if given as text"""
     outputs = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(request.resolved.n)]
     ids = [] if request.rows is not None else request.prompt.tolist()
     scored: list[dict[int, Logprob] | None] | None = None if request.resolved.prompt_top is None else [None]
@@ -87,17 +87,17 @@ def new_output(request: Request, prompt: str | None = None) -> RequestOutput:
 
 
 class Collector:
-    """Puts the deltas of one request together into its RequestOutput."""
+    """Collects the deltas of one request in its RequestOutput."""
 
     def __init__(self, output: RequestOutput, tokenizer: Tokenizer, *, text: bool = True) -> None:
-        """output: of `new_output`, to be filled. text: False: with token ids only"""
+        """output: from `new_output`, to fill; text: False for token ids only"""
         self.output = output
         self._text = text
         self._n_open = len(output.outputs)
         self._tokenizer = tokenizer
 
     def add(self, deltas: list[Delta]) -> int:
-        """Append; returns how many tokens came."""
+        """Append deltas; return the number of new tokens."""
         for delta in deltas:
             choice = self.output.outputs[delta.index]
             if delta.prompt_logprobs is not None and self.output.prompt_logprobs is not None and choice.index == 0:
@@ -116,7 +116,7 @@ class Collector:
         return sum(len(d.token_ids) for d in deltas)
 
     def _named(self, token: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token and its alternatives, best first."""
+        """Return the chosen token and its alternatives, best first."""
         chosen = (token.token_id, token.logprob, token.rank)
         ranked = [chosen, *((i, p, rank) for rank, (i, p) in enumerate(token.top, 1) if i != token.token_id)]
         return {i: Logprob(p, rank, self._tokenizer.token_text(i)) for i, p, rank in ranked}
@@ -130,12 +130,12 @@ def generate(
     *,
     continues: bool = False,
 ) -> list[RequestOutput]:
-    """Answer all prompts, in their order. Uses the loop's thread, or steps the loop itself where it has none.
+    """Answer all prompts, in order. Uses the loop's thread, or steps the loop itself if it has none.
 
-    continues: the prompts are texts to be continued, whose answers are short where no length is said.
+    continues: the prompts are texts to continue, whose answers are short by default.
 
-    A request that failed has FinishReason.ERROR and an `error`; the others are complete.
-    raises RequestError, before anything runs, where one of the prompts or its params is wrong.
+    A failed request has FinishReason.ERROR and an `error`; the others are complete.
+    raises RequestError, before anything runs, if a prompt or its params are invalid.
     """
     done: dict[int, RequestOutput] = {}
     n_tokens = 0
@@ -156,8 +156,10 @@ def incoming(
     *,
     continues: bool = False,
 ) -> Generator[tuple[int, RequestOutput, int], None, None]:
-    """(number of a prompt, its growing output, how many tokens came), whenever something came of any; the rest is as of
-    `generate`. Close it: what is not finished is cancelled then."""
+    """Yield (index of a prompt, its partial output, number of new tokens) whenever output arrives.
+
+    Otherwise like `generate`. Closing it cancels unfinished requests.
+    """
     arrived: queue.SimpleQueue[tuple[int, list[Delta]]] = queue.SimpleQueue()
     collectors: list[Collector] = []
     requests: list[Request] = []
@@ -185,7 +187,7 @@ def incoming(
             n_finished += output.finished
             output.num_cached_tokens = requests[i].n_cached
             yield i, output, n_new
-    finally:  # a wrong prompt or Ctrl-C: leave nothing running behind
+    finally:  # an invalid prompt or Ctrl-C: leave nothing running
         unfinished = [r for r in requests if r.timings.finished_s is None]
         for request in unfinished:
             loop.cancel(request)
@@ -196,10 +198,10 @@ def incoming(
 async def astream(
     loop: EngineLoop, prompt: Prompt, params: SamplingParams | None = None, *, continues: bool = False
 ) -> AsyncIterator[RequestOutput]:
-    """Yield the growing RequestOutput, the same object each time, until it is finished. Leaving early cancels.
+    """Yield the partial RequestOutput, the same object each time, until it is finished. Leaving early cancels.
 
-    The loop runs in its thread; any number of these read from it, in any event loops.
-    raises RequestError, and BusyError where the loop has stopped
+    The loop runs in its own thread; any number of streams may read from it, in any event loops.
+    raises RequestError, and BusyError if the loop has stopped
     """
     assert loop.thread.running, "a stream needs somebody who steps"
     resolved = params or SamplingParams()
@@ -211,7 +213,7 @@ async def astream(
         matchers = await asyncio.to_thread(loop.grammars.matchers, outputs_spec, resolved.n)
 
     def deliver(deltas: list[Delta]) -> None:  # in the engine thread
-        with suppress(RuntimeError):  # the event loop is closed: nobody is left who could read
+        with suppress(RuntimeError):  # the event loop is closed: there is no reader any more
             here.call_soon_threadsafe(arrived.put_nowait, deltas)
 
     request = loop.submit(ids, resolved, deliver, terms=prompt_terms(prompt), matchers=matchers)
@@ -222,23 +224,23 @@ async def astream(
             collector.output.num_cached_tokens = request.n_cached
             yield collector.output
     finally:
-        loop.cancel(request)  # harmless when it is finished
+        loop.cancel(request)  # has no effect if it is finished
 
 
 def _text_and_tokens(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequence[int] | prompt_embeds.Rows]:
-    """As `prompt_tokens`, and embedding rows where the prompt is given as those. raises RequestError"""
+    """Like `prompt_tokens`, or embedding rows if the prompt is given as those. raises RequestError"""
     if isinstance(prompt, Mapping) and _content(prompt).keys() == {prompt_embeds.FIELD}:
         return None, prompt_embeds.to_rows(prompt[prompt_embeds.FIELD], loop.limits)
     return prompt_tokens(loop.tokenizer, prompt)
 
 
 def _content(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Its fields without options."""
+    """Return the prompt's fields without options."""
     return {key: value for key, value in prompt.items() if key not in OPTIONS and key != FIELD}
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-    """(the text, if it was one; its token ids); RequestError for anything that is no prompt."""
+    """Return (the text if given as text, token ids). raises RequestError if it is not a prompt"""
     if isinstance(prompt, Mapping):
         content = _content(prompt)
         if len(content) != 1 or not content.keys() <= _CONTENT - {prompt_embeds.FIELD}:
