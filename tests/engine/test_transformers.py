@@ -93,6 +93,13 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(tmp_path: Path, na
             assert abs(logprobs[token].logprob - float(expected[i, token])) < 1e-3
 
 
+def test_a_context_of_a_few_tokens(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, gpt2)
+    with LLM(tmp_path, model_impl="transformers", threads=1, max_context=4) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": [5, 6]}], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 2
+
+
 def test_a_sequence_that_is_preempted_continues_with_its_tokens(tmp_path: Path) -> None:
     """Memory for 240 tokens, and three sequences of 110 that share it."""
     write_checkpoint(tmp_path, gpt2)

@@ -118,6 +118,8 @@ class TransformersExecutor(Executor):
 
         Some models only continue with one token at a time; the full sequence is then computed in each step.
         """
+        if self.limits.max_context < sum(_PROBE):
+            return False
         self.keeps_cache = True
         ids = np.random.default_rng(0).integers(0, self.limits.vocab_size, sum(_PROBE)).tolist()
         with torch.inference_mode():
