@@ -72,7 +72,7 @@ class GgufSpecials:
 
 
 def read_specials(keys: MetadataKeys) -> GgufSpecials:
-    """raises CheckpointError"""
+    """Read the special tokens. raises CheckpointError"""
     tokens = keys.texts("tokenizer.ggml.tokens")
     if not tokens:
         raise keys.wrong("tokenizer.ggml.tokens", "at least one token")

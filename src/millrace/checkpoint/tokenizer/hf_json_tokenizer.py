@@ -31,7 +31,7 @@ class JsonTokenizer(VocabularyTokenizer):
     """
 
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
-        """data: the file's contents; path: for messages"""
+        """Load the tokenizer. data: the file's contents; path: for messages"""
         _check_whole(data, path)
         _check_normalizer(data, path)
         _check_prefix(data, path)

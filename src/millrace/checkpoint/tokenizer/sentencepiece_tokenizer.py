@@ -30,7 +30,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
     """
 
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
-        """data: the file's contents; path: for messages"""
+        """Load the tokenizer. data: the file's contents; path: for messages"""
         _check_fields(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
         self._model, self._inner = _open(data, path)
