@@ -111,7 +111,7 @@ def compress(
 ) -> CompressionResult:
     """Write the folder `out`, which must not exist: complete and verified, or not at all. Memory: a unit of `way`.
 
-    raises ConfigError for a folder that is there, MachineError where it has no room, CheckpointError for the source's
+    raises ConfigError if the folder exists, MachineError if the disk is full, CheckpointError for errors of the source
     """
     check_place(out, job.bytes_after)
     errors: dict[str, float] = {}

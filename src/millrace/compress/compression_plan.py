@@ -32,7 +32,7 @@ _BY_FACTORS = ("gptq", FP8_GPTQ, SPARSEGPT)  # methods that factorize a Gram mat
 
 @dataclass(frozen=True, slots=True)
 class CompressionPlan:
-    """layers: treatment and format of each linear layer that is rounded; specs: the tensors to write
+    """A plan. layers: treatment and format of each linear layer that is rounded; specs: the tensors to write
     sparse: layers whose weights stay floats and become partly zero; pruned: the remaining sizes, if any is reduced,
         and the tensors that shrink
     """

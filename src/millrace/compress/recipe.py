@@ -110,7 +110,7 @@ class LayerRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """exceptions: the first whose pattern matches a layer's name applies; prune: replaces everything else
+    """A recipe. exceptions: the first whose pattern matches a layer's name applies; prune: replaces everything else
 
     kv: format of the KV cache; None: floats
     """

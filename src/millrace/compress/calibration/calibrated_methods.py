@@ -81,7 +81,7 @@ def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
 
 
 def read_sampled(file: str, n: int = SAMPLES) -> str:
-    """raises ConfigError"""
+    """Read a text to sample from. raises ConfigError"""
     return read_text(file, "--samples-from", _MOST_BYTES, f"a text of at least {n * LENGTH:,} tokens")
 
 

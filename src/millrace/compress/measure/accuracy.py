@@ -44,7 +44,7 @@ class SimulatedLoss:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """kl: KL divergence from the source's distribution, mean nats per token; agreement: of the top-1 tokens
+    """A loss. kl: KL divergence from the source's distribution, mean nats per token; agreement: of the top-1 tokens
 
     errors: standard errors, assuming independent tokens (those of one window are not); None for a single token
     text, digest: "bundled" or "own", and a digest of the whole text; "" in older records
@@ -99,7 +99,7 @@ class Reference:
     def with_fp8(
         self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None
     ) -> DivergenceScore | None:
-        """As `beside`, with the FP8 activations that the other's checkpoint means; None where it means none."""
+        """Like `compare_with`, with the FP8 activations that the other's checkpoint specifies; None if it has none."""
         if not fp8_rows(other):
             return None
         report = partial(progress, "simulating its FP8 activations")
@@ -166,7 +166,7 @@ def loss_of(
     progress: Progress = lambda *_: None,
     precision: PrecisionMap | None = None,
 ) -> Loss:
-    """As `measure`, beside a source that was read already. precision: to run the folder in; None: its own"""
+    """Like `measure`, with a source that was already run. precision: to run the folder in; None: its own"""
     other, options = Source.from_checkpoint(compressed), BuildOptions(precision=precision)
     runs_in = (precision or other.own_precision).default
     read_text = agreement(reference.compare_with(other, options, progress).tokens)

@@ -52,7 +52,7 @@ class MethodRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     precision: of the engine; "" for the folder's own
     statistics: digest of their text, "" if the method needs none
     seconds: of rounding and writing; statistics_s: of collecting statistics in the same run, for the first that needed
-    them; speed: decode of 1 and of the large batch, and prefill, both beside the source in turns
+    them; speed: decode of 1 and of the large batch, and prefill, alternating with the source
     """
 
     name: str

@@ -115,7 +115,7 @@ class RoundedMatrixStore:
 
     @classmethod
     def next_to(cls, statistics: Path) -> "RoundedMatrixStore":
-        """Return the store in the statistics' folder. File names include the formats' version."""
+        """Return the store in the statistics' folder. Its name has a digest of the formats' definitions."""
         meant = hashlib.blake2b(f"{VERSION} {TREATMENTS}".encode(), digest_size=6).hexdigest()
         return cls(statistics / f"formats-{meant}")
 
