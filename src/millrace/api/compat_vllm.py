@@ -146,7 +146,7 @@ def as_given(arguments: Mapping[str, object]) -> dict[str, str]:
 
 
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` in our own names. raises ConfigError for a value that means something else here, or a name given twice"""
+    """Return arguments under our names. raises ConfigError for an unsupported value, or a name given twice"""
     ours: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in _NEUTRAL:
