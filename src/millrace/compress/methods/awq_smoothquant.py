@@ -28,7 +28,7 @@ Arrays = MutableMapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class ScalingSite:
-    """A scaling site. linears: the layers that read the input; source: the norm or layer that produces it; both without ".weight"
+    """A scaling site. linears: readers of the input; source: the norm or layer that produces it; both without ".weight"
 
     shared: how often a row of the source is read, as a value head by several query heads; head: contiguous rows of it
     """
