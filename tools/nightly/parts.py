@@ -45,7 +45,8 @@ SLOW_CASES = {"gpu_engines": 10_000, "structured": 20_000}  # 60 to 100 a second
 # Of a language model's answers, from its file to the kernels; and served, from the socket on.
 ENGINES = ("src/millrace/checkpoint", "src/millrace/compile", "src/millrace/engine", "src/millrace/graph",
            "src/millrace/kernels", "src/millrace/model", "native")  # fmt: skip
-SERVER = ("src/millrace/checkpoint", "src/millrace/engine", "src/millrace/runtime", "src/millrace/serve", "native")
+SERVER = ("src/millrace/checkpoint", "src/millrace/engine", "src/millrace/runtime", "src/millrace/serve",
+          "src/millrace/model_repository", "src/millrace/prometheus.py", "native")  # fmt: skip
 # Pinned: a comparison is with a version. Built from source, as the benchmarks build it.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
@@ -82,7 +83,7 @@ FUZZED: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("src/millrace/checkpoint",),
     "program": ("src/millrace/compile/lower_cpu/program.py", "src/millrace/engine", "native"),
     "gpu_engines": ("src/millrace/engine", "src/millrace/compile/lower_gpu/from_engine.py"),
-    "requests": ("src/millrace/serve", "src/millrace/runtime"),
+    "requests": ("src/millrace/serve", "src/millrace/model_repository", "src/millrace/runtime"),
     "pbtxt": ("src/millrace/model_repository",),
     "tensors": ("src/millrace/serve/protocols/kserve", "src/millrace/model_repository"),
     "structured": ("src/millrace/runtime",),
@@ -170,7 +171,7 @@ PARTS = (
         packages=("tritonclient[http,grpc]==2.73.0",),
         files=(
             *BESIDE_TRITON, "src/millrace/bench/null_server/kserve.py", "src/millrace/bench/null_server/grpc.py",
-            "src/millrace/serve/protocols/kserve", "src/millrace/model_repository", "src/millrace/model_repository",
+            "src/millrace/serve/protocols/kserve", "src/millrace/model_repository",
         ),
     ),
     Part(
@@ -223,7 +224,7 @@ PARTS = (
     Part(
         "promtool", "the alerts of examples/monitoring by Prometheus' own tool",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", PROMTOOL),
-        files=(PROMTOOL, "examples/monitoring"),
+        files=(PROMTOOL, "examples/monitoring", "src/millrace/prometheus.py", "src/millrace/serve/ops"),
     ),
     Part(
         "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",
@@ -256,7 +257,7 @@ PARTS = (
          "--timeout", str(60 * MINUTES), *DRAWN_OF_SERVE),
         TIMES,
         files=(*DRAWN_OF_SERVE, "tests/support/drawn.py", "tests/support/batching_rules.py",
-               "tests/support/sequence_rules.py", "src/millrace/model_repository", "src/millrace/model_repository"),
+               "tests/support/sequence_rules.py", "src/millrace/model_repository"),
     ),
     Part(
         "load", "200 clients of one long prompt for ten minutes, a third of whose requests are left",
