@@ -103,12 +103,9 @@ def test_a_mistake_in_what_is_measured_is_said(said: tuple[str, ...], fragment: 
         lambda: RecentWindow(DurationHistogram()),
     ],
 )
-def test_many_at_once_count_as_one_by_one(make: Callable[[], Duration | DurationHistogram | RecentWindow]) -> None:
+def test_durations_are_counted_and_summed(make: Callable[[], Duration | DurationHistogram | RecentWindow]) -> None:
     each_ns = [ns for ns in edges() if ns >= 0]
-    together, apart = make(), make()
-    together.add_all(each_ns)
+    measured = make()
     for ns in each_ns:
-        apart.add(ns)
-    assert together.to_dict() == apart.to_dict() == {"count": len(each_ns), "ns": sum(each_ns)}
-    if not isinstance(together, Duration) and not isinstance(apart, Duration):
-        assert [*together.cumulative()] == [*apart.cumulative()]
+        measured.add(ns)
+    assert measured.to_dict() == {"count": len(each_ns), "ns": sum(each_ns)}

@@ -133,14 +133,19 @@ class Checkpoint:
 
         Reads all weights, except files whose digest `digest_of` has cached. raises CheckpointError
         """
-        digest = hashlib.blake2b(self.tensors.digest(digest_of, report).encode(), digest_size=16)
         small = read_files(self.folder, SMALL_FILES)  # none for a GGUF file, which contains everything
         if isinstance(self.config, EncoderConfig):
             small |= sentence_files(self.folder)
         small |= additional_templates(self.folder)
-        for name, content in small.items():
-            digest.update(f"{name} {len(content)}\n".encode() + content)
-        return digest.hexdigest()
+        return content_identity(self.tensors.digest(digest_of, report), small)
+
+
+def content_identity(tensors_digest: str, files: Files) -> str:
+    """Return 32 hexadecimal digits for the content of a checkpoint. files: those that decide what it does"""
+    digest = hashlib.blake2b(tensors_digest.encode(), digest_size=16)
+    for name, content in files.items():
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ unnoticed only if the clock was set back, or if the file system's times are coar
 less than that before it was read is not recorded.
 """
 
-import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.checkpoint.checkpoint import SMALL_FILES, Checkpoint
+from millrace.checkpoint.checkpoint import SMALL_FILES, Checkpoint, content_identity
 from millrace.checkpoint.files import FileState, Report, file_digest, unreadable
 from millrace.checkpoint.tokenizer.tokenizer import read_files
 from millrace.checkpoint.weights.safetensors import DigestOf, Tensors
@@ -85,11 +84,8 @@ def checkpoint_identity(checkpoint: Checkpoint, cache: Path | None, progress: Pr
 
 def folder_identity(folder: Path, tensors: Tensors, cache: Path | None, progress: Progress | None = None) -> str:
     """Return the identity of a checkpoint whose configuration is not read here, as `checkpoint_identity`."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(tensors.digest(*_digests_and_report(tensors, cache, progress)).encode())
-    for name, content in read_files(folder, SMALL_FILES).items():
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+    digest = tensors.digest(*_digests_and_report(tensors, cache, progress))
+    return content_identity(digest, read_files(folder, SMALL_FILES))
 
 
 def _digests_and_report(tensors: Tensors, cache: Path | None, progress: Progress | None) -> tuple[DigestOf, Report]:

@@ -23,7 +23,6 @@ from millrace.errors import CheckpointError, ConfigError, sanitize
 from millrace.graph.rewrite import LOGITS
 from millrace.graph.types import DType
 
-IMPLEMENTATION = "transformers"
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 MAX_BATCH, MAX_STEP_TOKENS = 8, 512
 MAX_CONTEXT = 8192  # unless a longer one is asked for

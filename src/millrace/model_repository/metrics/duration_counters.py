@@ -26,11 +26,6 @@ class Duration:
         if ns > 0:
             self.ns += ns
 
-    def add_all(self, all_ns: Sequence[int]) -> None:
-        """Add durations, none of them negative."""
-        self.count += len(all_ns)
-        self.ns += sum(all_ns)
-
     def to_dict(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
 
@@ -54,10 +49,6 @@ class DurationHistogram:
             self._n_in[((ns - 1) // 1000).bit_length()] += 1
         else:
             self._n_in[0] += 1
-
-    def add_all(self, all_ns: Sequence[int]) -> None:
-        for ns in all_ns:
-            self.add(ns)
 
     def to_dict(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
@@ -112,10 +103,6 @@ class RecentWindow:
     def add(self, ns: int) -> None:
         self._histogram.add(ns)
         self._last.append((time.monotonic(), max(ns, 0)))
-
-    def add_all(self, all_ns: Sequence[int]) -> None:
-        for ns in all_ns:
-            self.add(ns)
 
     @property
     def count(self) -> int:
