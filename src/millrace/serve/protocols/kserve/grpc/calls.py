@@ -19,7 +19,8 @@ from millrace.model_repository.tracing.trace_context import PARENT, STATE, Paren
 from millrace.model_repository.tracing.tracer import TracedExchange
 from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
 from millrace.serve.protocols.kserve.grpc import message_scan
-from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, parameter_values, read_infer, response_bytes
+from millrace.serve.protocols.kserve.grpc.infer import parameter_values
+from millrace.serve.protocols.kserve.grpc.infer_message_cache import InferMessage, InferMessageCache
 from millrace.serve.protocols.kserve.grpc.message_scan import SplitInferRequest
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import build_message, config_message, message
 from millrace.serve.protocols.kserve.http.generate_extension import RunOffLoop
@@ -64,7 +65,7 @@ class GrpcFrontend:
 
         shared: None if clients' shared memory is not read
         """
-        self._shared = shared
+        self._shared, self._messages = shared, InferMessageCache()
         self._repository, self._is_ready, self._run_off_loop = repository, is_ready, run_off_loop
         self._calls: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda _: {"live": True}, "ServerReady": lambda _: {"ready": is_ready()},
@@ -106,15 +107,15 @@ class GrpcFrontend:
 
     async def check_infer(
         self, request: Any, cut: SplitInferRequest | None, model: Model, n_bytes: int, caller: GrpcCallContext
-    ) -> tuple[InferRequest, GrpcOutputOptions]:
+    ) -> tuple[InferRequest, InferMessage]:
         """Check an inference. request, cut: of `decode_infer`; n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
         if self._shared is not None:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
-        checked: tuple[InferRequest, GrpcOutputOptions] = await self._run_off_loop(
-            lambda: read_infer(request, model, regions_of_tenant(self._shared, caller.tenant), cut), n_bytes
-        )
-        checked[0].parameters.update(caller.shown)
+        read = lambda: self._messages.read(request, model, regions_of_tenant(self._shared, caller.tenant), cut)  # noqa: E731
+        checked: tuple[InferRequest, InferMessage] = await self._run_off_loop(read, n_bytes)
+        if caller.shown:
+            checked[0].parameters.update(caller.shown)
         checked[0].token_usage, checked[0].tenant = caller.bill, caller.tenant
         self._repository.common.tracer.trace_stream(checked[0], "GRPC", began_ns, caller.parent)
         return checked
@@ -131,13 +132,13 @@ class GrpcFrontend:
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
-        inference, output_options = await self.check_infer(request, cut, model, len(data), caller)
+        inference, known = await self.check_infer(request, cut, model, len(data), caller)
         with TracedExchange(self._repository.common.tracer, inference, "GRPC", arrived_ns, caller.parent) as call:
             response = await model.infer(inference)
             call.on_response()
             return await self.encode_off_loop(
                 memory_bytes(response.outputs.values()),
-                lambda: response_bytes(model, inference, response, output_options),
+                lambda: known.encode(model, inference, response),
             )
 
     # ------------------------------------------------------------------ metadata

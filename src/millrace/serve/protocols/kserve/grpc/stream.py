@@ -150,12 +150,12 @@ class Stream:
             model = self._frontend.model(request.proto)
             if model.is_decoupled:
                 request.model = model
-            request.inference, output_options = await self._frontend.check_infer(
+            request.inference, read = await self._frontend.check_infer(
                 request.proto, cut, model, len(data), self._caller
             )
             request.answers, request.empty_final = (
-                StreamResponses(request.proto, model, request.inference, output_options),
-                output_options.empty_final,
+                StreamResponses(request.proto, model, request.inference, read.output_options),
+                read.output_options.empty_final,
             )
             if model.is_decoupled:
                 model.submit(request.inference, lambda *answer: self._put(request, _Answer(*answer)))

@@ -35,8 +35,8 @@ from millrace.serve.protocols.kserve.http.frontend import (
     infer_headers,
     parse_model_path,
 )
-from millrace.serve.protocols.kserve.http.infer_request import HEADER, HttpOutputOptions, read_infer
-from millrace.serve.protocols.kserve.http.infer_response import encode_response
+from millrace.serve.protocols.kserve.http.infer_header_cache import InferHeader, InferHeaderCache
+from millrace.serve.protocols.kserve.http.infer_request import HEADER
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 from millrace.serve.protocols.kserve.routes import BELOW, pattern_of
 from millrace.serve.protocols.kserve.shared_memory import regions_of_tenant
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class InferHead:
+class RequestHead:
     """A parsed HTTP head of an inference request.
 
     n_body, n_json: bytes of the body, and of the JSON that begins it (None: all of it)
@@ -75,9 +75,9 @@ class HeadCache:
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: of a body"""
         self._max_bytes = min(max_bytes, FREE_BYTES)
-        self._heads: OrderedDict[bytes, InferHead] = OrderedDict()
+        self._heads: OrderedDict[bytes, RequestHead] = OrderedDict()
 
-    def lookup(self, packet: bytes) -> InferHead | None:
+    def lookup(self, packet: bytes) -> RequestHead | None:
         """Return the head of `packet`, if it is known and its whole body follows; None: take the normal path."""
         end = packet.find(END, 0, MAX_HEAD_BYTES) + len(END)
         raw = packet[:end]
@@ -92,7 +92,7 @@ class HeadCache:
         head = self._heads.get(raw)
         return head is not None and head.n_body > 0
 
-    def add(self, path: bytes, headers: Sequence[Header], packet: bytes) -> InferHead | None:
+    def add(self, path: bytes, headers: Sequence[Header], packet: bytes) -> RequestHead | None:
         """Keep the head of `packet`, a POST of HTTP/1.1 to `path`; None if something in it needs the normal path."""
         if not path.startswith(_MODELS):
             return None
@@ -113,7 +113,7 @@ class HeadCache:
         if action != "infer":
             return None
         coding = compression.choose_coding(by_name.get(b"accept-encoding", b"identity").decode("latin-1"))
-        head = InferHead(
+        head = RequestHead(
             end, name, version, int(length), n_json, path_text[:300], pattern_of(path_text), coding, by_name
         )
         self._heads[packet[:end]] = head
@@ -127,7 +127,7 @@ class HttpFastPath(FastPath):
 
     def __init__(self, backend: RepositoryBackend, keys: ApiKeys, serving: ServerContext) -> None:
         self.backend, self.keys, self.serving = backend, keys, serving
-        self.heads = HeadCache(backend.bodies.max_bytes)
+        self.heads, self.infer_headers = HeadCache(backend.bodies.max_bytes), InferHeaderCache()
 
     def remember(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
         if method == "POST" and path.endswith(b"/infer"):
@@ -149,7 +149,7 @@ class HttpFastPath(FastPath):
         exchange = InferExchange(self, head, model, grant.end, dates, connection)
         return exchange.begin(packet[head.n_bytes :], grant.tenant) or exchange
 
-    def _grant(self, head: InferHead) -> Grant | None:
+    def _grant(self, head: RequestHead) -> Grant | None:
         """Return what the credentials of a head grant; None: the normal path refuses the request, and counts that."""
         credentials = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
         try:
@@ -157,7 +157,7 @@ class HttpFastPath(FastPath):
         except HttpError:
             return None
 
-    def _model(self, head: InferHead) -> Model | None:
+    def _model(self, head: RequestHead) -> Model | None:
         backend = self.backend
         repository = backend.repository
         if repository.common.tracer.is_on or self.serving.tracer.is_on or not backend.has_room:
@@ -192,10 +192,10 @@ class InferExchange:
         "_fast_path",
         "_head",
         "_id",
+        "_infer_header",
         "_is_begun",
         "_is_over",
         "_model",
-        "_output_options",
         "_request",
         "_response",
         "_writing",
@@ -209,7 +209,7 @@ class InferExchange:
     def __init__(
         self,
         fast_path: HttpFastPath,
-        head: InferHead,
+        head: RequestHead,
         model: Model,
         end_grant: Callable[[int], None],
         dates: Sequence[Header],
@@ -219,7 +219,7 @@ class InferExchange:
         self._dates, self._connection, self._began_ns = dates, connection, time.monotonic_ns()
         self._id = request_id_of(head.headers.get(REQUEST_ID))
         self._request: InferRequest | None = None
-        self._output_options: HttpOutputOptions | None = None
+        self._infer_header: InferHeader | None = None
         self._response: bytes | None = None
         self._writing: asyncio.Future[None] | None = None
         self._is_begun = self._is_over = False
@@ -233,12 +233,9 @@ class InferExchange:
         self._fast_path.serving.load.n += 1
         backend.enter()
         try:
-            request, self._output_options = read_infer(
-                body,
-                self._head.n_json,
-                self._model.name,
-                self._model.checker,
-                regions_of_tenant(backend.shared, tenant),
+            regions = regions_of_tenant(backend.shared, tenant)
+            request, self._infer_header = self._fast_path.infer_headers.read(
+                body, self._head.n_json, self._model, regions
             )
             request.token_usage, request.tenant = TokenUsage(), tenant
             self._request = request
@@ -277,8 +274,8 @@ class InferExchange:
     def _reply(self, response: InferResponse | None, error: StatusError | None) -> HttpReply:
         try:
             if response is not None:
-                assert self._request is not None and self._output_options is not None, "it was read"
-                body, n_json = encode_response(self._model, self._request, response, self._output_options)
+                assert self._request is not None and self._infer_header is not None, "it was read"
+                body, n_json = self._infer_header.encode(self._model, self._request, response)
                 headers, coding = infer_headers(n_json), self._head.coding
                 if coding != "identity":
                     body = compression.compress(body, coding)
@@ -325,7 +322,7 @@ class InferExchange:
             fast_path.backend.log.add("POST", head.path, self._id, status, took_ms)
         fast_path.serving.metrics.count_response(head.route, "POST", status)
         fast_path.serving.load.n -= 1
-        self._request = self._output_options = (
+        self._request = self._infer_header = (
             None  # the connection keeps this, and so would regions of shared memory be kept
         )
 

@@ -1,0 +1,109 @@
+"""Cache of the JSON of inference requests whose tensors are binary.
+
+Triton's clients send tensors as bytes after a JSON that describes them. The JSON of a client's requests is mostly the
+same but for `id`, so that what was read and checked of it once holds for the next request, and so does the JSON of the
+response.
+"""
+
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.infer_template import InferTemplate, OutputSignature, output_signature
+from millrace.model_repository.request.request_validation import RequestValidator
+from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions, read_infer
+from millrace.serve.protocols.kserve.http.infer_response import encode_response
+from millrace.serve.protocols.kserve.shared_memory import TenantRegions
+
+MAX_HEADERS, MAX_HEADER_BYTES = 512, 4 << 10  # about 2 MiB
+# A first member `id` without escapes: JSON's text of it is the id itself, in requests and responses.
+_ID = re.compile(rb'\{\s*"id"\s*:\s*"([ !#-\[\]-~]+)"\s*,')
+
+
+@dataclass(slots=True)
+class InferHeader:
+    """The JSON of requests, read and checked.
+
+    template: None if the JSON is not cached; response_json: the JSON of the last response, behind its `id`
+    """
+
+    output_options: HttpOutputOptions
+    template: InferTemplate | None = None
+    signature: OutputSignature = ()  # of the outputs that `response_json` describes
+    response_json: bytes = b""
+
+    def encode(self, model: Model, request: InferRequest, response: InferResponse) -> tuple[bytes, int | None]:
+        """Encode a response as `encode_response`. raises StatusError"""
+        if self.template is None:
+            return encode_response(model, request, response, self.output_options)
+        arrays = response.outputs
+        if response.parameters or not self.response_json or output_signature(arrays) != self.signature:
+            encoded = encode_response(model, request, response, self.output_options)
+            self._learn(request, response, *encoded)
+            return encoded
+        start = b'{"id":"%b",' % request.id.encode() if request.id else b"{"
+        body = b"".join((start, self.response_json, *[array.tobytes() for array in arrays.values()]))
+        return body, len(start) + len(self.response_json)
+
+    def _learn(self, request: InferRequest, response: InferResponse, body: bytes, n_json: int | None) -> None:
+        """Remember the JSON of a response whose outputs are all binary numbers."""
+        arrays, options = response.outputs, self.output_options
+        is_plain = n_json is not None and not (response.parameters or options.n_classes or options.shared)
+        if not is_plain or any(array.dtype.hasobject for array in arrays.values()):
+            return
+        if sum(array.nbytes for array in arrays.values()) != len(body) - n_json:  # type: ignore[operator]
+            return
+        start = b'{"id":"%b",' % request.id.encode() if request.id else b"{"
+        self.signature, self.response_json = output_signature(arrays), body[len(start) : n_json]
+
+
+class InferHeaderCache:
+    """The cached JSON of all requests of one server; the least recently used leaves first."""
+
+    def __init__(self) -> None:
+        self._headers: OrderedDict[tuple[RequestValidator, bytes], InferHeader] = OrderedDict()
+
+    def read(
+        self, body: bytes, n_json: int | None, model: Model, shared: TenantRegions | None
+    ) -> tuple[InferRequest, InferHeader]:
+        """Read a request as `read_infer`. raises StatusError"""
+        if n_json is None or not 0 < n_json <= MAX_HEADER_BYTES:
+            request, options = read_infer(body, n_json, model.name, model.checker, shared)
+            return request, InferHeader(options)
+        found = _ID.match(body, 0, n_json)
+        request_id, at = (found[1].decode(), found.end()) if found is not None else ("", 0)
+        key = model.checker, body[at:n_json]
+        header = self._headers.get(key)
+        if header is None or header.template is None or len(body) - n_json != header.template.n_bytes:
+            return self._read_anew(body, n_json, model, shared, key, has_id=found is not None)
+        self._headers.move_to_end(key)
+        places = [(body, n_json + offset) for offset in header.template.offsets]
+        return header.template.fill(places, request_id), header
+
+    def _read_anew(
+        self,
+        body: bytes,
+        n_json: int,
+        model: Model,
+        shared: TenantRegions | None,
+        key: tuple[RequestValidator, bytes],
+        *,
+        has_id: bool,
+    ) -> tuple[InferRequest, InferHeader]:
+        """Read a request with another JSON, and cache it. raises StatusError"""
+        request, options = read_infer(body, n_json, model.name, model.checker, shared)
+        header = InferHeader(options)
+        if options.inputs or options.shared:
+            return request, header  # its regions may change
+        template = InferTemplate.from_request(request, model.checker, len(body) - n_json)
+        if template is None or (not has_id and request.id):
+            return request, header
+        if has_id and read_infer(b"{" + key[1] + body[n_json:], 1 + len(key[1]), model.name, model.checker)[0].id:
+            return request, header  # another member `id` counts
+        header.template = template
+        self._headers[key] = header
+        if len(self._headers) > MAX_HEADERS:
+            self._headers.popitem(last=False)
+        return request, header
