@@ -40,7 +40,7 @@ from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.calibration.calibration_pass import collect, samples
 from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.compress import by_rounding, compress
-from millrace.compress.compression_plan import plan
+from millrace.compress.compression_plan import plan_compression
 from millrace.compress.measure.accuracy import Reference
 from millrace.compress.measure.cost import nbytes
 from millrace.compress.presets import SAMPLES
@@ -125,7 +125,7 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-class Texts(NamedTuple):
+class SearchWindows(NamedTuple):
     calibration: Windows
     judged: Windows
     about: str
@@ -135,7 +135,7 @@ class Texts(NamedTuple):
         return _digest(self.calibration.ids.tobytes() + self.judged.ids.tobytes())
 
 
-def of_a_text(checkpoint: Checkpoint, file: Path, n: int, windows: int) -> Texts:
+def of_a_text(checkpoint: Checkpoint, file: Path, n: int, windows: int) -> SearchWindows:
     text = file.read_text(encoding="utf-8")
     ids = checkpoint.tokenizer.encode(text[3 * len(text) // 5 :])
     every = windows_of(checkpoint.tokenizer, ids, LENGTH)
@@ -145,10 +145,10 @@ def of_a_text(checkpoint: Checkpoint, file: Path, n: int, windows: int) -> Texts
         raise SystemExit(f"{file} has {len(unseen)} windows to judge on, {windows} are asked for: give a longer text")
     held_out = replace(every, ids=np.stack(unseen)).spread(windows)
     about = f"{n} samples of {LENGTH} tokens of the first half of {file.name}; judged on its last two fifths"
-    return Texts(samples(checkpoint.tokenizer, text[: len(text) // 2], n), held_out, about)
+    return SearchWindows(samples(checkpoint.tokenizer, text[: len(text) // 2], n), held_out, about)
 
 
-def of_the_world(checkpoint: Checkpoint) -> Texts:
+def of_the_world(checkpoint: Checkpoint) -> SearchWindows:
     """`tiny`'s: documents one behind the other, cut where a window is full."""
     from tools.tiny.world import BOS, document, held_out_exam
 
@@ -160,7 +160,7 @@ def of_the_world(checkpoint: Checkpoint) -> Texts:
     exams = [held_out_exam(_UNSEEN + seed) for seed in range(4 * TINY_WINDOWS)]
     held_out = [f"{e.prompt.removeprefix(BOS)} {e.choice.letter}" for e in exams]
     about = f"{TINY_SAMPLES} samples of {TINY_LENGTH} tokens of its generator; judged on documents that it held out"
-    return Texts(cut(trained, TINY_SAMPLES), cut(held_out, TINY_WINDOWS), about)
+    return SearchWindows(cut(trained, TINY_SAMPLES), cut(held_out, TINY_WINDOWS), about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Bench:
     """kept: results and statistics of earlier runs"""
 
     checkpoint: Checkpoint
-    texts: Texts
+    texts: SearchWindows
     kept: Path
     say: Say
 
@@ -206,7 +206,7 @@ class Bench:
                 if name == MIX
                 else RECIPES[name]
             )
-            job = plan(self.checkpoint, recipe)
+            job = plan_compression(self.checkpoint, recipe)
             with tempfile.TemporaryDirectory(dir=self.kept) as folder:
                 compress(job, Path(folder) / "out", by_statistics(statistics) if job.calibrated else by_rounding)
                 seconds = time.perf_counter() - started_s
@@ -237,7 +237,7 @@ def mix(
 ) -> Recipe:
     """The knapsack of `millrace compress --max-loss`: of all its formats, what loses least by statistics within so many
     bits a weight, scales included."""
-    job = plan(checkpoint, Recipe("four", _BEST4))
+    job = plan_compression(checkpoint, Recipe("four", _BEST4))
     layers = candidates(survey(job, statistics, shelf, lambda *_: None), nbytes(job))
     chosen = {layer: one.format for layer, one in mixed(layers, bits / 8 * job.n_weights, "bytes").items()}
     formats = Counter(chosen.values()).most_common()

@@ -15,13 +15,13 @@ from benchmarks.measure import TUNE_S
 from benchmarks.peers.timing import fastest, seconds
 
 Vectors = NDArray[np.float32]  # (texts, width)
-Texts = Sequence[Sequence[int]]
+SearchWindows = Sequence[Sequence[int]]
 Rectangle = tuple[NDArray[np.int64], NDArray[np.int64]]  # token ids and mask, (batch, longest)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Embedder(Protocol):
-    def warm_up(self, texts: Texts) -> None:
+    def warm_up(self, texts: SearchWindows) -> None:
         """Whatever may be slow once, and the choice of the fastest setting."""
 
     def run(self) -> Vectors:
@@ -63,7 +63,7 @@ class Millrace:
         self._loop = self._opened.loop()
         self._loop.start()
 
-    def warm_up(self, texts: Texts) -> None:
+    def warm_up(self, texts: SearchWindows) -> None:
         self._texts = [np.array(ids, np.int32) for ids in texts]
         self.run()
 
@@ -97,7 +97,7 @@ class Batched:
     def __init__(self, model: Model) -> None:
         self._model = model
 
-    def warm_up(self, texts: Texts) -> None:
+    def warm_up(self, texts: SearchWindows) -> None:
         self._order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         self._batches = {n: [_padded([texts[i] for i in part]) for part in _cut(self._order, n)] for n in BATCHES}
         choices = [(setting, n) for setting in self._model.settings for n in BATCHES]
@@ -121,7 +121,7 @@ def _cut(order: Sequence[int], n: int) -> list[Sequence[int]]:
     return [order[at : at + n] for at in range(0, len(order), n)]
 
 
-def _padded(texts: Texts) -> Rectangle:
+def _padded(texts: SearchWindows) -> Rectangle:
     longest = max(map(len, texts))
     mask = np.array([[1] * len(ids) + [0] * (longest - len(ids)) for ids in texts], np.int64)
     return np.array([[*ids, *[0] * (longest - len(ids))] for ids in texts], np.int64), mask

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.embedders import EMBEDDERS, Texts, Vectors, load
+from benchmarks.embedders import EMBEDDERS, SearchWindows, Vectors, load
 from benchmarks.record import count, judged, provenance, write_result
 from millrace.engine.roofline_probe import peak_rates
 from millrace.kernels.library import usable_isas
@@ -38,7 +38,7 @@ MILESTONE, GOAL = 0.9, 1.1
 RIVALS = {"fp32": ("onnxruntime-fp32", "openvino-fp32"), "bf16": ("openvino-bf16",)}
 
 
-def random_texts(n: int, vocab_size: int, seed: int = 0) -> Texts:
+def random_texts(n: int, vocab_size: int, seed: int = 0) -> SearchWindows:
     """Lengths as likely as each other; special ids at both ends as BERT has them."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(SHORTEST, LONGEST + 1, n)
@@ -86,7 +86,7 @@ def missing(name: str) -> list[str]:
     return [package for package in PACKAGES[name.partition("-")[0]] if find_spec(package) is None]
 
 
-def race(checkpoint: Path, texts: Texts, names: Sequence[str], rounds: int, threads: int) -> dict[str, Any]:
+def race(checkpoint: Path, texts: SearchWindows, names: Sequence[str], rounds: int, threads: int) -> dict[str, Any]:
     """Seconds of each round by engine, with each one's distance and settings, and the machine beside them."""
     samples: dict[str, list[float]] = {}
     engines: dict[str, dict[str, Any]] = {}
@@ -115,7 +115,7 @@ def race(checkpoint: Path, texts: Texts, names: Sequence[str], rounds: int, thre
     return {"samples_s": samples, "engines": engines, "left_out": left_out, "load": loads, "fp32_peak_per_s": peaks}
 
 
-def truth(checkpoint: Path, texts: Texts) -> Vectors:
+def truth(checkpoint: Path, texts: SearchWindows) -> Vectors:
     """Each text alone, in transformers."""
     from benchmarks.embedders import open_transformers
 

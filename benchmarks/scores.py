@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compression import WINDOWS, Texts, of_a_text, of_the_world
+from benchmarks.compression import WINDOWS, SearchWindows, of_a_text, of_the_world
 from benchmarks.record import count, provenance, write_result
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.resolve_model import BUNDLED
@@ -29,7 +29,7 @@ from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.calibration.calibration_pass import collect
 from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.compress import by_rounding, compress
-from millrace.compress.compression_plan import plan
+from millrace.compress.compression_plan import plan_compression
 from millrace.compress.presets import SAMPLES
 from millrace.compress.recipe import PRESETS
 
@@ -65,7 +65,7 @@ def made(checkpoint: Checkpoint, name: str, statistics: CalibrationStatistics, k
     """The recipe's folder."""
     out = kept / "made" / name
     if not out.exists():
-        job = plan(checkpoint, PRESETS[name])
+        job = plan_compression(checkpoint, PRESETS[name])
         compress(job, out, by_statistics(statistics) if job.calibrated else by_rounding)
     return out
 
@@ -75,7 +75,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     kept.mkdir(parents=True, exist_ok=True)
     model = BUNDLED / "tiny" if args.model == "tiny" else Path(args.model)
     checkpoint = Checkpoint.open(model)
-    texts: Texts = of_the_world(checkpoint) if args.text is None else of_a_text(checkpoint, args.text, SAMPLES, WINDOWS)
+    texts: SearchWindows = (
+        of_the_world(checkpoint) if args.text is None else of_a_text(checkpoint, args.text, SAMPLES, WINDOWS)
+    )
     if args.data is None:
         task = ["--task", str(exams(kept / "exams.jsonl"))]
     else:

@@ -1,13 +1,13 @@
 """A tokenizer for random weights."""
 
-from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 
 class Words(Tokenizer):
     """Any token is a word: nothing is encoded here, and a stream needs text."""
 
     def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size, Specials(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset()))
+        super().__init__(vocab_size, SpecialTokens(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset()))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         raise NotImplementedError("prompts are token ids")

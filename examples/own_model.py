@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.api.offline_generate import generate
-from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import SpecialTokens, Tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
@@ -74,7 +74,7 @@ class Bytes(Tokenizer):
     """Token i is the byte i."""
 
     def __init__(self) -> None:
-        super().__init__(256, Specials(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset()))
+        super().__init__(256, SpecialTokens(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset()))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(text.encode())

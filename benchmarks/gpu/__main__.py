@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.bench import WAYS, Bench, Row, Way
+from benchmarks.gpu.bench import WAYS, Bench, CompressionMethod, Row
 from benchmarks.gpu.checks import device_told
 from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import gpu_of
@@ -65,7 +65,7 @@ def _begun(folder: Path, of: str) -> list[str]:
     return [row for commit_, _, row in (line.partition(" ") for line in lines) if commit_ == of]
 
 
-def known_way(folder: Path, device: str, of: str) -> tuple[Way, list[str] | None]:
+def known_way(folder: Path, device: str, of: str) -> tuple[CompressionMethod, list[str] | None]:
     """How a commit's steps are run on a device, and which precisions agreed; None: that is not known yet.
 
     As its first row found, or where that was begun in vain, each time without one thing more
@@ -73,7 +73,7 @@ def known_way(folder: Path, device: str, of: str) -> tuple[Way, list[str] | None
     first = {row.name for row in ROWS if row.first}
     for found in reversed(_own(folder, device, of)):
         if found["row"] in first and "refused" not in found:
-            return Way(**found["way"]), found["agree"]
+            return CompressionMethod(**found["way"]), found["agree"]
     return WAYS[min(sum(row in first for row in _begun(folder, of)), len(WAYS) - 1)], None
 
 
@@ -159,7 +159,7 @@ def _rows(args: argparse.Namespace, folder: Path, device: str) -> None:
                 return
             if row.first:
                 agree = result["agree"]
-                ways.enter_context(bench.going(Way(**result["way"])))
+                ways.enter_context(bench.going(CompressionMethod(**result["way"])))
     print(f"left: {', '.join(left)}; run it again" if left else "all rows are done")
 
 

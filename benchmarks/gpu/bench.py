@@ -22,7 +22,7 @@ from millrace.engine.cuda.device_roofline import DeviceRates, wait_for
 from millrace.kernels import gpu_launch
 
 CONTEXT = 4160  # of the longest row, and a page
-MOST_SEQUENCES = 512
+MAX_SEQUENCES = 512
 TUNE_S = 15.0  # of a model's tiles, which no run before has left: a third of it goes into compiling them
 MODEL_S = 45  # until a model is there, tuned, compiled and captured, on the device that this is meant for
 
@@ -43,14 +43,18 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CompressionMethod:
     """How steps are run: whether kernels overlap, and whether graphs are replayed, which a fault may be of."""
 
     overlap: bool = True
     graphs: bool = True
 
 
-WAYS = Way(), Way(overlap=False), Way(overlap=False, graphs=False)  # what is given up first comes first
+WAYS = (
+    CompressionMethod(),
+    CompressionMethod(overlap=False),
+    CompressionMethod(overlap=False, graphs=False),
+)  # what is given up first comes first
 
 
 @dataclass(slots=True)
@@ -59,8 +63,8 @@ class Bench:
     rates: DeviceRates
     models: tuple[Path, ...] = ()
     dry_run: bool = False
-    way: Way = WAYS[0]
-    _held: tuple[str, Way, RandomExecutor] | None = field(init=False, default=None)
+    way: CompressionMethod = WAYS[0]
+    _held: tuple[str, CompressionMethod, RandomExecutor] | None = field(init=False, default=None)
     made: dict[str, Any] = field(init=False, default_factory=dict)
 
     @property
@@ -73,7 +77,7 @@ class Bench:
         return row.about_s + (0 if there or self.dry_run else MODEL_S)
 
     @contextmanager
-    def going(self, way: Way) -> Iterator[None]:
+    def going(self, way: CompressionMethod) -> Iterator[None]:
         """So, from here to its end."""
         before, overlap = self.way, gpu_launch.OVERLAP
         self.way, gpu_launch.OVERLAP = way, way.overlap
@@ -98,7 +102,7 @@ class Bench:
             before, begun = begun, time.perf_counter()
             return begun - before
 
-        sequences = 4 if self.dry_run else MOST_SEQUENCES
+        sequences = 4 if self.dry_run else MAX_SEQUENCES
         made = random_executor(self.config, precision, sequences, self.rates, self.device, graphs=self.way.graphs)
         self.made = {"weights_s": passed()}
         if self.device != CPU:

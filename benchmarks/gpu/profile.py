@@ -17,7 +17,7 @@ from millrace.engine.executor import StepInputs
 
 CONTEXT = 1000  # of each sequence that decodes
 STEPS, REPEATS = 6, 3  # steps that are profiled, whose mean is told; how often as many are timed
-MOST_KERNELS, NAME = 24, 80  # rows of a table, and how much of a kernel's name
+MAX_KERNELS, NAME = 24, 80  # rows of a table, and how much of a kernel's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def table(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
         busy += max(0.0, kernel.end - max(until, kernel.begin))
         if kernel.end >= until:
             until, before = kernel.end, kernel
-    by_time = sorted(rows.items(), key=lambda row: -sum(row[1]))[:MOST_KERNELS]
-    by_gap = sorted(between.items(), key=lambda row: -sum(row[1]))[: MOST_KERNELS // 2]
+    by_time = sorted(rows.items(), key=lambda row: -sum(row[1]))[:MAX_KERNELS]
+    by_gap = sorted(between.items(), key=lambda row: -sum(row[1]))[: MAX_KERNELS // 2]
     return {
         "busy_ms": busy / steps / 1e3, "gaps_ms": gaps / steps / 1e3, "kernels_a_step": len(kernels) / steps,
         "kernels": [{"name": n, "a_step": len(us) / steps, "us": sum(us) / steps} for n, us in by_time],

@@ -36,7 +36,7 @@ USERS, NEW = (1, 16), 128
 REQUESTS = 1  # at least in a sample, one after another: short ones, that those of a round see the same machine
 OPENAI, GENERATE, GRPC = "OpenAI's completions", "generate_stream", "gRPC ModelStreamInfer"
 MODEL, GRPC_METHOD = "llm", "ModelStreamInfer"
-MOST_LESS = 0.2  # of an answer's bytes, as what frames them is not counted; an error is much shorter
+MAX_LESS = 0.2  # of an answer's bytes, as what frames them is not counted; an error is much shorter
 WITHIN = 0.97  # of the speed over OpenAI's route
 Ask = Callable[[str], Awaitable[bytes]]  # a prompt; all that came back
 
@@ -161,7 +161,7 @@ def seconds_of(said: str, requests: int, n_bytes: int) -> float:
     """Of what h2load said, where all was answered. n_bytes: of an answer; gRPC's errors have the status 200, too"""
     assert f"{requests} succeeded, 0 failed, 0 errored" in said, said
     came = re.search(r"^traffic: .*\((\d+)\) data$", said, re.MULTILINE)
-    assert came is not None and int(came[1]) >= requests * n_bytes * (1 - MOST_LESS), (n_bytes, said)
+    assert came is not None and int(came[1]) >= requests * n_bytes * (1 - MAX_LESS), (n_bytes, said)
     found = re.search(r"finished in ([0-9.]+)(us|ms|s)\b", said)
     assert found is not None, said
     return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]

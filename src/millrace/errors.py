@@ -119,7 +119,7 @@ def check_names(names: Iterable[object], valid_names: Collection[str], where: st
 
 
 # Characters of a name, and names: comparing takes long with many of either.
-_COMPARED, _MOST_COMPARED = 200, 4000
+_COMPARED, _MAX_COMPARED = 200, 4000
 _ALIKE = 0.75  # of 1, as difflib measures it: a letter or two; with less, advice points at what was not meant
 
 
@@ -128,7 +128,7 @@ def close_matches(name: str, valid_names: Iterable[str]) -> str | None:
 
     Whether a field of a request is refused at all is a stricter question: `serve/http/unknown_fields.py`.
     """
-    folded = {n.casefold(): n for n in sorted(valid_names)[:_MOST_COMPARED]}
+    folded = {n.casefold(): n for n in sorted(valid_names)[:_MAX_COMPARED]}
     close = difflib.get_close_matches(name[:_COMPARED].casefold(), folded, n=1, cutoff=_ALIKE)
     return folded[close[0]] if close else None
 

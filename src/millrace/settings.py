@@ -40,15 +40,15 @@ def setting(default: Any, help: str, **more: Any) -> Any:
 _PIPE_S = 10.0  # a pipe is waited for, since `<(...)` of a shell is one
 
 
-def read_given(path: Path, most_bytes: int) -> bytes:
-    """What a setting names; one byte more than `most_bytes` where there is more. raises OSError, also for a pipe that
+def read_given(path: Path, max_bytes: int) -> bytes:
+    """What a setting names; one byte more than `max_bytes` where there is more. raises OSError, also for a pipe that
     nobody writes into: a file that somebody named cannot hold up the program."""
     result, until = bytearray(), time.monotonic() + _PIPE_S
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        while len(result) <= most_bytes:
+        while len(result) <= max_bytes:
             try:
-                part = os.read(file, min(most_bytes + 1 - len(result), 1 << 20))
+                part = os.read(file, min(max_bytes + 1 - len(result), 1 << 20))
             except BlockingIOError:
                 if not select.select([file], [], [], max(0.0, until - time.monotonic()))[0]:
                     raise TimeoutError(errno.ETIMEDOUT, f"nothing came out of the pipe for {_PIPE_S:g} s") from None

@@ -52,14 +52,17 @@ def test_a_client_that_keeps_up() -> None:
     found = certified(concurrency=8)
     assert found.streams == 8 and found.chunks_per_s == pytest.approx(240 / 0.8, rel=0.15)
     assert (
-        found.cpu_share is not None and found.cpu_share < 0.3 and found.delay_p50_ms < 2 and "8 streams" in found.says
+        found.cpu_share is not None
+        and found.cpu_share < 0.3
+        and found.delay_p50_ms < 2
+        and "8 streams" in found.description
     )
 
 
 def test_a_client_that_is_busy_is_found_out() -> None:
     """60 of each 100 ms it does other things: a chunk that comes then waits 30 ms in the mean."""
     found = certified(busy_s=0.06, request_rate=20)
-    assert not found.holds and found.says.startswith("NOT CERTIFIED")
+    assert not found.holds and found.description.startswith("NOT CERTIFIED")
     assert found.delay_p99_ms > 30
 
 
@@ -115,8 +118,8 @@ def test_the_null_server_is_asked_for_no_more_than_it_bears(
 def test_what_holds(cpu: float | None, p99: float, late: float, n: int, holds: bool | None) -> None:
     certificate = Certificate(1, 1.0, cpu, 0.1, p99, late, n)
     assert certificate.holds is holds
-    assert certificate.says.startswith("NOT CERTIFIED") is (holds is False)
-    assert ("too few" in certificate.says) is (holds is None)
+    assert certificate.description.startswith("NOT CERTIFIED") is (holds is False)
+    assert ("too few" in certificate.description) is (holds is None)
 
 
 HOLDS, FAILS = Certificate(4, 100.0, 0.1, 0.1, 1.0), Certificate(4, 100.0, 0.1, 0.1, 9.0)

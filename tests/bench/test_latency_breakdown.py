@@ -74,7 +74,9 @@ def test_what_the_slowest_waited_for_is_named() -> None:
     assert slow is not None and slow.n == 3 and slow.slow_ms == pytest.approx(2 + 3 + 205 + 110 + 1)
     assert slow.slow["queue"] == pytest.approx(205) and slow.usual["queue"] == pytest.approx(5, abs=0.3)
     assert slow.slow["prefill"] - slow.usual["prefill"] == pytest.approx(41)
-    assert slow.says.endswith("ms in queue and 41.0 ms in prefill") and slow.says.startswith("the 3 slowest took 24")
+    assert slow.description.endswith("ms in queue and 41.0 ms in prefill") and slow.description.startswith(
+        "the 3 slowest took 24"
+    )
 
 
 def test_few_requests_have_no_slowest() -> None:
@@ -90,7 +92,7 @@ def test_of_equal_requests_none_is_slow() -> None:
     found = join_client_server_traces([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
     assert found is not None
     slow = latency_shares(found.to_end, TO_END)
-    assert slow is not None and slow.says == "none was slow"
+    assert slow is not None and slow.description == "none was slow"
 
 
 @pytest.mark.parametrize("outside_ms, contradicts", [(-9.9, False), (-10.1, True)])

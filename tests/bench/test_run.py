@@ -39,7 +39,7 @@ def driven(url: str, load: RunLoad, sessions: Any = None, then: Callable[[Run], 
     return asyncio.run(driving())
 
 
-def most_at_a_time(records: list[TurnRecord]) -> int:
+def max_concurrency(records: list[TurnRecord]) -> int:
     changes = [(r.answer.sent_s, 1) for r in records] + [(r.answer.end_s, -1) for r in records]
     return int(np.cumsum([by for _, by in sorted(changes)]).max())
 
@@ -48,7 +48,7 @@ def test_so_many_users_at_a_time_each_waits_for_its_answer(null: Null) -> None:
     run = driven(null(TIMING).url, RunLoad(concurrency=4, n_sessions=12))
     assert len(run.records) == 12 and run.ended == "" and run.n_running == 0
     assert [r.answer.failure for r in run.records] == [None] * 12
-    assert most_at_a_time(run.records) == 4 and sorted(r.session for r in run.records) == list(range(12))
+    assert max_concurrency(run.records) == 4 and sorted(r.session for r in run.records) == list(range(12))
 
 
 @pytest.mark.parametrize("late_s", [1, pytest.param(0.03, marks=pytest.mark.timing)], ids=["busy", "idle"])
@@ -64,18 +64,18 @@ def test_requests_arrive_whether_or_not_there_are_answers(null: Null) -> None:
     load = RunLoad(arrivals=Arrivals(100, "constant"), duration_s=0.199)
     run = driven(null(NullTiming(ttft_ms="150", itl_ms="1")).url, load)
     due = sorted(r.answer.intended_s - run.started_s for r in run.records)
-    assert due == pytest.approx([i / 100 for i in range(20)], abs=1e-6) and most_at_a_time(run.records) >= 14
+    assert due == pytest.approx([i / 100 for i in range(20)], abs=1e-6) and max_concurrency(run.records) >= 14
     assert all(r.answer.sent_s >= r.answer.intended_s for r in run.records)
 
 
-@pytest.mark.parametrize("most_s", [10, pytest.param(0.1, marks=pytest.mark.timing)], ids=["busy", "idle"])
-def test_waiting_for_a_place_counts_from_the_intended_time(null: Null, most_s: float) -> None:
+@pytest.mark.parametrize("max_s", [10, pytest.param(0.1, marks=pytest.mark.timing)], ids=["busy", "idle"])
+def test_waiting_for_a_place_counts_from_the_intended_time(null: Null, max_s: float) -> None:
     """Coordinated omission: 10 requests due at once, one at a time, each 55 ms: the last one's user waits 550 ms."""
     load = RunLoad(concurrency=1, arrivals=Arrivals(1e5, "constant"), n_sessions=10)
     run = driven(null(TIMING).url, load)
     waits = sorted(r.answer.chunk_s[-1] - r.answer.intended_s for r in run.records)
     takes = [r.answer.chunk_s[-1] - r.answer.sent_s for r in run.records]
-    assert most_at_a_time(run.records) == 1 and max(takes) < most_s
+    assert max_concurrency(run.records) == 1 and max(takes) < max_s
     assert sum(takes) >= 0.55 and waits[-1] > 0.9 * sum(takes) and waits[4] >= 0.275
 
 

@@ -60,7 +60,7 @@ def test_means_and_the_most_of_a_run() -> None:
      (0.95, 0, 0.2, "Computing limits it"), (None, None, 0.0, "Computing limits it")],
 )  # fmt: skip
 def test_one_sentence_says_what_limits_it(kv: float | None, preemptions: int | None, waiting: float, says: str) -> None:
-    said = ServerLoad(9, 4.5, 6, waiting, 7, kv, preemptions).says
+    said = ServerLoad(9, 4.5, 6, waiting, 7, kv, preemptions).description
     assert said.startswith(says) and f"4.5 requests ran in the mean, 6 at most, and {waiting:.1f} waited" in said
     assert ("95% full at most" in said) == (kv == 0.95) and ("does not tell" in said) == (kv is None)
     assert ("2 preemptions" in said) == (preemptions == 2)
@@ -87,13 +87,13 @@ def test_the_queue_of_a_server_is_seen(null: Null, monkeypatch: pytest.MonkeyPat
         if found is not None and found.n_samples >= 15:
             break
     assert found is not None and run.ended == ""
-    assert found.most_running == 4 and found.most_waiting == 8 and 3.2 < found.running <= 4
+    assert found.max_running == 4 and found.max_waiting == 8 and 3.2 < found.running <= 4
     assert found.waiting == pytest.approx((3 * 8 + 2 * 4 + 1 * 0 + 0) / 6, abs=1.5), "in steps of four"
     assert found.kv == pytest.approx(4 * 34 / 1000, abs=0.01) and found.preemptions is None
-    assert found.says.startswith("Requests wait for a place")
+    assert found.description.startswith("Requests wait for a place")
     _, light = watched(url, 2, 4)
-    assert light is not None and light.most_running == 2 and light.most_waiting == 0
-    assert light.says.startswith("Computing limits it")
+    assert light is not None and light.max_running == 2 and light.max_waiting == 0
+    assert light.description.startswith("Computing limits it")
 
 
 def test_a_server_without_metrics_tells_nothing(null: Null) -> None:
@@ -114,7 +114,7 @@ def test_the_level_that_breaks_the_limit_is_told_of() -> None:
     points = levels(1, 64, SweepLimits(ttft_ms=10))
     assert limiting_factor(points) == NOTHING == limiting_factor([])
     told = [replace(p, server=ServerLoad(1, p.level, p.level, 0, 0, None, None)) for p in points]
-    first = min(p.level for p in points if not p.keeps)
+    first = min(p.level for p in points if not p.meets)
     assert limiting_factor(told).startswith(
         f"At {first:g}: Computing limits it"
     ) and f"{first:.1f} requests ran" in limiting_factor(told)

@@ -36,7 +36,7 @@ def levels(
 ) -> list[SweepPoint]:
     async def run(level: float) -> LevelResult | None:
         found = metrics(level, 100, failed=1 if level >= fails_from else 0)
-        return LevelResult(found, surely=limits.keeps(found))
+        return LevelResult(found, surely=limits.meets(found))
 
     return asyncio.run(run_sweep(first, most, whole, limits, run))
 
@@ -44,14 +44,14 @@ def levels(
 @pytest.mark.parametrize("limit", [1.5, 5, 23, 60, 100])
 def test_it_finds_the_last_level_that_keeps_the_limit(limit: float) -> None:
     points = levels(1, 256, SweepLimits(ttft_ms=limit))
-    kept, broken = [p.level for p in points if p.keeps], [p.level for p in points if not p.keeps]
+    kept, broken = [p.level for p in points if p.meets], [p.level for p in points if not p.meets]
     assert max(kept) <= limit < min(broken) and (min(broken) / max(kept) <= 1.15 or min(broken) - max(kept) == 1)
     assert [p.level for p in points] == sorted(p.level for p in points) and len(points) < 14
 
 
 def test_the_strictest_limit_counts_and_so_do_failures() -> None:
-    assert max(p.level for p in levels(1, 256, SweepLimits(500, itl_ms=2)) if p.keeps) <= 20
-    assert max(p.level for p in levels(1, 256, SweepLimits(), fails_from=40) if p.keeps) < 40
+    assert max(p.level for p in levels(1, 256, SweepLimits(500, itl_ms=2)) if p.meets) <= 20
+    assert max(p.level for p in levels(1, 256, SweepLimits(), fails_from=40) if p.meets) < 40
 
 
 def answered(ttft_ms: float, itl_ms: float = 10, late_ms: float = 0, failure: Failure | None = None) -> TurnRecord:
@@ -89,8 +89,8 @@ def test_a_level_that_was_given_up_is_not_kept() -> None:
         return LevelResult(metrics(level, 100), surely=True, ended="65536 requests wait" if level > 2 else "")
 
     points = asyncio.run(run_sweep(1, 4, False, SweepLimits(), run))
-    assert [(p.level, p.keeps, p.verdict) for p in points][:2] == [(1, True, "yes"), (2, True, "yes")]
-    assert {(p.keeps, p.verdict) for p in points[2:]} == {(False, "no")} and points[-1].level == 4
+    assert [(p.level, p.meets, p.verdict) for p in points][:2] == [(1, True, "yes"), (2, True, "yes")]
+    assert {(p.meets, p.verdict) for p in points[2:]} == {(False, "no")} and points[-1].level == 4
 
 
 def test_limits_that_no_answer_could_break_are_refused() -> None:
@@ -104,12 +104,12 @@ def test_limits_that_no_answer_could_break_are_refused() -> None:
 def test_nothing_breaks_or_everything_does() -> None:
     assert [p.level for p in levels(1, 10, SweepLimits())] == [1, 2, 4, 8, 10]
     (only,) = levels(3, 10, SweepLimits(ttft_ms=2))
-    assert not only.keeps
+    assert not only.meets
 
 
 def test_rates_need_not_be_whole() -> None:
     points = levels(0.5, 64, SweepLimits(ttft_ms=3.3), whole=False)
-    assert 3.3 / 1.16 <= max(p.level for p in points if p.keeps) <= 3.3
+    assert 3.3 / 1.16 <= max(p.level for p in points if p.meets) <= 3.3
 
 
 def test_an_end_in_the_middle_keeps_what_there_is() -> None:
@@ -123,7 +123,7 @@ def test_the_chosen_points() -> None:
     points = levels(1, 256, SweepLimits(ttft_ms=40))
     found = best(points)
     assert found is not None and found.within is not None
-    assert found.within.level == max(p.level for p in points if p.keeps) and found.latency.level == 1
+    assert found.within.level == max(p.level for p in points if p.meets) and found.latency.level == 1
     assert found.throughput.level == max(p.level for p in points)
     power = {p.level: p.tokens_per_s / (100 + p.level) for p in points}
     assert found.knee.level == max(power, key=lambda level: power[level])

@@ -18,7 +18,7 @@ from benchmarks.compression import (
     SIMULATED,
     Bench,
     Cost,
-    Texts,
+    SearchWindows,
     goals,
     mix,
     of_the_world,
@@ -27,7 +27,7 @@ from benchmarks.compression import (
 from benchmarks.record import RESULTS
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.calibration.calibrated_methods import statistics_of
-from millrace.compress.compression_plan import plan
+from millrace.compress.compression_plan import plan_compression
 from millrace.compress.search.candidates import RoundedMatrixStore
 from millrace.evaluate.divergence import DivergenceScore, Tokens
 from millrace.evaluate.text_windows import Windows, windows_of
@@ -108,14 +108,14 @@ def test_a_goal_is_met_by_the_method_that_it_names() -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Texts]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, SearchWindows]:
     checkpoint = first_layers(tmp_path_factory.mktemp("small") / "m", 2)
     texts = of_the_world(checkpoint)
     few = Windows(texts.calibration.ids[:4, :64], 0), Windows(texts.judged.ids[:3, :64], 32)
     return checkpoint, texts._replace(calibration=few[0], judged=few[1])
 
 
-def test_what_is_judged_was_not_looked_at(small: tuple[Checkpoint, Texts], tmp_path: Path) -> None:
+def test_what_is_judged_was_not_looked_at(small: tuple[Checkpoint, SearchWindows], tmp_path: Path) -> None:
     """None of the windows that earlier runs had: 8, and 12, of the same text."""
     text = tmp_path / "text"
     text.write_text(" ".join(f"{n} apples" for n in range(40_000)))
@@ -128,7 +128,7 @@ def test_what_is_judged_was_not_looked_at(small: tuple[Checkpoint, Texts], tmp_p
     assert not seen & {row.tobytes() for row in texts.judged.ids}
 
 
-def test_it_goes_on_where_it_was(small: tuple[Checkpoint, Texts], tmp_path: Path, monkeypatch: Any) -> None:
+def test_it_goes_on_where_it_was(small: tuple[Checkpoint, SearchWindows], tmp_path: Path, monkeypatch: Any) -> None:
     said: list[str] = []
     bench = Bench(*small, tmp_path, said.append)
     found = bench.run(["bf16", RTN])
@@ -144,12 +144,12 @@ def test_it_goes_on_where_it_was(small: tuple[Checkpoint, Texts], tmp_path: Path
         bench.run(["fp8"])
 
 
-def test_a_mix_keeps_within_its_bits(small: tuple[Checkpoint, Texts], tmp_path: Path) -> None:
+def test_a_mix_keeps_within_its_bits(small: tuple[Checkpoint, SearchWindows], tmp_path: Path) -> None:
     """And has used nearly all of them: the next layer would not fit."""
     checkpoint, texts = small
     statistics = statistics_of(checkpoint, texts.calibration, tmp_path, lambda *_: None)
     recipe = mix(checkpoint, statistics, RoundedMatrixStore(tmp_path / "formats"), 4.5)
-    job = plan(checkpoint, recipe)
+    job = plan_compression(checkpoint, recipe)
     assert 4.4 < job.bits_per_weight <= 4.5
     formats = {(form.bits, form.group) for _, form in job.layers.values()}
     assert len(formats) > 1 and sum(int(n.split(" layers ")[0]) for n in recipe.about.split(", ")) == len(job.layers)

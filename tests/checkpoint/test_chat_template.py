@@ -293,8 +293,8 @@ def test_a_process_whose_owner_was_killed_ends_by_itself() -> None:
         assert process.wait(20) == -signal.SIGALRM
 
 
-@pytest.mark.parametrize("most_s", [3, pytest.param(0.5, marks=pytest.mark.timing)], ids=["busy", "idle"])
-def test_it_is_closed_in_the_middle_of_a_rendering(most_s: float) -> None:
+@pytest.mark.parametrize("max_s", [3, pytest.param(0.5, marks=pytest.mark.timing)], ids=["busy", "idle"])
+def test_it_is_closed_in_the_middle_of_a_rendering(max_s: float) -> None:
     """Whoever closes it, the server's event loop for one, does not wait for the rendering."""
     template = ChatTemplate("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}done", {})
     assert template.render(TALK) == "done"
@@ -303,7 +303,7 @@ def test_it_is_closed_in_the_middle_of_a_rendering(most_s: float) -> None:
         time.sleep(0.2)
         start_s = time.monotonic()
         template.close()
-        assert time.monotonic() - start_s < most_s
+        assert time.monotonic() - start_s < max_s
         with pytest.raises(CheckpointError, match="ended"):
             rendering.result(2)
     assert template.render(TALK) == "done", "closed is not the end"

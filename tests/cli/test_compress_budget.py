@@ -26,7 +26,7 @@ def test_the_whole_way(
 ) -> None:
     """What is kept beside the statistics saves the text, the pass and the trying, and gives the same."""
     monkeypatch.setattr(roofline_probe, "ROUND_S", 1e-4)
-    monkeypatch.setattr(search_room, "MOST_MIXES", 4)
+    monkeypatch.setattr(search_room, "MAX_MIXES", 4)
     source, text, kept = given
     asked = ("compress", source, "--max-loss", "900%", "--statistics", kept)
     told = json.loads(

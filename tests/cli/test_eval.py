@@ -193,7 +193,7 @@ def test_how_far_from_a_reference(millrace: Millrace, text: Path, monkeypatch: p
     assert 1e-4 < told["kl"]["value"] < 1 and 0.5 < told["same_likeliest"]["value"] <= 1
     assert told["ratio"]["value"] == pytest.approx(told["perplexity"]["value"] / told["reference_perplexity"]["value"])
     with monkeypatch.context() as smaller:
-        smaller.setattr(kl_agreement, "_MOST_BYTES", told["tokens"] // told["windows"] * 8 * vocab_size - 1)
+        smaller.setattr(kl_agreement, "_MAX_BYTES", told["tokens"] // told["windows"] * 8 * vocab_size - 1)
         refused = millrace(*rough)
     assert refused.code == 2 and "a window of 64 tokens takes" in refused.err and "--window 62" in refused.err
     shown = millrace(*rough)

@@ -19,7 +19,7 @@ from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.layerwise_rounding import Method, rounded_layers
 from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.measure.accuracy import loss_of, memory_bytes
 from millrace.compress.methods.awq_smoothquant import Awq, SmoothQuant
 from millrace.compress.methods.e4m3 import rounded_e4m3
@@ -37,12 +37,12 @@ from pathlib import Path
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import plan
+from millrace.compress.compression_plan import plan_compression
 from millrace.compress.recipe import PRESETS
 from millrace.compress.calibration.statistics import CalibrationStatistics
 source, statistics, out, name = sys.argv[1:]
-job = plan(Checkpoint.open(Path(source)), PRESETS[name])
-compress(job, Path(out), by_statistics(CalibrationStatistics.open(Path(statistics))))
+plan = plan_compression(Checkpoint.open(Path(source)), PRESETS[name])
+compress(plan, Path(out), by_statistics(CalibrationStatistics.open(Path(statistics))))
 print(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024)
 """
 _MEASURED = """
@@ -64,11 +64,11 @@ class Small(NamedTuple):
     checkpoint: Checkpoint
     statistics: CalibrationStatistics
 
-    def job(self, **said: Any) -> CompressionPlan:
-        return plan(self.checkpoint, parsed({"version": 1, **said}, "mine"))
+    def plan(self, **said: Any) -> CompressionPlan:
+        return plan_compression(self.checkpoint, parsed({"version": 1, **said}, "mine"))
 
-    def made(self, job: CompressionPlan, out: Path) -> Tensors:
-        compress(job, out, by_statistics(self.statistics))
+    def made(self, plan: CompressionPlan, out: Path) -> Tensors:
+        compress(plan, out, by_statistics(self.statistics))
         return Checkpoint.open(out).tensors
 
 
@@ -105,7 +105,7 @@ def test_presets_mean_methods() -> None:
 def test_fp8_by_gptq_is_written_as_it_is_made(small: Small, tmp_path: Path) -> None:
     """Every layer by itself; nothing else moves."""
     tensors = small.checkpoint.tensors
-    made = small.made(plan(small.checkpoint, PRESETS["fp8-gptq"]), tmp_path / "out")
+    made = small.made(plan_compression(small.checkpoint, PRESETS["fp8-gptq"]), tmp_path / "out")
     for tensor in tensors:
         exact, linear = tensors.load(tensor), tensor.removesuffix(".weight")
         if linear in small.statistics:
@@ -118,7 +118,7 @@ def test_fp8_by_gptq_is_written_as_it_is_made(small: Small, tmp_path: Path) -> N
 def test_what_is_written_is_what_the_method_makes(small: Small, tmp_path: Path, name: str) -> None:
     """With a grid for each layer: groups of 128 where they divide its inputs, else of 64."""
     tensors = small.checkpoint.tensors
-    made = small.made(plan(small.checkpoint, PRESETS[name]), tmp_path / "out")
+    made = small.made(plan_compression(small.checkpoint, PRESETS[name]), tmp_path / "out")
 
     def method(linear: str) -> Method:
         usual, K = PRESETS[name].usual, tensors[f"{linear}.weight"].shape[1]
@@ -148,7 +148,7 @@ def test_a_mix_with_what_needs_no_statistics(small: Small, tmp_path: Path) -> No
         {"match": "*.o_proj", "method": "none"}, {"match": "*.v_proj", "method": "fp8"},
         {"match": "lm_head", "method": "rtn", "smooth": "none", "search": "none", "bits": 8, "group": "row"},
     ]  # fmt: skip
-    made = small.made(small.job(method="gptq", smooth="awq", search="clip", layers=layers), tmp_path / "out")
+    made = small.made(small.plan(method="gptq", smooth="awq", search="clip", layers=layers), tmp_path / "out")
     for kept in (f"{o_proj}.weight", "model.layers.0.input_layernorm.weight", "model.norm.weight"):
         np.testing.assert_array_equal(made.load(kept), tensors.load(kept), err_msg=kept)
     exact = rounded_e4m3(tensors.load(f"{v_proj}.weight")).dequantise()
@@ -162,7 +162,9 @@ def test_statistics_save_answers(trained: Trained, tmp_path: Path) -> None:
     """As published: GPTQ before rounding to nearest, 8 bits before 4."""
     kl = {}
     for name in ("int4-wo", "int4-gptq", "int4-awq", "int8-sq"):
-        made = compress(plan(trained.checkpoint, PRESETS[name]), tmp_path / name, by_statistics(trained.statistics))
+        made = compress(
+            plan_compression(trained.checkpoint, PRESETS[name]), tmp_path / name, by_statistics(trained.statistics)
+        )
         kl[name] = loss_of(trained.reference, Checkpoint.open(made.folder)).kl
     assert kl["int4-gptq"] < 0.8 * kl["int4-wo"] and kl["int4-awq"] < 0.9 * kl["int4-wo"], kl
     assert kl["int8-sq"] < 0.2 * min(kl["int4-gptq"], kl["int4-awq"]), kl
@@ -181,20 +183,20 @@ def test_statistics_that_are_there_need_no_text(small: Small, trained: Trained, 
 
 def test_what_a_pass_needs(small: Small) -> None:
     """The folder's size is that of its numbers; ten times the tokens take ten times as long."""
-    about = needs(plan(small.checkpoint, PRESETS["int4-gptq"]), 1000)
+    about = needs(plan_compression(small.checkpoint, PRESETS["int4-gptq"]), 1000)
     inputs = {small.statistics[name].linears: small.statistics[name] for name in small.statistics}
     assert about.disk_bytes == sum(x.gram.nbytes + x.amax.nbytes + x.mean.nbytes for x in inputs.values())
-    more = needs(plan(small.checkpoint, PRESETS["int4-gptq"]), 10_000)
+    more = needs(plan_compression(small.checkpoint, PRESETS["int4-gptq"]), 10_000)
     assert more.seconds == pytest.approx(10 * about.seconds) and more.memory_bytes == about.memory_bytes > 0
 
 
 def test_what_statistics_are_not_for(small: Small, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"treats lm_head by statistics.*\n?.*") as error:
-        small.job(method="gptq", layers=[{"match": "lm_head", "bits": 8}])
+        small.plan(method="gptq", layers=[{"match": "lm_head", "bits": 8}])
     assert 'method = "rtn"' in error.value.mend
-    job = small.job(method="gptq")
-    treatment = job.layers["model.layers.0.mlp.up_proj"]
-    unread = plan(small.checkpoint, PRESETS["int4-gptq"])
+    plan = small.plan(method="gptq")
+    treatment = plan.layers["model.layers.0.mlp.up_proj"]
+    unread = plan_compression(small.checkpoint, PRESETS["int4-gptq"])
     object.__setattr__(unread, "layers", {**unread.layers, "model.layers.0.mlp.extra": treatment})
     with pytest.raises(CheckpointError, match=r"does not read model.layers.0.mlp.extra"):
         next(by_statistics(small.statistics)(unread))
@@ -218,7 +220,7 @@ def test_norms_that_add_one(tmp_path: Path) -> None:
     text = Windows(np.random.default_rng(1).integers(3, checkpoint.decoder.vocab_size, (2, 40)).astype(np.int32), 0)
     found = statistics_of(checkpoint, text, tmp_path / "s", nothing)
     recipe = parsed({"version": 1, "bits": 8, "group": "row", "activations": 8, "smooth": "smoothquant"}, "mine")
-    compress(plan(checkpoint, recipe), tmp_path / "out", by_statistics(found))
+    compress(plan_compression(checkpoint, recipe), tmp_path / "out", by_statistics(found))
     old, new = checkpoint.tensors, Checkpoint.open(tmp_path / "out").tensors
     norm, linear = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
     w, scaled = (t.load(linear).astype(np.float64) for t in (old, new))
@@ -244,7 +246,7 @@ def test_what_rounding_holds_is_told_before(wide: Small, tmp_path: Path, name: s
     folder = wide.checkpoint.folder
     command = [sys.executable, "-c", _MADE, str(folder), str(folder.parent / "s"), str(tmp_path / "out"), name]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    said = plan(wide.checkpoint, PRESETS[name]).memory_bytes
+    said = plan_compression(wide.checkpoint, PRESETS[name]).memory_bytes
     assert 0.5 < said / peak < 2, (said, peak)
 
 
@@ -254,18 +256,18 @@ def test_what_rounding_takes_is_told_before(tmp_path: Path, name: str) -> None:
     """The faster of two runs, on two idle cores: not less than half of what was said, nor twice as much."""
     checkpoint = Checkpoint.open(BUNDLED / "tiny")
     held = statistics_of(checkpoint, samples(checkpoint.tokenizer, TEXT, 4, 128), tmp_path / "s", nothing)
-    job, taken = plan(checkpoint, PRESETS[name]), []
+    plan, taken = plan_compression(checkpoint, PRESETS[name]), []
     for run in range(2):
         started_s = time.perf_counter()
-        compress(job, tmp_path / str(run), by_statistics(held))
+        compress(plan, tmp_path / str(run), by_statistics(held))
         taken.append(time.perf_counter() - started_s)
-    assert 0.5 < job.seconds / min(taken) < 2, (job.seconds, taken)
+    assert 0.5 < plan.seconds / min(taken) < 2, (plan.seconds, taken)
 
 
 def test_what_measuring_takes_is_told_before(tmp_path: Path) -> None:
     """Of the process that measures, alone: not less than half of what was said, nor twice as much."""
     checkpoint = Checkpoint.open(BUNDLED / "tiny")
-    compress(plan(checkpoint, PRESETS["int4-wo"]), tmp_path / "out")
+    compress(plan_compression(checkpoint, PRESETS["int4-wo"]), tmp_path / "out")
     command = [sys.executable, "-c", _MEASURED, str(BUNDLED / "tiny"), str(tmp_path / "out")]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert 0.5 < memory_bytes(checkpoint) / peak < 2, (memory_bytes(checkpoint), peak)

@@ -16,10 +16,10 @@ from millrace.compress.calibration.calibrated_methods import statistics_of
 from millrace.compress.calibration.calibration_pass import collect, samples
 from millrace.compress.calibration.statistics import (
     ABOUT,
-    About,
     CalibrationStatistics,
     InputStatistics,
-    Writing,
+    StatisticsInfo,
+    StatisticsWriter,
     piece_file,
     read_about,
     writing,
@@ -158,7 +158,7 @@ def rewritten(folder: Path, gram: np.ndarray[Any, Any]) -> Path:
     first = CalibrationStatistics.open(folder)["model.layers.0.self_attn.q_proj"]
     second = CalibrationStatistics.open(folder)["model.layers.0.self_attn.o_proj"]
     given = InputStatistics(first.linears, gram, np.ones(K, np.float32), np.ones(K, np.float32))
-    Writing(folder, about).add(1, [given, second])
+    StatisticsWriter(folder, about).add(1, [given, second])
     return folder
 
 
@@ -201,7 +201,7 @@ def test_a_folder_is_of_one_model_text_and_version(tiny: Collected, tmp_path: Pa
 
 
 def test_a_folder_is_written_by_one_run(tmp_path: Path) -> None:
-    about = About(model="m", text="t", tokens=1, precision="fp32", pieces=1)
+    about = StatisticsInfo(model="m", text="t", tokens=1, precision="fp32", pieces=1)
     with writing(tmp_path, about), pytest.raises(ConfigError, match="by another run"), writing(tmp_path, about):
         pass
     with writing(tmp_path, about) as kept:

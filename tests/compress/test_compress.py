@@ -20,11 +20,11 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibration.layerwise_rounding import RoundedLayer, Rounding
 from millrace.compress.checkpoint import checkpoint_writer as folders
-from millrace.compress.checkpoint.checkpoint_writer import Folder
+from millrace.compress.checkpoint.checkpoint_writer import TensorWriter
 from millrace.compress.checkpoint.compression_record import RECORD
 from millrace.compress.checkpoint.tensor_layout import StoredTensorSpec
 from millrace.compress.compress import CompressedPiece, by_layers, by_rounding, compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.measure.accuracy import measure, windows_for
 from millrace.compress.methods.e4m3 import rounded_e4m3
 from millrace.compress.methods.quantization_grid import Grid, RangeConvention, rounded
@@ -49,8 +49,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("source"), width=256, inner=192)
 
 
-def job(source: Path, **said: Any) -> CompressionPlan:
-    return plan(Checkpoint.open(source), parsed({"version": 1, **said}, "mine"))
+def plan(source: Path, **said: Any) -> CompressionPlan:
+    return plan_compression(Checkpoint.open(source), parsed({"version": 1, **said}, "mine"))
 
 
 RECIPES: list[tuple[dict[str, Any], str, Grid | None]] = [
@@ -74,7 +74,7 @@ RECIPES: list[tuple[dict[str, Any], str, Grid | None]] = [
 def test_what_is_written(tmp_path: Path, source: Path, i: int) -> None:
     """By packbits and division alone: the grid's own values, all else bit by bit the source's."""
     said, format, grid = RECIPES[i]
-    found = compress(job(source, **said), tmp_path / "out")
+    found = compress(plan(source, **said), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     compression = config.pop("quantization_config")
     assert config == json.loads((source / "config.json").read_text())
@@ -96,28 +96,28 @@ def test_what_is_written(tmp_path: Path, source: Path, i: int) -> None:
         assert found.errors[module] == pytest.approx(error, rel=1e-6)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     size = sum(a.nbytes for n, a in held.items() if n.startswith(LAYERS) and "norm" not in n and "shape" not in n)
-    assert found.job.bits_per_weight == pytest.approx(8 * size / found.job.n_weights)
-    assert found.job.bytes_after == sum(a.nbytes for a in held.values())
+    assert found.plan.bits_per_weight == pytest.approx(8 * size / found.plan.n_weights)
+    assert found.plan.bytes_after == sum(a.nbytes for a in held.values())
     record = json.loads((tmp_path / "out" / RECORD).read_text())
-    assert parsed({k: v for k, v in record["recipe"].items() if k != "name"}, "mine") == found.job.recipe
+    assert parsed({k: v for k, v in record["recipe"].items() if k != "name"}, "mine") == found.plan.recipe
 
 
 def test_a_mix_and_its_note(tmp_path: Path, source: Path) -> None:
     layers = [{"match": "*.down_proj", "bits": 8, "group": "row"}, {"match": "*.o_proj", "method": "none"}]
-    planned = job(source, layers=[*layers, {"match": "*.v_proj", "method": "fp8"}])
+    planned = plan(source, layers=[*layers, {"match": "*.v_proj", "method": "fp8"}])
     compress(planned, tmp_path / "out")
     tensors = Checkpoint.open(tmp_path / "out").tensors
     assert {n.split(".")[-2]: tensors[n].dtype for n in tensors if n.startswith(LAYERS) and "norm" not in n} == {
         "q_proj": "int4", "k_proj": "int4", "v_proj": "fp8", "o_proj": "float32", "gate_proj": "int4",
         "up_proj": "int4", "down_proj": "int8",
     }  # fmt: skip
-    assert planned.notes == () and "groups of 64: 128 does not divide" in job(source).notes[0]
+    assert planned.notes == () and "groups of 64: 128 does not divide" in plan(source).notes[0]
 
 
 @pytest.mark.parametrize("said", [{}, {"method": "none", "prune": {"mlp": 0.25}}, {"method": "wanda"}])
 def test_progress_counts_bytes_of_the_folder(tmp_path: Path, source: Path, said: dict[str, Any]) -> None:
     """Of all layers that are changed, also of those that stay floats."""
-    planned, told = job(source, **said), list[tuple[int, int]]()
+    planned, told = plan(source, **said), list[tuple[int, int]]()
 
     def way(of: CompressionPlan) -> Iterator[CompressedPiece]:
         if of.layers:
@@ -140,25 +140,25 @@ def test_progress_counts_bytes_of_the_folder(tmp_path: Path, source: Path, said:
 def test_a_folder_that_is_larger_is_said(tmp_path: Path, source: Path) -> None:
     """Of a file of 4 bits already."""
     file = write_gguf(tmp_path / "mill.Q4_0.gguf", source, GgufKind.Q4_0)
-    planned = plan(Checkpoint.open(file), PRESETS["int8-wo"])
+    planned = plan_compression(Checkpoint.open(file), PRESETS["int8-wo"])
     ratio = planned.bytes_after / planned.bytes_before
     assert ratio > 1.1 and any(f"{ratio:.2f} times the source's bytes" in note for note in planned.notes)
-    assert not any("times the source's bytes" in note for note in job(source).notes)
+    assert not any("times the source's bytes" in note for note in plan(source).notes)
 
 
 def test_who_cannot_read_zero_points_is_said(source: Path) -> None:
     """As docs/compress.md has it, and `test_transformers_reads_the_same` sees it."""
-    assert "dequantize=True" in job(source, minimums=True, group=32).notes[-1]
-    mix = job(source, minimums=True, group=32, layers=[{"match": "*.down_proj", "minimums": False}])
+    assert "dequantize=True" in plan(source, minimums=True, group=32).notes[-1]
+    mix = plan(source, minimums=True, group=32, layers=[{"match": "*.down_proj", "minimums": False}])
     assert "for `millrace` alone" in mix.notes[-1]
-    assert not any("transformers" in note for note in job(source, group=32).notes)
+    assert not any("transformers" in note for note in plan(source, group=32).notes)
 
 
 def test_shards(tmp_path: Path, source: Path) -> None:
     """Small ones hold the same; each is a file that the format's own library opens."""
-    planned = job(source)
+    planned = plan(source)
     with folders.unfinished(tmp_path / "out") as path:
-        folder = Folder(path, planned.specs, 60_000)
+        folder = TensorWriter(path, planned.specs, 60_000)
         for name, spec in planned.specs.items():
             folder.put(name, np.full(spec.shape, 7, {"F32": "f4", "F16": "f2", "I32": "i4", "I64": "i8"}[spec.dtype]))
         folder.finish()
@@ -188,7 +188,7 @@ def test_transformers_reads_the_same(tmp_path: Path, source: Path, i: int) -> No
     import torch
     import transformers
 
-    compress(job(source, **said), tmp_path / "out")
+    compress(plan(source, **said), tmp_path / "out")
     ours = Checkpoint.open(tmp_path / "out").tensors
     how = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if as_floats else {}
     kinds, ids = (torch.float64, torch.float32), np.random.default_rng(1).integers(0, 320, 40).tolist()
@@ -213,7 +213,7 @@ def test_transformers_reads_the_same(tmp_path: Path, source: Path, i: int) -> No
 @pytest.mark.parametrize("method", ["fp8", "fp8-tensor"])
 def test_fp8_runs_in_the_folders_bytes(tmp_path: Path, source: Path, method: str) -> None:
     """As close to the folder's floats as bfloat16, whose weights are the same numbers (`methods/e4m3.py`)."""
-    compress(job(source, method=method), folder := tmp_path / "out")
+    compress(plan(source, method=method), folder := tmp_path / "out")
     ids = [np.random.default_rng(seed).integers(0, 320, 33).tolist() for seed in range(7)]
     logits, kept = {}, {}
     for precision in ("fp32", "bf16", None):
@@ -228,7 +228,7 @@ def test_fp8_runs_in_the_folders_bytes(tmp_path: Path, source: Path, method: str
 
 def test_fp8_beside_four_bits(tmp_path: Path, source: Path) -> None:
     """llm-compressor's W4AFP8 in the file; here activations stay bfloat16, which is said once, and is simulated."""
-    compress(job(source, group=64, activations="fp8"), tmp_path / "out")
+    compress(plan(source, group=64, activations="fp8"), tmp_path / "out")
     (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
         "config_groups"
     ].values()
@@ -245,7 +245,7 @@ def test_keys_and_values_are_kept_as_a_recipe_says(tmp_path: Path, source: Path)
     """Unasked, with the bits of the same folder without it whose cache is asked for; so it is measured, too."""
     ids, logits = [list(range(1, 200)), list(range(50, 90))], {}
     for name in ("float", "int8", "fp8", "int4"):
-        compress(job(source, group=64, **({} if name == "float" else {"kv": name})), tmp_path / name)
+        compress(plan(source, group=64, **({} if name == "float" else {"kv": name})), tmp_path / name)
         engine = build(tmp_path / name, tmp_path / f"{name}.engine", None)
         logits[name] = last_logits(engine, executor := engine.executor(n_pages=8), ids)
         executor.close()
@@ -276,7 +276,7 @@ def test_what_cannot_be_compressed(tmp_path: Path, source: Path) -> None:
         (source, {"method": "wanda", "kv": "int8"}, ConfigError, ["keys and values", "--kv-cache-dtype int8"]),
     ):
         with pytest.raises(kind) as error:
-            job(tmp_path / folder, **recipe)
+            plan(tmp_path / folder, **recipe)
         assert all(word in str(error.value) for word in says), error.value
 
 
@@ -297,7 +297,7 @@ def test_a_perplexity_beyond_all_numbers_is_said(tmp_path: Path) -> None:
 def test_where_it_cannot_be_written(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="already there"):
-        compress(job(source), tmp_path / "there")
+        compress(plan(source), tmp_path / "there")
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
 
@@ -305,7 +305,7 @@ def test_where_it_cannot_be_written(tmp_path: Path, source: Path, monkeypatch: p
         raise AssertionError("nothing is computed before")
 
     with pytest.raises(MachineError, match="has no room"):
-        compress(job(source), tmp_path / "out", never)
+        compress(plan(source), tmp_path / "out", never)
     assert left(tmp_path) == ["there"]
 
 
@@ -316,21 +316,21 @@ def broken(planned: CompressionPlan) -> Iterator[CompressedPiece]:
 
 def test_what_fails_leaves_nothing(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
-        compress(job(source), tmp_path / "out", broken)
+        compress(plan(source), tmp_path / "out", broken)
     shutil.copytree(source, tmp_path / "nan")
     held = {n: a.copy() for n, a in safetensors.numpy.load_file(source / "model.safetensors").items()}
     held[f"{LAYERS}mlp.up_proj.weight"][3, 3] = np.inf
     safetensors.numpy.save_file(held, tmp_path / "nan" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj.*not finite"):
-        compress(job(tmp_path / "nan"), tmp_path / "out")
-    put = Folder.put
+        compress(plan(tmp_path / "nan"), tmp_path / "out")
+    put = TensorWriter.put
 
-    def flipped(folder: Folder, name: str, array: Any) -> None:
+    def flipped(folder: TensorWriter, name: str, array: Any) -> None:
         put(folder, name, array ^ 1 if name.endswith("k_proj.weight_packed") else array)
 
-    monkeypatch.setattr(Folder, "put", flipped)
+    monkeypatch.setattr(TensorWriter, "put", flipped)
     with pytest.raises(MachineError, match=r"k_proj\.weight does not read back"):
-        compress(job(source), tmp_path / "out")
+        compress(plan(source), tmp_path / "out")
     assert left(tmp_path) == ["nan"]
 
 
@@ -342,13 +342,13 @@ def test_changed_floats_are_written(tmp_path: Path, source: Path) -> None:
         yield CompressedPiece({}, {}, {norm: np.full(256, 0.5)})
         yield from by_rounding(planned)
 
-    compress(job(source), tmp_path / "out", moved)
+    compress(plan(source), tmp_path / "out", moved)
     assert (Checkpoint.open(tmp_path / "out").tensors.load(norm) == 0.5).all()
 
 
 def test_layers_of_methods_are_written(tmp_path: Path, source: Path) -> None:
     """Matrices, the norm that took up their scales, and errors that the method measured."""
-    planned, grid = job(source, group=64), Grid(group=64)
+    planned, grid = plan(source, group=64), Grid(group=64)
     tensors = planned.checkpoint.tensors
     norm = f"{LAYERS}post_attention_layernorm.weight"
     layer = RoundedLayer("model.layers.0", floats={norm: tensors.load(norm) * np.float32(0.5)})
@@ -365,7 +365,9 @@ def test_layers_of_methods_are_written(tmp_path: Path, source: Path) -> None:
 
 
 def test_presets_are_what_they_say(source: Path) -> None:
-    forms = {name: set(plan(Checkpoint.open(source), recipe).layers.values()) for name, recipe in PRESETS.items()}
+    forms = {
+        name: set(plan_compression(Checkpoint.open(source), recipe).layers.values()) for name, recipe in PRESETS.items()
+    }
     found = {name: sorted({(f.format, f.bits, f.group) for _, f in some}) for name, some in forms.items()}
     four = [("pack-quantized", 4, 64), ("pack-quantized", 4, 128)]  # 192 inputs
     assert found["int4-wo"] == found["int4-wo-mse"] == four

@@ -11,8 +11,8 @@ from millrace.compress.calibration.calibrated_methods import by_statistics, stat
 from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.checkpoint.compression_record import read_record
-from millrace.compress.compress import Way, by_rounding, compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compress import CompressionMethod, by_rounding, compress
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.recipe import PRESETS, Recipe, parsed
 from millrace.compress.report.page import PAGE
 from millrace.compress.search.candidates import RoundedMatrixStore, recipe_of, survey
@@ -40,12 +40,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     return checkpoint, statistics_of(checkpoint, text, folder / "s", lambda *_: None)
 
 
-def check(small: Small, job: CompressionPlan, way: Way, out: Path) -> Any:
+def check(small: Small, plan: CompressionPlan, way: CompressionMethod, out: Path) -> Any:
     """Every layer that was changed has reasons, and errors equal a plain float64 sum; returns the page."""
     checkpoint, statistics = small
-    errors = compress(job, out, way).errors
+    errors = compress(plan, out, way).errors
     record, made = read_record(out), Checkpoint.open(out).tensors
-    assert errors and set(record.figures) == set(errors) >= set(job.layers)
+    assert errors and set(record.figures) == set(errors) >= set(plan.layers)
     moved = {name for name, one in record.figures.items() if one.moved is not None}
     for name, one in record.figures.items():
         weight = f"{name}.weight"
@@ -62,9 +62,9 @@ def check(small: Small, job: CompressionPlan, way: Way, out: Path) -> Any:
 
 @pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
 def test_every_way_has_its_reasons(small: Small, tmp_path: Path, name: str) -> None:
-    job = plan(small[0], recipe(name))
-    page = check(small, job, by_statistics(small[1]) if job.calibrated else by_rounding, tmp_path / "out")
-    of = "its output's energy" if job.calibrated else "its weights' energy"
+    plan = plan_compression(small[0], recipe(name))
+    page = check(small, plan, by_statistics(small[1]) if plan.calibrated else by_rounding, tmp_path / "out")
+    of = "its output's energy" if plan.calibrated else "its weights' energy"
     assert f"Of {of}, the share" in page.text
     assert all((" rather than " in row[4]) == (name not in PLAIN) for row in page.tables["worst"][1:])
     assert ("The median layer loses" in page.text) == (name not in PLAIN)
@@ -74,18 +74,18 @@ def test_every_way_has_its_reasons(small: Small, tmp_path: Path, name: str) -> N
 
 def test_a_mix_from_the_shelf_has_them_too(small: Small, tmp_path: Path) -> None:
     checkpoint, statistics = small
-    job, shelf = plan(checkpoint, PRESETS["int8-wo"]), RoundedMatrixStore(tmp_path / "shelf")
-    survey(job, statistics, shelf, lambda *_: None)
+    plan, shelf = plan_compression(checkpoint, PRESETS["int8-wo"]), RoundedMatrixStore(tmp_path / "shelf")
+    survey(plan, statistics, shelf, lambda *_: None)
     formats = ["fp8", "int8", "int4-g32", "int8-a8"]
-    chosen = {layer: formats[i % 4] for i, layer in enumerate(job.layers)}
-    page = check(small, plan(checkpoint, recipe_of(chosen)), shelf.method(chosen), tmp_path / "out")
+    chosen = {layer: formats[i % 4] for i, layer in enumerate(plan.layers)}
+    page = check(small, plan_compression(checkpoint, recipe_of(chosen)), shelf.method(chosen), tmp_path / "out")
     assert all(" rather than " in row[4] for row in page.tables["worst"][1:])
 
 
 def test_where_units_differ_it_is_said(small: Small, tmp_path: Path) -> None:
     """A head has no statistics; plain FP8 beside GPTQ has, and is measured by them."""
     layers = [{"match": "*.v_proj", "method": "fp8"}, {"match": "lm_head", "method": "rtn", "search": "none"}]
-    job = plan(small[0], parsed({"version": 1, "method": "gptq", "group": 32, "layers": layers}, "mine"))
-    page = check(small, job, by_statistics(small[1]), tmp_path / "out")
+    plan = plan_compression(small[0], parsed({"version": 1, "method": "gptq", "group": 32, "layers": layers}, "mine"))
+    page = check(small, plan, by_statistics(small[1]), tmp_path / "out")
     lost = {row[0].rpartition(".")[2]: row[1] for row in page.tables["layers"][1:]}
     assert lost["lm_head"].endswith(" of its weights' energy") and lost["v_proj"].endswith("%")

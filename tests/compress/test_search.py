@@ -18,7 +18,7 @@ from millrace.compress.calibration.calibrated_methods import by_statistics, stat
 from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.statistics import CalibrationStatistics, InputStatistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.measure import cost
 from millrace.compress.measure.accuracy import Loss, measure
 from millrace.compress.measure.cost import product_of
@@ -33,9 +33,9 @@ from millrace.compress.search.candidates import (
     recipe_of,
     survey,
 )
-from millrace.compress.search.loss_bound import KL, MOST_MIXES, PERPLEXITY, MaxLoss, searched
+from millrace.compress.search.loss_bound import KL, MAX_MIXES, PERPLEXITY, MaxLoss, searched
 from millrace.compress.search.mixed_precision import Candidate, Mix
-from millrace.compress.search.search import RECIPE, SearchGoal, SearchResult, Texts, search
+from millrace.compress.search.search import RECIPE, SearchGoal, SearchResult, SearchWindows, search
 from millrace.engine.roofline_probe import ProbedMatmul
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
@@ -53,15 +53,15 @@ class Model(NamedTuple):
     """Random, of one layer; losses and shelf are of all candidates."""
 
     checkpoint: Checkpoint
-    job: CompressionPlan
+    plan: CompressionPlan
     statistics: CalibrationStatistics
-    texts: Texts
+    texts: SearchWindows
     shelf: RoundedMatrixStore
     losses: dict[str, dict[str, float]]
 
     def search(self, bound: str, out: Path) -> SearchResult:
         asked = SearchGoal(MaxLoss.parse(bound), CompressionTarget.MEMORY, 0, "scalar", 1)
-        return search(self.job, asked, self.statistics, self.texts, out, nothing, self.shelf)
+        return search(self.plan, asked, self.statistics, self.texts, out, nothing, self.shelf)
 
 
 def decided(folder: Path) -> Path:
@@ -77,13 +77,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("model")
     checkpoint = Checkpoint.open(decided(write_checkpoint(folder / "c")))
     text, four = samples(checkpoint.tokenizer, TEXT[:CUT], 4, 64), samples(checkpoint.tokenizer, TEXT[CUT:], 4, 64)
-    texts = Texts(Calibration(TEXT[CUT:]), *(Windows(ids, 0) for ids in (four.ids[:2], four.ids[2:])))
-    job, statistics = plan(checkpoint, PRESETS["int8-wo"]), statistics_of(checkpoint, text, folder / "s", nothing)
+    texts = SearchWindows(Calibration(TEXT[CUT:]), *(Windows(ids, 0) for ids in (four.ids[:2], four.ids[2:])))
+    plan, statistics = (
+        plan_compression(checkpoint, PRESETS["int8-wo"]),
+        statistics_of(checkpoint, text, folder / "s", nothing),
+    )
     shelf = RoundedMatrixStore(folder)
-    return Model(checkpoint, job, statistics, texts, shelf, survey(job, statistics, shelf, nothing))
+    return Model(checkpoint, plan, statistics, texts, shelf, survey(plan, statistics, shelf, nothing))
 
 
-def bytes_in(folder: Path, job: CompressionPlan) -> int:
+def bytes_in(folder: Path, plan: CompressionPlan) -> int:
     """Of the layers' codes and scales, by the file's own header; shapes, which packed matrices have, are not counted in
     costs of floats, and are 16 bytes each."""
     with safe_open(folder / "model.safetensors", "np") as file:
@@ -91,7 +94,7 @@ def bytes_in(folder: Path, job: CompressionPlan) -> int:
         widths = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
         return sum(
             int(np.prod(s.get_shape())) * widths[s.get_dtype()]
-            for name, s in slices.items() if name.rpartition(".")[0] in job.layers
+            for name, s in slices.items() if name.rpartition(".")[0] in plan.layers
         )  # fmt: skip
 
 
@@ -115,8 +118,8 @@ def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: 
         assert model.texts.proof is not None
         proof = measure(model.checkpoint, Checkpoint.open(out), model.texts.proof, nothing).on(model.texts.of)
         assert proof == found.proof == found.loss and proof.kl != again.kl and proof.kl_error
-        assert found.mix.cost == bytes_in(out, model.job)
-        assert found.floats == bytes_in(model.checkpoint.folder, model.job)
+        assert found.mix.cost == bytes_in(out, model.plan)
+        assert found.floats == bytes_in(model.checkpoint.folder, model.plan)
         assert {c.format for c in found.mix.chosen.values()} - {FLOAT}, "something is compressed"
         record = json.loads((out / "compression.json").read_text())
         assert record["search"]["found"] == found.search.cheapest and record["loss"]["kl"] == proof.kl
@@ -128,8 +131,8 @@ def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: 
 def test_the_recipe_makes_the_same_bytes(model: Model, searches: list[SearchResult], tmp_path: Path) -> None:
     found, out = searches[1], searches[1].result.folder
     assert any("int4" in c.format for c in found.mix.chosen.values())
-    job = plan(model.checkpoint, read_recipe(str(out / RECIPE)))
-    compress(job, tmp_path / "again", by_statistics(model.statistics))
+    plan = plan_compression(model.checkpoint, read_recipe(str(out / RECIPE)))
+    compress(plan, tmp_path / "again", by_statistics(model.statistics))
     for name in ("model.safetensors", "config.json"):
         assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
@@ -182,9 +185,9 @@ def test_activations_lose_about_what_is_foretold(outliers: float, group: int) ->
 @pytest.mark.parametrize("seed", range(10))
 def test_a_search_keeps_its_promises_however_uneven_losses_are(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    mixes = [Mix(float(i), 0.0, {"a": Candidate("x", i, 0.0)}) for i in range(MOST_MIXES)]
-    losses = np.linspace(1, 0, MOST_MIXES) + rng.normal(0, 0.3, MOST_MIXES)
-    before = MOST_MIXES
+    mixes = [Mix(float(i), 0.0, {"a": Candidate("x", i, 0.0)}) for i in range(MAX_MIXES)]
+    losses = np.linspace(1, 0, MAX_MIXES) + rng.normal(0, 0.3, MAX_MIXES)
+    before = MAX_MIXES
     for bound in np.linspace(0.05, 2, 40):
         asked: list[int] = []
 
@@ -196,7 +199,7 @@ def test_a_search_keeps_its_promises_however_uneven_losses_are(seed: int) -> Non
         try:
             found = searched(mixes, MaxLoss(KL, bound), measured)
         except ConfigError as error:
-            assert before == MOST_MIXES and f"{min(losses[asked]):.3g}" in str(error)
+            assert before == MAX_MIXES and f"{min(losses[asked]):.3g}" in str(error)
             continue
         assert losses[found.cheapest] <= bound and found.cheapest <= before and len(asked) <= 8
         assert found.cheapest == min(n for n in asked if losses[n] <= bound)
@@ -242,13 +245,13 @@ def test_a_bound_that_is_named_can_be_asked_for(kind: str) -> None:
 
 def test_what_is_timed_is_what_runs(model: Model, tmp_path: Path) -> None:
     """Each layer in another format: the products of the folder's engine, by its own reader."""
-    layers = list(model.job.layers)
+    layers = list(model.plan.layers)
     names = ["float", "int8", "int8-a8", "fp8", "int4-g32", "int4-g64-a8", "int4-g32-a8"]
     chosen = dict(zip(layers, names, strict=True))
-    compress(plan(model.checkpoint, recipe_of(chosen)), tmp_path / "out", model.shelf.method(chosen))
+    compress(plan_compression(model.checkpoint, recipe_of(chosen)), tmp_path / "out", model.shelf.method(chosen))
     made = Source.from_checkpoint(Checkpoint.open(tmp_path / "out"))
     for layer, name in chosen.items():
-        product = product_of(model.job, layer, name, "avx2")
+        product = product_of(model.plan, layer, name, "avx2")
         precision, held = made.own_precision.of(layer), made.stored[layer].codes
         assert product.weights == precision.weights, (layer, name)
         assert product.format == precision.storage(product.group).format
@@ -258,11 +261,11 @@ def test_what_is_timed_is_what_runs(model: Model, tmp_path: Path) -> None:
 
 def test_a_mix_of_all_kinds_is_what_its_recipe_makes(model: Model, tmp_path: Path) -> None:
     """With FP8 in it, from the shelf and from the recipe's own methods: the same bytes."""
-    layers = list(model.job.layers)
+    layers = list(model.plan.layers)
     chosen = dict(zip(layers, ["fp8", "int8", "fp8", "int4-g32", FLOAT, "fp8", "int4-g64-a8"], strict=True))
-    job = plan(model.checkpoint, recipe_of(chosen))
-    compress(job, tmp_path / "shelf", model.shelf.method(chosen))
-    compress(job, tmp_path / "recipe", by_statistics(model.statistics))
+    plan = plan_compression(model.checkpoint, recipe_of(chosen))
+    compress(plan, tmp_path / "shelf", model.shelf.method(chosen))
+    compress(plan, tmp_path / "recipe", by_statistics(model.statistics))
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "shelf" / name).read_bytes() == (tmp_path / "recipe" / name).read_bytes()
     with safe_open(tmp_path / "shelf" / "model.safetensors", "np") as file:
@@ -278,13 +281,13 @@ def test_times_are_taken_once_for_each_kind(model: Model) -> None:
         timed.append(product)
         return product.nbytes / 1e9
 
-    found = cost.seconds(model.job, 4, "avx2", 1, nothing, clock)
-    assert found.keys() == model.job.layers.keys()
+    found = cost.seconds(model.plan, 4, "avx2", 1, nothing, clock)
+    assert found.keys() == model.plan.layers.keys()
     q = found["model.layers.0.self_attn.q_proj"]
     assert q["int4-g64"] < q["int8"] < q[FLOAT] and q["int8"] == q["int8-a8"]
     assert q["int4-g64"] < q["fp8"] < q[FLOAT]
     ours = cost.Clock("scalar", 1, 2, lambda _: 3)
-    product = product_of(model.job, "model.layers.0.self_attn.v_proj", "int4-g64-a8", "scalar")
+    product = product_of(model.plan, "model.layers.0.self_attn.v_proj", "int4-g64-a8", "scalar")
     taken = ours(product)
     assert 1e-7 < taken < 1 and ours(product) == taken and ours.result == {product: taken}
 

@@ -13,7 +13,7 @@ from millrace.compress.calibration.calibrated_methods import by_statistics, stat
 from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.statistics import CalibrationStatistics, InputStatistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.methods.sparsity_2_4 import sparse, sparsegpt, wanda
 from millrace.compress.recipe import parsed, to_dict
 from millrace.errors import CheckpointError, ConfigError
@@ -115,8 +115,8 @@ class Small(NamedTuple):
     checkpoint: Checkpoint
     statistics: CalibrationStatistics
 
-    def job(self, **said: Any) -> CompressionPlan:
-        return plan(self.checkpoint, parsed({"version": 1, **said}, "mine"))
+    def plan(self, **said: Any) -> CompressionPlan:
+        return plan_compression(self.checkpoint, parsed({"version": 1, **said}, "mine"))
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +129,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
 
 def test_a_recipe_makes_floats_with_zeros(small: Small, tmp_path: Path) -> None:
     """A checkpoint like any other, of as many bytes; heads and embeddings as they were."""
-    job = small.job(method="sparsegpt")
-    assert len(job.sparse) == 7 and not job.layers and job.calibrated and "as many bytes as before" in job.notes[-1]
-    assert job.bytes_after == job.bytes_before and job.bits_per_weight == 32
-    made = compress(job, tmp_path / "out", by_statistics(small.statistics))
+    plan = small.plan(method="sparsegpt")
+    assert len(plan.sparse) == 7 and not plan.layers and plan.calibrated and "as many bytes as before" in plan.notes[-1]
+    assert plan.bytes_after == plan.bytes_before and plan.bits_per_weight == 32
+    made = compress(plan, tmp_path / "out", by_statistics(small.statistics))
     tensors = Checkpoint.open(tmp_path / "out").tensors
     for name, info in small.checkpoint.tensors.items():
         layer, exact = name.removesuffix(".weight"), small.checkpoint.tensors.load(name)
-        if layer in job.sparse:
+        if layer in plan.sparse:
             wanted = sparse(exact, small.statistics[layer], "sparsegpt")
             np.testing.assert_array_equal(tensors.load(name), wanted.weights)
             assert made.errors[layer] == wanted.error > 0 and two_of_four(tensors.load(name))
@@ -148,23 +148,23 @@ def test_a_recipe_makes_floats_with_zeros(small: Small, tmp_path: Path) -> None:
 
 def test_beside_what_is_rounded(small: Small, tmp_path: Path) -> None:
     said = {"method": "gptq", "group": 32, "search": "clip", "layers": [{"match": "*.mlp.*", "method": "wanda"}]}
-    job = small.job(**said)
-    assert len(job.sparse) == 3 and len(job.layers) == 4 and set(job.sparse) <= set(job.ignored)
-    assert parsed(to_dict(job.recipe), "mine") == job.recipe
-    compress(job, tmp_path / "out", by_statistics(small.statistics))
+    plan = small.plan(**said)
+    assert len(plan.sparse) == 3 and len(plan.layers) == 4 and set(plan.sparse) <= set(plan.ignored)
+    assert parsed(to_dict(plan.recipe), "mine") == plan.recipe
+    compress(plan, tmp_path / "out", by_statistics(small.statistics))
     made = Checkpoint.open(tmp_path / "out").tensors
-    for layer in job.sparse:
+    for layer in plan.sparse:
         assert two_of_four(made.load(f"{layer}.weight"))
-    assert all(made[f"{layer}.weight"].dtype == "int4" for layer in job.layers)
+    assert all(made[f"{layer}.weight"].dtype == "int4" for layer in plan.layers)
 
 
 def test_what_cannot_be_sparse(small: Small, tmp_path: Path) -> None:
     odd = Checkpoint.open(write_checkpoint(tmp_path / "odd", width=64, inner=98))
     with pytest.raises(CheckpointError, match=r"down_proj has 98 inputs") as error:
-        plan(odd, parsed({"version": 1, "method": "wanda"}, "mine"))
+        plan_compression(odd, parsed({"version": 1, "method": "wanda"}, "mine"))
     assert 'match = "*.down_proj"' in error.value.mend
     for more in ({"search": "clip"}, {"smooth": "awq"}, {"activations": 8}, {"minimums": True}):
         with pytest.raises(ConfigError, match="method is 'wanda'"):
-            small.job(method="wanda", **more)
+            small.plan(method="wanda", **more)
     with pytest.raises(ConfigError, match="treats lm_head by statistics"):
-        small.job(method="wanda", layers=[{"match": "lm_head", "method": "sparsegpt"}])
+        small.plan(method="wanda", layers=[{"match": "lm_head", "method": "sparsegpt"}])

@@ -17,7 +17,7 @@ from millrace.compress.calibration.calibrated_methods import by_statistics, stat
 from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.measure.accuracy import Reference
 from millrace.compress.methods.structured_pruning import Prune, channels_kept, heads_kept, shapes, sizes
 from millrace.compress.recipe import parsed, to_dict
@@ -34,8 +34,8 @@ class Small(NamedTuple):
     checkpoint: Checkpoint
     statistics: CalibrationStatistics
 
-    def job(self, **prune: float) -> CompressionPlan:
-        return plan(self.checkpoint, parsed({"version": 1, "method": "none", "prune": prune}, "mine"))
+    def plan(self, **prune: float) -> CompressionPlan:
+        return plan_compression(self.checkpoint, parsed({"version": 1, "method": "none", "prune": prune}, "mine"))
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def test_channels_and_heads_that_carry_most_stay(small: Small) -> None:
 def test_a_smaller_model_is_the_large_one_without_what_went(small: Small, tmp_path: Path) -> None:
     """Its logits are those of the large one, where what went is zero: channels' rows of up_proj, heads' columns of
     o_proj. What goes is found here by plain loops over the statistics."""
-    job = small.job(mlp=0.4, heads=0.5)
-    assert job.calibrated and not job.layers and "trained again" in job.notes[-1]
-    made = compress(job, tmp_path / "out", by_statistics(small.statistics))
+    plan = small.plan(mlp=0.4, heads=0.5)
+    assert plan.calibrated and not plan.layers and "trained again" in plan.notes[-1]
+    made = compress(plan, tmp_path / "out", by_statistics(small.statistics))
     found = Checkpoint.open(tmp_path / "out")
     assert (found.decoder.intermediate_size, found.decoder.n_heads, found.decoder.n_kv_heads) == (64, 2, 2)
-    assert found.decoder.head_dim == SIZE and found.tensors.nbytes == job.bytes_after < job.bytes_before
+    assert found.decoder.head_dim == SIZE and found.tensors.nbytes == plan.bytes_after < plan.bytes_before
     reads_mlp, reads_heads = (small.statistics[LAYER + n].mean for n in ("mlp.down_proj", "self_attn.o_proj"))
     gone = sorted(range(100), key=lambda i: reads_mlp[i])[:36]
     lengths = [float(np.linalg.norm(reads_heads[h * SIZE : (h + 1) * SIZE])) for h in range(HEADS)]
@@ -93,7 +93,7 @@ def write_without(checkpoint: Checkpoint, folder: Path, tensors: dict[str, Any])
 
 
 def test_one_alone(small: Small, tmp_path: Path) -> None:
-    compress(small.job(heads=0.5), tmp_path / "out", by_statistics(small.statistics))
+    compress(small.plan(heads=0.5), tmp_path / "out", by_statistics(small.statistics))
     found = Checkpoint.open(tmp_path / "out")
     assert (found.decoder.intermediate_size, found.decoder.n_heads) == (100, 2)
     name = f"{LAYER}mlp.up_proj.weight"
@@ -112,7 +112,7 @@ def test_recipes_and_shares(small: Small) -> None:
     with pytest.raises(ConfigError, match="prunes and rounds"):
         parsed({"version": 1, "method": "gptq", "prune": {"mlp": 0.25}}, "mine")
     with pytest.raises(ConfigError, match=r"prune.heads of 0.2 leaves all"):
-        small.job(heads=0.2)
+        small.plan(heads=0.2)
 
 
 def test_a_model_without_such_layers(small: Small, tmp_path: Path) -> None:

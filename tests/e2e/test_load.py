@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.load.__main__ import MOST_GROWTH_BYTES, main
+from tools.load.__main__ import MAX_GROWTH_BYTES, main
 
 
 def test_200_clients_of_one_prompt(tiny_engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -15,5 +15,5 @@ def test_200_clients_of_one_prompt(tiny_engine: Path, capfd: pytest.CaptureFixtu
     assert (
         outcome["wrong"] == 0 and outcome["answers"] > 100 and outcome["left"] > 25 and outcome["tokens_reused"] > 0.9
     )
-    most = MOST_GROWTH_BYTES / 2  # of a load whose last answers come some seconds after its ten
+    most = MAX_GROWTH_BYTES / 2  # of a load whose last answers come some seconds after its ten
     assert outcome["grown_bytes"] < most, "a search for cycles too late had shown by then"

@@ -98,7 +98,7 @@ def largest(limits: ExecutorLimits) -> list[StepInputs]:
     return found
 
 
-def most_allocated(executor: CudaExecutor, steps: list[StepInputs]) -> int:
+def max_allocated(executor: CudaExecutor, steps: list[StepInputs]) -> int:
     """The most bytes at a time that steps take beside what is there, by PyTorch's own book."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         for step in steps:
@@ -128,7 +128,7 @@ def test_what_a_step_computes_is_bounded(
     graph = graph_of(config, precision)
     executor = CudaExecutor(lower_for_gpu(graph, "bf16"), limits, device="cpu")
     planned = needs_of(lower_for_gpu(graph, "bf16"), limits).step_bytes
-    taken = most_allocated(executor, largest(limits))
+    taken = max_allocated(executor, largest(limits))
     assert taken <= planned <= 2 * taken
 
 
@@ -141,7 +141,7 @@ def test_what_a_captured_step_computes_is_bounded(monkeypatch: pytest.MonkeyPatc
     planned = needs_of(lower_for_gpu(graph, "bf16"), limits, buckets=(8,)).graphs_bytes
     decode = dummy_step([1] * 8, 0, 8, vocab=vocab)
     decode.sampling["temperature"] = 1
-    taken = most_allocated(buckets, [decode, decode])
+    taken = max_allocated(buckets, [decode, decode])
     assert taken <= planned <= 3 * taken and list(buckets._replays) == [(8, SamplingMode.RANDOM)]
 
 

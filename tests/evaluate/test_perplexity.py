@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import SpecialTokens, Tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import ConfigError, MachineError
@@ -179,12 +179,12 @@ def test_detokenised_by_its_rules() -> None:
         assert detokenised(text) == by_expressions(text), repr(text)
 
 
-@pytest.mark.parametrize("most_s", [60, pytest.param(2, marks=pytest.mark.timing)], ids=["busy", "idle"])
+@pytest.mark.parametrize("max_s", [60, pytest.param(2, marks=pytest.mark.timing)], ids=["busy", "idle"])
 @pytest.mark.parametrize("mark", ["(", '" ', "' ( [ {", "= = ", " @-@"])
-def test_detokenised_in_time_that_grows_with_the_text(mark: str, most_s: float) -> None:
+def test_detokenised_in_time_that_grows_with_the_text(mark: str, max_s: float) -> None:
     text, began = mark * (1 << 19), time.perf_counter()
     detokenised(text)
-    assert time.perf_counter() - began < most_s, "half a million marks; where it is quadratic it takes hours"
+    assert time.perf_counter() - began < max_s, "half a million marks; where it is quadratic it takes hours"
 
 
 def test_pages_begin_at_titles_of_the_first_level() -> None:
@@ -230,7 +230,7 @@ class Letters(Tokenizer):
     """A token a character; no BOS."""
 
     def __init__(self, eos: int | None) -> None:
-        super().__init__(128, Specials(named={}, bos_token_id=None, eos_token_id=eos, ids=frozenset()))
+        super().__init__(128, SpecialTokens(named={}, bos_token_id=None, eos_token_id=eos, ids=frozenset()))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [ord(c) for c in text]

@@ -187,9 +187,9 @@ def test_files_that_are_something_else(tmp_path: Path, monkeypatch: pytest.Monke
         read_questions(tmp_path / "mine.jsonl")
     path = written(tmp_path, ASKED, ASKED)
     for name, said in (
-        ("_MOST_BYTES", "more than"),
-        ("_MOST_LINE_BYTES", r"mine.jsonl:1 has"),
-        ("_MOST_LINES", "1 quest"),
+        ("_MAX_BYTES", "more than"),
+        ("_MAX_LINE_BYTES", r"mine.jsonl:1 has"),
+        ("_MAX_LINES", "1 quest"),
     ):
         with monkeypatch.context() as smaller, pytest.raises(ConfigError, match=said):
             smaller.setattr(f"millrace.evaluate.questions.{name}", 1)

@@ -132,11 +132,11 @@ def test_a_file_of_two_runs(tmp_path: Path) -> None:
 def test_a_file_that_is_too_large_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "results")
     before = path.read_bytes()
-    monkeypatch.setattr(module, "_MOST_BYTES", len(before) - 1)
+    monkeypatch.setattr(module, "_MAX_BYTES", len(before) - 1)
     with pytest.raises(ConfigError, match=rf"results is too large.*\n.*at most {len(before) - 1:,} bytes\n.*another"):
         ResumableResults(path, ABOUT, ChosenAnswer)
     assert path.read_bytes() == before
-    monkeypatch.setattr(module, "_MOST_BYTES", len(before))
+    monkeypatch.setattr(module, "_MAX_BYTES", len(before))
     with closing(ResumableResults(path, ABOUT, ChosenAnswer)) as kept:
         with pytest.raises(ConfigError, match="too large"):
             kept.add(replace(SOME[0], number=9))

@@ -90,7 +90,7 @@ _ASKED: list[tuple[str, list[tuple[str, str, list[int], list[Any]]], list[dict[s
 ]  # fmt: skip
 _NUMPY = {"INT32": np.int32, "BOOL": np.bool_, "FP16": np.float16, "FP32": np.float32, "INT64": np.int64}
 _MORE = {"id": "a", "parameters": {"priority": 1, "timeout": 1000, "mine": "x", "binary_data_output": True}}
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 class Front:
@@ -104,7 +104,7 @@ class Front:
 
     async def _open(self, root: Path) -> None:
         repository = ModelRepository(
-            RepositoryFlags(model_repository=(str(root),), http_max_input_size=MOST_BYTES)
+            RepositoryFlags(model_repository=(str(root),), http_max_input_size=MAX_BYTES)
         )  # fmt: skip
         assert await repository.start() == []
 

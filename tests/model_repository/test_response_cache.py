@@ -70,8 +70,8 @@ def test_a_key_is_of_what_a_model_sees() -> None:
 @settings(max_examples=examples(5))
 @given(SEEDS)
 def test_the_least_recently_used_go_first(seed: int) -> None:
-    rng, most_bytes = random.Random(seed), 40 * 600
-    cache, plain = LocalResponseCache(most_bytes), OrderedDict[tuple[object, ...], int]()
+    rng, max_bytes = random.Random(seed), 40 * 600
+    cache, plain = LocalResponseCache(max_bytes), OrderedDict[tuple[object, ...], int]()
     for _ in range(1000):
         key: tuple[object, ...] = (rng.randrange(4), rng.randrange(60))
         if rng.random() < 0.5:
@@ -82,12 +82,12 @@ def test_the_least_recently_used_go_first(seed: int) -> None:
             cache.remove_model(key[0])
             plain = OrderedDict((k, n) for k, n in plain.items() if k[0] != key[0])
         else:
-            n = rng.choice([0, 1, 100, 1000, most_bytes])
+            n = rng.choice([0, 1, 100, 1000, max_bytes])
             cache.put(key, InferResponse({"O": np.zeros(n, np.uint8)}))
-            if n + _EACH_BYTES <= most_bytes:
+            if n + _EACH_BYTES <= max_bytes:
                 plain.pop(key, None)
                 plain[key] = n + _EACH_BYTES
-            while sum(plain.values()) > most_bytes:
+            while sum(plain.values()) > max_bytes:
                 plain.popitem(last=False)
         assert (len(cache), cache.n_bytes) == (len(plain), sum(plain.values()))
 

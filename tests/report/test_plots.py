@@ -19,7 +19,7 @@ def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
 def test_shapes_lie_where_the_data_say() -> None:
     plot = Plot(Axis("x", 0, 10), Axis("y", 0, 100))
     plot.dots([0, 10], [0, 100])
-    plot.box((0, 0), (5, 50), says="a <b>")
+    plot.box((0, 0), (5, 50), label="a <b>")
     svg = plot.svg("what & why")
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     assert re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg) == [(f"{LEFT}.0", f"{bottom}.0"), (f"{right}.0", f"{TOP}.0")]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from millrace.api.offline_generate import CompletionOutput
 from millrace.checkpoint.config.generation_config import GenerationDefaults
-from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import SpecialTokens, Tokenizer
 from millrace.engine.executor import (
     Executor,
     ExecutorLimits,
@@ -58,7 +58,7 @@ class FakeTokenizer(Tokenizer):
     """Token 0 is end-of-text; the others are letters, pairs of letters, and the single bytes of "é" and "界"."""
 
     def __init__(self) -> None:
-        specials = Specials(named={"eos_token": "</s>"}, bos_token_id=None, eos_token_id=EOS, ids=frozenset({EOS}))
+        specials = SpecialTokens(named={"eos_token": "</s>"}, bos_token_id=None, eos_token_id=EOS, ids=frozenset({EOS}))
         super().__init__(VOCAB, specials)
         letters = [bytes([c]) for c in b"abcdefgh \n"]
         pieces = [b"</s>", *letters, b"\xc3", b"\xa9", *(bytes([b]) for b in "界".encode())]
@@ -372,5 +372,5 @@ def new_request(
         lambda deltas: None,
         timings,
         new_text,
-        terms=RequestOptions(queue_options=queue_options),
+        options=RequestOptions(queue_options=queue_options),
     )

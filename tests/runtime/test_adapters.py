@@ -29,7 +29,7 @@ def test_answers_are_those_of_requests_that_are_alone(seed: int) -> None:
     loop = make_loop(of, budget=RandomBudget(of.max_step_tokens, draw))
     found: list[list[Delta]] = [[] for _ in asked]
     for (prompt, params, adapter), deltas in zip(asked, found, strict=True):
-        loop.submit(prompt, params, deltas.extend, terms=RequestOptions(adapter=adapter))
+        loop.submit(prompt, params, deltas.extend, options=RequestOptions(adapter=adapter))
         if draw.random() < 0.5:
             loop.step()
     while loop.step():
@@ -37,7 +37,7 @@ def test_answers_are_those_of_requests_that_are_alone(seed: int) -> None:
     for (prompt, params, adapter), deltas in zip(asked, found, strict=True):
         alone = list[Delta]()
         plain = make_loop(limits(n_adapters=N_ADAPTERS))
-        plain.submit(prompt, params, alone.extend, terms=RequestOptions(adapter=adapter))
+        plain.submit(prompt, params, alone.extend, options=RequestOptions(adapter=adapter))
         while plain.step():
             pass
         assert tokens(deltas) == tokens(alone)
@@ -53,7 +53,7 @@ def test_an_adapter_changes_answers_and_shares_no_pages() -> None:
     for adapter in (0, 1, 2, 1, 0):
         deltas = list[Delta]()
         params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-        request = loop.submit(list(range(1, 21)), params, deltas.extend, terms=RequestOptions(adapter=adapter))
+        request = loop.submit(list(range(1, 21)), params, deltas.extend, options=RequestOptions(adapter=adapter))
         while loop.step():
             pass
         answers.append(tuple(tokens(deltas)))
@@ -68,6 +68,6 @@ def test_an_adapter_changes_answers_and_shares_no_pages() -> None:
 def test_an_adapter_that_is_not_there(n: int, number: int, expected: str) -> None:
     loop = make_loop(limits(n_adapters=n))
     with pytest.raises(RequestError) as refused:
-        loop.submit([1, 2], SamplingParams(), lambda deltas: None, terms=RequestOptions(adapter=number))
+        loop.submit([1, 2], SamplingParams(), lambda deltas: None, options=RequestOptions(adapter=number))
     assert f"adapter {number}" in str(refused.value) and expected in str(refused.value)
     assert not loop.step(), "nothing was queued"

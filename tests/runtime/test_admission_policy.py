@@ -293,11 +293,13 @@ def test_who_would_wait_too_long_is_told_at_once() -> None:
             await asyncio.sleep(0.02)
             with pytest.raises(BusyError, match="it would wait some") as refused:
                 engine.submit(
-                    [[1, 2]], [params], terms=RequestOptions(queue_options=QueueOptions(queue_timeout_s=0.01))
+                    [[1, 2]], [params], options=RequestOptions(queue_options=QueueOptions(queue_timeout_s=0.01))
                 )
             assert refused.value.retry_after_s >= 1
             handles.append(
-                engine.submit([[1, 2]], [params], terms=RequestOptions(queue_options=QueueOptions(queue_timeout_s=60)))
+                engine.submit(
+                    [[1, 2]], [params], options=RequestOptions(queue_options=QueueOptions(queue_timeout_s=60))
+                )
             )
             for handle in handles:
                 async for _ in handle:
@@ -318,9 +320,9 @@ def test_one_tenant_may_fill_half_of_the_queue() -> None:
             handles = []
             with pytest.raises(BusyError, match="of this API key are waiting"):
                 for _ in range(20):
-                    handles.append(engine.submit([[1, 2]], [params], terms=flood))
+                    handles.append(engine.submit([[1, 2]], [params], options=flood))
             assert 4 <= len(handles) <= 6
-            handles += [engine.submit([[1, 3]], [params], terms=other) for _ in range(2)]
+            handles += [engine.submit([[1, 3]], [params], options=other) for _ in range(2)]
             for handle in handles:
                 async for _ in handle:
                     pass

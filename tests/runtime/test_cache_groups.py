@@ -154,7 +154,7 @@ def test_prompts_are_not_kept_as_asked(cache: CacheOptions) -> None:
     """Pages of windows go by their age alone."""
     loop = make_loop(windowed(6, n_pages=200))
     with pytest.raises(RequestError, match="layers with a window or a state"):
-        loop.submit([5] * 20, GREEDY, lambda deltas: None, terms=RequestOptions(cache=cache))
+        loop.submit([5] * 20, GREEDY, lambda deltas: None, options=RequestOptions(cache=cache))
 
 
 def test_what_is_held_stays_small() -> None:

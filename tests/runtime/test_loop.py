@@ -45,7 +45,7 @@ class Client:
         self.prompt, self.params = list(prompt), params
         asked = params.structured_outputs
         self.request: Request = loop.submit(
-            prompt, params, self.deltas.append, terms=RequestOptions(queue_options=queue_options),
+            prompt, params, self.deltas.append, options=RequestOptions(queue_options=queue_options),
             matchers=loop.grammars.matchers(asked, params.n) if asked else (),
         )  # fmt: skip
 

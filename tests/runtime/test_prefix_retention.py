@@ -26,7 +26,7 @@ PROMPT = list(range(1, 18))  # four full pages and one token
 
 def asked(loop: EngineLoop, prompt: list[int], **cache: Any) -> int:
     """Tokens of the prompt that were known."""
-    request = loop.submit(prompt, ONE, lambda deltas: None, terms=RequestOptions(cache=CacheOptions(**cache)))
+    request = loop.submit(prompt, ONE, lambda deltas: None, options=RequestOptions(cache=CacheOptions(**cache)))
     while loop.step():
         pass
     return request.n_cached
@@ -65,7 +65,10 @@ def test_an_answer_does_not_hold_a_prompt_that_is_to_go_first() -> None:
     for prompt, priority in ([1, *range(60, 76)], None), (PROMPT, 0):
         cache = CacheOptions(priority=priority)
         loop.submit(
-            prompt, replace(ONE, max_tokens=9, ignore_eos=True), lambda deltas: None, terms=RequestOptions(cache=cache)
+            prompt,
+            replace(ONE, max_tokens=9, ignore_eos=True),
+            lambda deltas: None,
+            options=RequestOptions(cache=cache),
         )
         while loop.step():
             pass
@@ -149,17 +152,19 @@ def test_what_is_promised_counts_and_is_given_back() -> None:
     loop = make_loop(OF)
     pins = loop._scheduler.retention.pins
     requests = [
-        loop.submit([first, *PROMPT[1:]], ONE, lambda deltas: None, terms=RequestOptions(cache=CacheOptions(pin=True)))
+        loop.submit(
+            [first, *PROMPT[1:]], ONE, lambda deltas: None, options=RequestOptions(cache=CacheOptions(pin=True))
+        )
         for first in (1, 2, 3)
     ]
     with pytest.raises(RequestError):
-        loop.submit([4, *PROMPT[1:]], ONE, lambda deltas: None, terms=RequestOptions(cache=CacheOptions(pin=True)))
+        loop.submit([4, *PROMPT[1:]], ONE, lambda deltas: None, options=RequestOptions(cache=CacheOptions(pin=True)))
     loop.cancel(requests[0])
     while loop.step():
         pass
     assert len(pins.pinned) == 8 and not pins._promised
     failed: list[Delta] = []
-    loop.submit([POISON, *PROMPT[1:]], ONE, failed.extend, terms=RequestOptions(cache=CacheOptions(pin=True)))
+    loop.submit([POISON, *PROMPT[1:]], ONE, failed.extend, options=RequestOptions(cache=CacheOptions(pin=True)))
     while loop.step():
         pass
     assert failed[-1].error and len(pins.pinned) == 8 and not pins._promised
@@ -222,7 +227,7 @@ def test_pins_and_priorities_never_stall_or_leak(seed: int) -> None:
         )
         params = SamplingParams(n=rng.choice([1, 2]), max_tokens=rng.randint(1, 6), ignore_eos=True, seed=1)
         try:
-            request = loop.submit(prompt, params, ended.extend, terms=RequestOptions(cache=CacheOptions(**cache)))
+            request = loop.submit(prompt, params, ended.extend, options=RequestOptions(cache=CacheOptions(**cache)))
         except RequestError as error:
             assert error.param == "cache_pin"
             continue

@@ -46,7 +46,7 @@ def test_terms_reach_the_engine(server: Running, way: str, monkeypatch: pytest.M
 
     def watched(self: EngineLoop, *given: Any, **named: Any) -> Any:
         request = prepare(self, *given, **named)
-        seen.append((request.terms.cache, request.terms.queue_options.priority))
+        seen.append((request.options.cache, request.options.queue_options.priority))
         return request
 
     monkeypatch.setattr(EngineLoop, "prepare", watched)

@@ -218,12 +218,12 @@ def test_no_thread_holds_up_the_exit() -> None:
         assert status == 0 and took_s < 4
 
 
-@pytest.mark.parametrize(("kind", "most_s"), [
+@pytest.mark.parametrize(("kind", "max_s"), [
     ("unread streams", 5), ("incomplete and idle", 5),
     pytest.param("unread streams", 2, marks=pytest.mark.timing),
     pytest.param("incomplete and idle", 1, marks=pytest.mark.timing),
 ])  # fmt: skip
-def test_no_connection_holds_up_the_exit(kind: str, most_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_connection_holds_up_the_exit(kind: str, max_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each took five seconds more than there were."""
 
     def narrow(host: str, port: int, *, shared: bool) -> socket.socket:
@@ -250,7 +250,7 @@ def test_no_connection_holds_up_the_exit(kind: str, most_s: float, monkeypatch: 
         start_s = time.monotonic()
         server.server.stop()
         server.thread.join(10)
-        assert time.monotonic() - start_s < most_s
+        assert time.monotonic() - start_s < max_s
 
 
 def test_a_step_that_never_ends_does_not_hold_up_the_exit() -> None:

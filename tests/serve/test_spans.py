@@ -220,10 +220,10 @@ def flood(spans: SpanExporter, n: int) -> float:
     return time.monotonic() - began_s
 
 
-@pytest.mark.parametrize("most_s", [4, pytest.param(1.5, marks=pytest.mark.timing)], ids=["busy", "idle"])
+@pytest.mark.parametrize("max_s", [4, pytest.param(1.5, marks=pytest.mark.timing)], ids=["busy", "idle"])
 @pytest.mark.parametrize("how", ["gone", "hangs", "refuses"])
 def test_a_collector_that_takes_nothing_holds_nobody_up(
-    how: str, most_s: float, caplog: pytest.LogCaptureFixture
+    how: str, max_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # the exporter tells of each batch
     with collector(503 if how == "refuses" else 200, threading.Event() if how == "hangs" else None) as found:
@@ -235,7 +235,7 @@ def test_a_collector_that_takes_nothing_holds_nobody_up(
         assert len(waiting._batch_processor._queue) <= 64
         began_s = time.monotonic()
         spans.close(0.3)
-        assert time.monotonic() - began_s < most_s and FLUSH_S < 5
+        assert time.monotonic() - began_s < max_s and FLUSH_S < 5
 
 
 def test_the_end_sends_what_is_there() -> None:

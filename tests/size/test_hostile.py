@@ -110,10 +110,10 @@ def test_prices_do_not_become_endless(tmp_path: Path, text: str) -> None:
 
 
 @contextmanager
-def small_disk(most_bytes: int) -> Iterator[None]:
+def small_disk(max_bytes: int) -> Iterator[None]:
     """Files end there, as on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, before[1]))
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ from millrace.kernels.matmul import coded
 from millrace.kernels.matmul.coded import QuantizedRows
 
 DEVICE = torch.device("cuda:0")
-MOST_PROGRAMS = 65535  # along the second and the third axis of a launch
+MAX_PROGRAMS = 65535  # along the second and the third axis of a launch
 _CUDA, _META = 1, 14  # kinds of devices, as PyTorch numbers them
 _COPIES = "aten::copy_", "aten::_to_copy"
 # Whose result, or its shape, the host would wait for; in a PyTorch without CUDA nobody else says so.
@@ -112,7 +112,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         for x in (*args, *given.values()):
             assert not isinstance(x, Tensor) or x.device == DEVICE, f"{name} is given a tensor of {x.device}"
         assert "enable_fp_fusion" in given, f"{name} leaves open how it rounds: Triton's default is about to change"
-        assert all(type(n) is int and n >= 0 for n in grid) and max(grid[1:], default=1) <= MOST_PROGRAMS, (name, grid)
+        assert all(type(n) is int and n >= 0 for n in grid) and max(grid[1:], default=1) <= MAX_PROGRAMS, (name, grid)
         if all(grid):  # Triton launches nothing of no programs (its driver.c, as of 3.6 and 3.9)
             self.launched.append(name)
         if isinstance(kernel, JITFunction):

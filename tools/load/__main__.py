@@ -25,7 +25,7 @@ import psutil  # type: ignore[import-untyped]
 from millrace.bench.run.server_process import ServerProcess
 
 PATH = "/v1/completions"
-MOST_GROWTH_BYTES = 24 * 2**20  # after the first fifth of the time, and an answer for each fifth client,
+MAX_GROWTH_BYTES = 24 * 2**20  # after the first fifth of the time, and an answer for each fifth client,
 SETTLED_S = 60.0  # where that is long enough for connections and pages to have been there
 WORDS = tuple(
     re.findall(r"\w+", "the river runs past a mill and the miller counts his sacks while the wheel turns slowly")
@@ -49,7 +49,7 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         done = self.answers > (self.clients if self.seconds >= SETTLED_S else 0) and self.left > 0
-        grows = self.seconds >= SETTLED_S and self.grown_bytes >= MOST_GROWTH_BYTES
+        grows = self.seconds >= SETTLED_S and self.grown_bytes >= MAX_GROWTH_BYTES
         was_short = self.evicted > 0 and (self.preempted > 0 or self.seconds < SETTLED_S)
         return done and was_short and not self.wrong and not self.pages_used and not grows
 

@@ -174,7 +174,7 @@ def incoming(
             matchers = (
                 loop.grammars.matchers(resolved.structured_outputs, resolved.n) if resolved.structured_outputs else ()
             )
-            request = loop.submit(ids, resolved, deliver, terms=prompt_terms(prompt), matchers=matchers)
+            request = loop.submit(ids, resolved, deliver, options=prompt_options(prompt), matchers=matchers)
             requests.append(request)
             collectors.append(Collector(new_output(request, text), loop.tokenizer, text=resolved.detokenize))
         n_finished = 0
@@ -216,7 +216,7 @@ async def astream(
         with suppress(RuntimeError):  # the event loop is closed: there is no reader any more
             here.call_soon_threadsafe(arrived.put_nowait, deltas)
 
-    request = loop.submit(ids, resolved, deliver, terms=prompt_terms(prompt), matchers=matchers)
+    request = loop.submit(ids, resolved, deliver, options=prompt_options(prompt), matchers=matchers)
     collector = Collector(new_output(request, text), loop.tokenizer, text=resolved.detokenize)
     try:
         while not collector.output.finished:
@@ -260,7 +260,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Seq
     return None, value
 
 
-def prompt_terms(prompt: Prompt) -> RequestOptions:
+def prompt_options(prompt: Prompt) -> RequestOptions:
     """Return the request options of a prompt. raises RequestError naming the field"""
     fields = prompt if isinstance(prompt, Mapping) else {}
     options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in fields.items() if key in OPTIONS}

@@ -20,8 +20,8 @@ from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.compile.settings import Progress
 from millrace.compress.calibration.layerwise_rounding import RoundedLayer
 from millrace.compress.calibration.statistics import InputStatistics
-from millrace.compress.checkpoint.checkpoint_writer import Folder, check_place, unfinished
-from millrace.compress.checkpoint.compression_record import Applied, write_record
+from millrace.compress.checkpoint.checkpoint_writer import TensorWriter, check_place, unfinished
+from millrace.compress.checkpoint.compression_record import AppliedMethod, write_record
 from millrace.compress.checkpoint.tensor_layout import NAMES, Matrix, TensorLayout, described
 from millrace.compress.compression_plan import WEIGHT, CompressionPlan
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, lost
@@ -50,9 +50,9 @@ class CompressedPiece:
     figures: Mapping[str, LayerDiagnostics] = field(default_factory=dict)
 
 
-Way = Callable[
+CompressionMethod = Callable[
     [CompressionPlan], Iterator[CompressedPiece]
-]  # how a job is done: with a `layers.Method` for each layer, or without any
+]  # carries out a plan: with a `layers.Method` for each layer, or without any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class CompressionResult:
     """Result of a compression. errors: by linear layer"""
 
     folder: Path
-    job: CompressionPlan
+    plan: CompressionPlan
     errors: Mapping[str, float]
 
     @property
@@ -69,16 +69,16 @@ class CompressionResult:
         return sorted(self.errors.items(), key=lambda item: -item[1])
 
 
-def by_rounding(job: CompressionPlan) -> Iterator[CompressedPiece]:
+def by_rounding(plan: CompressionPlan) -> Iterator[CompressedPiece]:
     """Round each matrix separately to the nearest values of its grid, which needs no data."""
-    for name in job.layers:
-        yield rounded_alone(job, name)
+    for name in plan.layers:
+        yield rounded_alone(plan, name)
 
 
-def rounded_alone(job: CompressionPlan, name: str, x: InputStatistics | None = None) -> CompressedPiece:
+def rounded_alone(plan: CompressionPlan, name: str, x: InputStatistics | None = None) -> CompressedPiece:
     """Round one matrix. x: statistics of its input, if known; they affect only how errors are measured"""
-    treatment, form = job.layers[name]
-    w = job.checkpoint.tensors.load(name + WEIGHT)
+    treatment, form = plan.layers[name]
+    w = plan.checkpoint.tensors.load(name + WEIGHT)
     try:
         matrix: Matrix = (
             rounded_e4m3(w, one_scale=form.one_scale)
@@ -92,12 +92,12 @@ def rounded_alone(job: CompressionPlan, name: str, x: InputStatistics | None = N
     return CompressedPiece({name: matrix}, {name: off}, figures={name: figures(w, form.group, off, x, nearest=nearest)})
 
 
-def by_layers(layers: Iterable[RoundedLayer]) -> Way:
-    """Return the way that writes layers rounded with statistics (`rounded_layers`) on the grids of the job."""
+def by_layers(layers: Iterable[RoundedLayer]) -> CompressionMethod:
+    """Return the method that writes layers rounded with statistics (`rounded_layers`) on the grids of the plan."""
 
-    def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
+    def pieces(plan: CompressionPlan) -> Iterator[CompressedPiece]:
         for layer in layers:
-            matrices = {name: rounding.matrix for name, rounding in layer.matrices.items() if name in job.layers}
+            matrices = {name: rounding.matrix for name, rounding in layer.matrices.items() if name in plan.layers}
             errors = {name: layer.matrices[name].error for name in matrices}
             yield CompressedPiece(
                 matrices, errors, layer.floats, {n: layer.figures[n] for n in matrices if n in layer.figures}
@@ -107,55 +107,55 @@ def by_layers(layers: Iterable[RoundedLayer]) -> Way:
 
 
 def compress(
-    job: CompressionPlan, out: Path, way: Way = by_rounding, progress: Progress = lambda *_: None
+    plan: CompressionPlan, out: Path, method: CompressionMethod = by_rounding, progress: Progress = lambda *_: None
 ) -> CompressionResult:
-    """Write the folder `out`, which must not exist: complete and verified, or not at all. Memory: a unit of `way`.
+    """Write the folder `out`, which must not exist: complete and verified, or not at all. Memory: a unit of `method`.
 
     raises ConfigError if the folder exists, MachineError if the disk is full, CheckpointError for errors of the source
     """
-    check_place(out, job.bytes_after)
+    check_place(out, plan.bytes_after)
     errors: dict[str, float] = {}
     why: dict[str, LayerDiagnostics] = {}
     with unfinished(out) as path:
-        folder, digests, done = Folder(path, job.specs), dict[str, bytes](), 0
-        sizes = _sizes(job)
+        folder, digests, done = TensorWriter(path, plan.specs), dict[str, bytes](), 0
+        sizes = _sizes(plan)
         total = sum(sizes.values())
-        left = {name for name in job.checkpoint.tensors if name.removesuffix(WEIGHT) not in job.layers}
-        for piece in way(job):
+        left = {name for name in plan.checkpoint.tensors if name.removesuffix(WEIGHT) not in plan.layers}
+        for piece in method(plan):
             for name, matrix in piece.matrices.items():
                 progress(f"compressing {name}", done, total)
-                for part, array in job.layers[name][1].tensors(matrix).items():
+                for part, array in plan.layers[name][1].tensors(matrix).items():
                     folder.put(f"{name}.{part}", array)
                 digests[name + WEIGHT] = _digest(matrix)
                 done += sizes[name]
             for name, array in piece.floats.items():
                 progress(f"compressing {name.removesuffix(WEIGHT)}", done, total)
-                digests[name] = _put(folder, job, name, array)
+                digests[name] = _put(folder, plan, name, array)
                 done += sizes.get(name.removesuffix(WEIGHT), 0)
             left -= piece.floats.keys()
             errors |= piece.errors
             why |= piece.figures
         for name in sorted(left):
-            digests[name] = _put(folder, job, name, job.checkpoint.tensors.load(name))
+            digests[name] = _put(folder, plan, name, plan.checkpoint.tensors.load(name))
         folder.finish()
-        _write_small(job, path, errors, why)
+        _write_small(plan, path, errors, why)
         _prove(path, digests, progress)
-    return CompressionResult(out, job, errors)
+    return CompressionResult(out, plan, errors)
 
 
-def _sizes(job: CompressionPlan) -> dict[str, int]:
+def _sizes(plan: CompressionPlan) -> dict[str, int]:
     """Return the stored bytes of each changed layer."""
-    result = dict.fromkeys(job.treated, 0)
-    for tensor, spec in job.specs.items():
+    result = dict.fromkeys(plan.treated, 0)
+    for tensor, spec in plan.specs.items():
         layer = tensor.rpartition(".")[0]
         if layer in result:
             result[layer] += spec.nbytes
     return result
 
 
-def _put(folder: Folder, job: CompressionPlan, name: str, array: Array) -> bytes:
+def _put(folder: TensorWriter, plan: CompressionPlan, name: str, array: Array) -> bytes:
     with np.errstate(over="ignore"):
-        cast = array.astype(_DTYPES[job.specs[name].dtype])
+        cast = array.astype(_DTYPES[plan.specs[name].dtype])
     folder.put(name, cast)
     return _digest_of([cast])
 
@@ -175,9 +175,9 @@ def _digest_of(arrays: list[Any]) -> bytes:
 
 
 def _write_small(
-    job: CompressionPlan, path: Path, errors: Mapping[str, float], why: Mapping[str, LayerDiagnostics]
+    plan: CompressionPlan, path: Path, errors: Mapping[str, float], why: Mapping[str, LayerDiagnostics]
 ) -> None:
-    checkpoint = job.checkpoint
+    checkpoint = plan.checkpoint
     for name, content in checkpoint.files.items():
         (path / name).write_bytes(content)
     if isinstance(checkpoint, GgufCheckpoint):
@@ -186,24 +186,24 @@ def _write_small(
         raw = read_json_object(checkpoint.folder / CONFIG)
         if not checkpoint.decoder.tie_embeddings and raw.get("tie_word_embeddings") is not False:
             raw["tie_word_embeddings"] = False  # a separate head is stored, whatever the source's or family's setting
-    if job.pruned:
-        raw |= pruned_config(checkpoint.decoder, job.pruned[0])
-    if job.layers:
-        forms = {name: form for name, (_, form) in job.layers.items()}
-        raw[KEY] = described(forms, list(job.ignored), job.recipe.kv)
+    if plan.pruned:
+        raw |= pruned_config(checkpoint.decoder, plan.pruned[0])
+    if plan.layers:
+        forms = {name: form for name, (_, form) in plan.layers.items()}
+        raw[KEY] = described(forms, list(plan.ignored), plan.recipe.kv)
     (path / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     write_record(path, {
         "millrace": millrace.__version__, "source": checkpoint.folder.name, "model": checkpoint.identity(),
-        "recipe": {"name": job.recipe.name, **recipe_of(job.recipe)}, "bits_per_weight": job.bits_per_weight,
-        "bytes_before": job.bytes_before, "bytes_after": job.bytes_after, "notes": list(job.notes), "errors": errors,
-        "forms": msgspec.to_builtins({name: _form(*of) for name, of in job.layers.items()}),
+        "recipe": {"name": plan.recipe.name, **recipe_of(plan.recipe)}, "bits_per_weight": plan.bits_per_weight,
+        "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "notes": list(plan.notes), "errors": errors,
+        "forms": msgspec.to_builtins({name: _form(*of) for name, of in plan.layers.items()}),
         "figures": msgspec.to_builtins(why),
     })  # fmt: skip
     write_page(path)
 
 
-def _form(treatment: LayerRecipe, form: TensorLayout) -> Applied:
-    return Applied(
+def _form(treatment: LayerRecipe, form: TensorLayout) -> AppliedMethod:
+    return AppliedMethod(
         treatment.method, form.bits, form.group, treatment.smooth, treatment.search, treatment.minimums
     )  # fmt: skip
 

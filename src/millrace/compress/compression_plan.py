@@ -129,7 +129,7 @@ def seconds_a_million(treatment: LayerRecipe) -> float:
     return search + _GPTQ_S * gptq + _AWQ_S * awq
 
 
-def plan(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
+def plan_compression(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
     """Plan from headers. raises CheckpointError if the model cannot be compressed, ConfigError for a wrong recipe"""
     _check_source(checkpoint)
     if recipe.prune:
@@ -187,7 +187,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
 
 
 def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> CompressionPlan:
-    """Plan pruning. raises as `plan`"""
+    """Plan pruning. raises as `plan_compression`"""
     config, every = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
     left = sizes(config, prune)
     smaller = shapes(every, config, left)

@@ -65,7 +65,7 @@ SEARCHES: Mapping[str, ScaleSearch | None] = {
     "none": None, "llm-compressor": LLM_COMPRESSOR_MSE, "gptqmodel": GPTQMODEL_MSE, "imatrix": IMATRIX_MSE,
     CLIP: None,
 }  # fmt: skip
-_MOST_BYTES, _MOST_LAYERS, _LONGEST = 1 << 20, 4096, 200
+_MAX_BYTES, _MAX_LAYERS, _LONGEST = 1 << 20, 4096, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +158,11 @@ def read_recipe(name: str) -> Recipe:
                           "correct --recipe")  # fmt: skip
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "a recipe", "check the path") from error
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", "a recipe", "name another file")
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_BYTES >> 20} MiB", "a recipe", "name another file")
     try:
         raw = (
             tomllib.loads(data.decode())
@@ -187,8 +187,8 @@ def parsed(raw: object, name: str) -> Recipe:
             "update Millrace, or write the recipe anew",
         )  # fmt: skip
     layers = raw.get("layers", [])
-    if not isinstance(layers, list) or len(layers) > _MOST_LAYERS or not all(isinstance(x, dict) for x in layers):
-        raise _wrong("layers", layers, f"at most {_MOST_LAYERS} tables, each with a match")
+    if not isinstance(layers, list) or len(layers) > _MAX_LAYERS or not all(isinstance(x, dict) for x in layers):
+        raise _wrong("layers", layers, f"at most {_MAX_LAYERS} tables, each with a match")
     usual = _treatment({k: v for k, v in raw.items() if k not in _OF_ALL}, LayerRecipe(), "")
     exceptions = []
     for i, one in enumerate(layers):

@@ -17,7 +17,7 @@ from millrace.evaluate.text_windows import Windows, windows_of
 TOKENS = 3 * LENGTH  # maximum to read of a text: takes about a minute with a model of 1B parameters
 VARIED = 4  # minimum of different tokens: on a single repeated letter, 4 bits would seem as good as 32
 _UNSCORED = 4  # a quarter of each window is only context; half, as for perplexities, would waste computation
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Calibration:
         if file is None:
             return cls((BUNDLED / "calibration.txt").read_text(encoding="utf-8"))
         expected = f"a text of some pages: {TOKENS:,} tokens of it are read"
-        return cls(read_text(file, "--calibration", _MOST_BYTES, expected), Path(file))
+        return cls(read_text(file, "--calibration", _MAX_BYTES, expected), Path(file))
 
     @property
     def kind(self) -> Literal["bundled", "own"]:

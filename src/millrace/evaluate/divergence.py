@@ -17,7 +17,7 @@ Reader = Callable[[NDArray[np.int32], int], LogProbs]  # (ids, first) -> `log_pr
 Progress = Callable[[int, int], None]  # sequences done, total
 
 
-class Runs(Protocol):
+class StepRunner(Protocol):
     """Runs steps of a language model and keeps the logits of the last one: an executor, or a model's last piece."""
 
     limits: ExecutorLimits
@@ -133,7 +133,7 @@ def compared(
     return scores
 
 
-def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> LogProbs:
+def log_probabilities(executor: StepRunner, ids: NDArray[np.int32], first: int) -> LogProbs:
     """Return log probabilities of the tokens after position `first`: (n - 1 - first, vocabulary).
 
     raises RequestError if the executor's context, pages or vocabulary are too small
@@ -144,7 +144,7 @@ def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> Log
     return log_probs
 
 
-def losses(executor: Runs, ids: NDArray[np.int32], first: int) -> Values:
+def losses(executor: StepRunner, ids: NDArray[np.int32], first: int) -> Values:
     """Return the loss in nats of each token after position `first`: (n - 1 - first,). Memory: one step's rows.
 
     raises as `log_probabilities`, and MachineError if a loss is not finite
@@ -164,7 +164,7 @@ def not_finite() -> MachineError:
     )  # fmt: skip
 
 
-def _steps(executor: Runs, ids: NDArray[np.int32], first: int) -> Iterator[tuple[int, LogProbs]]:
+def _steps(executor: StepRunner, ids: NDArray[np.int32], first: int) -> Iterator[tuple[int, LogProbs]]:
     """Yield (number of the first row, rows) of each step that has rows. raises RequestError"""
     limits = executor.limits
     n, room = len(ids), limits.context_tokens

@@ -14,7 +14,7 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.settings import Progress
 from millrace.errors import ConfigError
 from millrace.evaluate.paired_comparison import Verdict
-from millrace.evaluate.questions import AskedLine, Numbered, Questions
+from millrace.evaluate.questions import GenerationLine, Numbered, Questions
 from millrace.evaluate.resumable_results import RIGHT, Key, ResumableResults
 from millrace.evaluate.safe_regex import Pattern
 
@@ -73,7 +73,7 @@ def asks(
     """Yield tasks. room: tokens of the context. raises ConfigError if an answer may be longer than that"""
     for one, judge in zip(questions.lines, judged, strict=True):
         line = one.line
-        assert isinstance(line, AskedLine)
+        assert isinstance(line, GenerationLine)
         if line.max_tokens >= room:
             raise ConfigError(
                 f"{one.where} asks for {line.max_tokens} tokens of a context of {room}", f"at most {room - 1}",
@@ -106,7 +106,7 @@ def answer(
 
 
 def _judge(one: Numbered) -> Judge:
-    assert isinstance(one.line, AskedLine)
+    assert isinstance(one.line, GenerationLine)
     answers = one.line.answers
     match one.line.match:
         case "exact":

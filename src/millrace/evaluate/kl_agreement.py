@@ -10,7 +10,7 @@ from millrace.errors import ConfigError
 from millrace.evaluate.divergence import (
     DivergenceScore,
     Mean,
-    Runs,
+    StepRunner,
     Tokens,
     log_probabilities,
     log_probs_vs_reference,
@@ -19,7 +19,7 @@ from millrace.evaluate.divergence import (
 from millrace.evaluate.resumable_results import Key, ResumableResults
 from millrace.evaluate.text_windows import Windows
 
-_MOST_BYTES = 2 << 30  # limit for the log probabilities of one window, of both models
+_MAX_BYTES = 2 << 30  # limit for the log probabilities of one window, of both models
 _DIGITS = 9  # stored decimals: far below the resolution of float32
 
 
@@ -80,17 +80,17 @@ def agreement(tokens: Tokens) -> Agreement:
 def check_window(length: int, vocab_size: int) -> None:
     """Raise ConfigError if the scored half of a window takes too much memory."""
     row = 2 * 4 * vocab_size  # bytes per token, in float32
-    row_bytes, fitting = (length - 1 - length // 2) * row, 2 * (_MOST_BYTES // row) + 2
-    if row_bytes > _MOST_BYTES:
+    row_bytes, fitting = (length - 1 - length // 2) * row, 2 * (_MAX_BYTES // row) + 2
+    if row_bytes > _MAX_BYTES:
         raise ConfigError(
             f"a window of {length:,} tokens takes {row_bytes:,} bytes of log probabilities, of both models",
-            f"at most {_MOST_BYTES:,} bytes: {fitting:,} tokens", f"choose a shorter one: --window {fitting}",
+            f"at most {_MAX_BYTES:,} bytes: {fitting:,} tokens", f"choose a shorter one: --window {fitting}",
         )  # fmt: skip
 
 
 def compare(
-    executor: Runs,
-    reference: Runs,
+    executor: StepRunner,
+    reference: StepRunner,
     text: Windows,
     limit: int | None,
     results: ResumableResults[AgreementReport],

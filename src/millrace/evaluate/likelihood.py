@@ -12,7 +12,7 @@ import numpy as np
 
 from millrace.engine.executor import ExecutorLimits, IntArray, StateSlots
 from millrace.errors import RequestError
-from millrace.evaluate.divergence import LogProbs, Runs, log_softmax, packed_step
+from millrace.evaluate.divergence import LogProbs, StepRunner, log_softmax, packed_step
 
 _BEGIN_SLOT = 0  # the slot of the state after the common prefix
 
@@ -46,7 +46,9 @@ class _Sequence:
     slot: int = -1  # of its state, while it runs; -1: none
 
 
-def likelihoods(executor: Runs, questions: Sequence[LikelihoodQuestion]) -> Iterator[tuple[int, list[Likelihood]]]:
+def likelihoods(
+    executor: StepRunner, questions: Sequence[LikelihoodQuestion]
+) -> Iterator[tuple[int, list[Likelihood]]]:
     """Yield (index of a context, likelihoods of its endings) as each is known, in any order.
 
     raises RequestError, before anything runs, if one exceeds the executor's context or pages, or has an invalid token
@@ -98,7 +100,7 @@ def _check(limits: ExecutorLimits, sequences: Sequence[_Sequence]) -> None:
 class _Run:
     """Runs all sequences: first their common prefix, then in each step as much of the next ones as fits."""
 
-    def __init__(self, executor: Runs, sequences: Sequence[_Sequence]) -> None:
+    def __init__(self, executor: StepRunner, sequences: Sequence[_Sequence]) -> None:
         self._executor, self._limits, self._waiting = executor, executor.limits, deque(sequences)
         size = self._limits.page_tokens
         self._n_shared = _shared(sequences) // size * size

@@ -26,7 +26,7 @@ LM_EVAL, ORIGINAL = "lm-eval", "original"
 DEFINITIONS = (LM_EVAL, ORIGINAL)
 LETTERS = "ABCD"
 _COLUMNS = ("question", "choice0", "choice1", "choice2", "choice3", "answer")
-_MOST_BYTES, _MOST_SUBJECTS = 16 << 20, 1000
+_MAX_BYTES, _MAX_SUBJECTS = 16 << 20, 1000
 _EXPECTED = f"CSV with the header {','.join(_COLUMNS)}, or six columns without one, as they are published"
 
 
@@ -164,10 +164,10 @@ def _files(folder: Path, split: str) -> Mapping[str, Path]:
         )
     ending = f"_{split}.csv"
     result = {path.name.removesuffix(ending): path for path in sorted(inside.iterdir()) if path.name.endswith(ending)}
-    if not 0 < len(result) <= _MOST_SUBJECTS:
+    if not 0 < len(result) <= _MAX_SUBJECTS:
         raise ConfigError(
             f"{inside} has {len(result)} files SUBJECT{ending}",
-            f"1 to {_MOST_SUBJECTS:,} of them",
+            f"1 to {_MAX_SUBJECTS:,} of them",
             "complete the folder",
         )
     return result
@@ -175,14 +175,14 @@ def _files(folder: Path, split: str) -> Mapping[str, Path]:
 
 def _items(path: Path) -> Iterator[Item]:
     try:
-        data = read_given(path, _MOST_BYTES)
+        data = read_given(path, _MAX_BYTES)
         text = data.decode("utf-8-sig")  # some programs write a byte order mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "a CSV file", "check the folder") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: byte at {error.start}", "UTF-8", "convert it with iconv") from None
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", _EXPECTED, "give MMLU's own files")
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_BYTES >> 20} MiB", _EXPECTED, "give MMLU's own files")
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     n = 0
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from millrace.compile.settings import Progress
-from millrace.evaluate.divergence import Runs, not_finite
+from millrace.evaluate.divergence import StepRunner, not_finite
 from millrace.evaluate.likelihood import LikelihoodQuestion, likelihoods
 from millrace.evaluate.resumable_results import ChosenAnswer, ResumableResults
 
@@ -50,7 +50,7 @@ def cut_at_the_left(one: LikelihoodQuestion, room: int) -> tuple[LikelihoodQuest
 
 
 def answer(
-    executor: Runs, groups: Sequence[Group], results: ResumableResults[ChosenAnswer], progress: Progress
+    executor: StepRunner, groups: Sequence[Group], results: ResumableResults[ChosenAnswer], progress: Progress
 ) -> None:
     """Answer the questions that the results lack.
 

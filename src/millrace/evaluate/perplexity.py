@@ -22,7 +22,7 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.settings import Progress
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
-from millrace.evaluate.divergence import Mean, Runs, losses
+from millrace.evaluate.divergence import Mean, StepRunner, losses
 from millrace.evaluate.resumable_results import Key, ResumableResults
 from millrace.evaluate.sizes import LENGTH, SHORTEST
 from millrace.evaluate.text_windows import windows_of
@@ -109,7 +109,7 @@ def window_of(requested: int | None, usual: int, context: int) -> int:
 
 
 def measure(
-    executor: Runs, text: WindowedText, limit: int | None, results: ResumableResults[Sums], progress: Progress
+    executor: StepRunner, text: WindowedText, limit: int | None, results: ResumableResults[Sums], progress: Progress
 ) -> list[Sums]:
     """Measure the first `limit` units; runs the model on those that the results lack.
 

@@ -21,7 +21,7 @@ from millrace.evaluate.likelihood import LikelihoodQuestion
 from millrace.evaluate.multiple_choice import Group, PreparedQuestion, cut_at_the_left, digest
 from millrace.settings import read_given
 
-_MOST_BYTES, _MOST_LINE_BYTES, _MOST_LINES = 64 << 20, 1 << 20, 100_000
+_MAX_BYTES, _MAX_LINE_BYTES, _MAX_LINES = 64 << 20, 1 << 20, 100_000
 MAX_ANSWER_TOKENS = 4096
 Text = Annotated[str, Meta(min_length=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -65,7 +65,7 @@ class QuestionMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
-class AskedLine(QuestionLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GenerationLine(QuestionLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A line with a generated answer. answer: the right one or several; match: how to compare; stop: stop texts"""
 
     answer: Annotated[str, Meta(max_length=10_000)] | Annotated[list[str], Meta(min_length=1, max_length=64)]
@@ -143,25 +143,25 @@ def read_questions(path: Path, limit: int | None = None) -> Questions:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield non-blank lines with their numbers, from 1."""
     try:
-        data = read_given(path, _MOST_BYTES)
+        data = read_given(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSONL file", "check --task") from error
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", "a smaller file", "give a part of it")
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_BYTES >> 20} MiB", "a smaller file", "give a part of it")
     lines = ((i, line) for i, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1) if line.strip())
     for n, (i, line) in enumerate(lines):
-        if n == _MOST_LINES:
-            raise ConfigError(f"{path} has more than {_MOST_LINES:,} questions", "fewer", "give a part of it")
-        if len(line) > _MOST_LINE_BYTES:
-            raise _wrong(f"{path}:{i}", f"has more than {_MOST_LINE_BYTES >> 20} MiB", "a shorter question")
+        if n == _MAX_LINES:
+            raise ConfigError(f"{path} has more than {_MAX_LINES:,} questions", "fewer", "give a part of it")
+        if len(line) > _MAX_LINE_BYTES:
+            raise _wrong(f"{path}:{i}", f"has more than {_MAX_LINE_BYTES >> 20} MiB", "a shorter question")
         yield i, line
 
 
-def _read(where: str, data: bytes) -> ChoiceLine | AskedLine:
+def _read(where: str, data: bytes) -> ChoiceLine | GenerationLine:
     expected = f"{_CHOICE} or {_PROMPT_FORMAT}"
     try:
         keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        kind: type[ChoiceLine] | type[AskedLine] = ChoiceLine if "choices" in keys else AskedLine
+        kind: type[ChoiceLine] | type[GenerationLine] = ChoiceLine if "choices" in keys else GenerationLine
         expected = _CHOICE if kind is ChoiceLine else _PROMPT_FORMAT
         line = msgspec.json.decode(data, type=kind)
         if sum(alternatives is not None for alternatives in line.alternatives) != 1:

@@ -19,7 +19,7 @@ from millrace.evaluate.paired_comparison import Paired, Verdict, paired
 from millrace.runtime.open_engine import RunningModel
 from millrace.settings import read_given
 
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 VERSION = 2  # 1 had no checksums
 _CHECKSUM, _END = b',"checksum":"', b'"}'
 Key = tuple[str, int]  # group and index of a question; for a text, "" and the index of a window
@@ -212,7 +212,7 @@ class ResumableResults(Generic[R]):
 
     def _write(self, line: bytes) -> None:
         """Write a line completely or not at all: a part, left by a full disk, would corrupt the next line."""
-        if self._n_bytes + len(line) > _MOST_BYTES:
+        if self._n_bytes + len(line) > _MAX_BYTES:
             raise _too_large(self.path, "ask fewer questions, or shorter texts: --limit")
         left = memoryview(line)
         try:
@@ -230,10 +230,10 @@ class ResumableResults(Generic[R]):
 def read(path: Path, kind: type[R]) -> Results[R]:
     """Read a file. kind: type of the lines after the first. raises ConfigError for another kind, or a large file"""
     try:
-        data = read_given(path, _MOST_BYTES)
+        data = read_given(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "results of `millrace eval`", "check the path") from error
-    if len(data) > _MOST_BYTES:
+    if len(data) > _MAX_BYTES:
         raise _too_large(path, "name another file")
     head, *lines = data[: data.rfind(b"\n") + 1].splitlines() or [b""]
     stored, number = dict[Key, R](), 1
@@ -275,7 +275,7 @@ def _digest(line: bytes) -> bytes:
 
 
 def _too_large(path: Path, mend: str) -> ConfigError:
-    return ConfigError(f"{path} is too large for results", f"at most {_MOST_BYTES:,} bytes", mend)
+    return ConfigError(f"{path} is too large for results", f"at most {_MAX_BYTES:,} bytes", mend)
 
 
 def _of_another(path: Path, stored: ResultsInputs, expected: ResultsInputs) -> ConfigError:

@@ -6,14 +6,14 @@ from millrace.errors import ConfigError
 from millrace.settings import read_given
 
 
-def read_text(file: str | Path, option: str, most_bytes: int, expected: str) -> str:
+def read_text(file: str | Path, option: str, max_bytes: int, expected: str) -> str:
     """Read a text. option: the flag of the file; expected: kind of text. raises ConfigError if invalid or too long"""
     try:
-        data = read_given(Path(file), most_bytes)
+        data = read_given(Path(file), max_bytes)
     except OSError as error:
         raise ConfigError(f"cannot read {option} {file}: {error}", "a text file", "check the path") from error
-    if len(data) > most_bytes:
-        raise ConfigError(f"{option} {file} has more than {most_bytes >> 20} MiB", expected, "give a part of it")
+    if len(data) > max_bytes:
+        raise ConfigError(f"{option} {file} has more than {max_bytes >> 20} MiB", expected, "give a part of it")
     try:
         content = data.decode("utf-8-sig")  # some programs write a byte order mark
     except UnicodeDecodeError as error:

@@ -80,23 +80,23 @@ class Plot:
         self._shapes.append(f'<polyline class="stroke s{kind}" points="{points}"/>')
 
     def box(
-        self, low: tuple[float, float], high: tuple[float, float], kind: int = 0, opacity: float = 1.0, says: str = ""
+        self, low: tuple[float, float], high: tuple[float, float], kind: int = 0, opacity: float = 1.0, label: str = ""
     ) -> None:
         """A rectangle between two points."""
         (left, bottom), (right, top) = self._at(*low), self._at(*high)
         self._shapes.append(
             f'<rect class="k{kind}" x="{min(left, right)}" y="{min(top, bottom)}" width="{abs(right - left):.2f}" '
-            f'height="{abs(bottom - top):.2f}" fill-opacity="{opacity:.3f}"><title>{escape(says)}</title></rect>'
+            f'height="{abs(bottom - top):.2f}" fill-opacity="{opacity:.3f}"><title>{escape(label)}</title></rect>'
         )
 
-    def text(self, x: float, y: float, says: str) -> None:
+    def text(self, x: float, y: float, content: str) -> None:
         left, top = self._at(x, y)
-        self._shapes.append(f'<text x="{left + 6}" y="{top - 6}">{escape(says)}</text>')
+        self._shapes.append(f'<text x="{left + 6}" y="{top - 6}">{escape(content)}</text>')
 
-    def svg(self, says: str) -> Markup:
-        """says: what it shows, for those who cannot see it"""
+    def svg(self, label: str) -> Markup:
+        """label: what it shows, for screen readers"""
         bottom, right = self.height - BOTTOM, WIDTH - RIGHT
-        parts = [f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(says)}">']
+        parts = [f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(label)}">']
         for value, name in self.y.ticks:
             _, top = self._at(self.x.low, value)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{top}" y2="{top}"/>')

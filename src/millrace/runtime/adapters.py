@@ -22,5 +22,5 @@ def check_adapter(number: int, limits: ExecutorLimits) -> None:
 
 def step_adapters(sequences: Ordered[Sequence]) -> IntArray | None:
     """Return the adapter of each sequence of a step (S,); None if none has one."""
-    numbers = [seq.request.terms.adapter for seq in sequences]
+    numbers = [seq.request.options.adapter for seq in sequences]
     return np.array(numbers, np.int32) if any(numbers) else None

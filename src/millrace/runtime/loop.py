@@ -99,17 +99,17 @@ class EngineLoop:
     def submit(
         self, prompt: Prompt, params: SamplingParams, deliver: Deliver, request_id: str | None = None,
         stops: StopTables | None = None, first: int = 0,
-        terms: RequestOptions = DEFAULT_OPTIONS, matchers: Ordered[Matcher] = (),
+        options: RequestOptions = DEFAULT_OPTIONS, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
         """Prepare and queue a request. raises RequestError, BusyError"""
-        request = self.prepare(prompt, params, deliver, request_id, stops, first, terms, matchers)
+        request = self.prepare(prompt, params, deliver, request_id, stops, first, options, matchers)
         self.queue(request)
         return request
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, deliver: Deliver, request_id: str | None = None,
         stops: StopTables | None = None, first: int = 0,
-        terms: RequestOptions = DEFAULT_OPTIONS, matchers: Ordered[Matcher] = (),
+        options: RequestOptions = DEFAULT_OPTIONS, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
         """Make a request.
 
@@ -122,12 +122,12 @@ class EngineLoop:
         """
         assert len(matchers) == (params.n if params.structured_outputs else 0), "what is asked is compiled before"
         tokens, embedded = parse_prompt(prompt, params, self.limits)
-        check_adapter(terms.adapter, self.limits)
+        check_adapter(options.adapter, self.limits)
         resolved = resolve(params, self.defaults, self.limits, len(tokens))
         prompt_ids, tables = tokens.tolist() if embedded is None else None, stops or StopTables(params.stop)
         new_text = partial(AnswerText.for_choice, self.tokenizer, prompt_ids, params, tables)
         own_id, timings = request_id or uuid.uuid4().hex, Timings(queued_s=self.thread.clock())
-        request = Request(own_id, tokens, resolved, deliver, timings, new_text, first, terms, matchers, embedded)
+        request = Request(own_id, tokens, resolved, deliver, timings, new_text, first, options, matchers, embedded)
         resume(request, self.limits.vocab_size, self.grammars)
         return request
 

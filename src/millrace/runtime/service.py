@@ -257,22 +257,22 @@ class AsyncEngine:
         params: Sequence[SamplingParams],
         request_id: str | None = None,
         stops: StopTables | None = None,
-        terms: RequestOptions = DEFAULT_OPTIONS,
+        options: RequestOptions = DEFAULT_OPTIONS,
         matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:
         """Queue one request per prompt, each with its own params; all of them or none.
 
         raises RequestError on bad input, BusyError if the queue is full or the engine is closing.
         stops: the tables of the stop strings, if the caller has made them, off the event loop
-        terms: options of each request
+        options: of each request
         matchers: one for each choice of all requests, if their output is structured
         """
-        self._check_room(sum(own.n for own in params), terms.queue_options)
-        return self._queue(self.prepare(prompts, params, request_id, stops, terms, matchers))
+        self._check_room(sum(own.n for own in params), options.queue_options)
+        return self._queue(self.prepare(prompts, params, request_id, stops, options, matchers))
 
     def prepare(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_id: str | None = None,
-        stops: StopTables | None = None, terms: RequestOptions = DEFAULT_OPTIONS, matchers: Sequence[Matcher] = (),
+        stops: StopTables | None = None, options: RequestOptions = DEFAULT_OPTIONS, matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:  # fmt: skip
         """Make the requests of `submit`, in any thread, because resuming long answers is slow. raises RequestError"""
         handle = RequestHandle(self)
@@ -284,7 +284,7 @@ class AsyncEngine:
         first = 0
         for prompt, own in zip(prompts, params, strict=True):
             group = matchers[first : first + own.n]
-            handle.requests.append(self.loop.prepare(prompt, own, deliver, request_id, stops, first, terms, group))
+            handle.requests.append(self.loop.prepare(prompt, own, deliver, request_id, stops, first, options, group))
             first += own.n
         return handle
 

@@ -199,8 +199,8 @@ def test_arguments_come_as_they_are_written() -> None:
 
 def test_calls_beyond_those_that_are_wanted_are_left_out() -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 3 + "!"
-    assert read(HERMES, [text], most_calls=1) == Parts("!", "", [("add", '{"a": 1}')])
-    assert read(HERMES, list(text), most_calls=2).calls == [("add", '{"a": 1}')] * 2
+    assert read(HERMES, [text], max_calls=1) == Parts("!", "", [("add", '{"a": 1}')])
+    assert read(HERMES, list(text), max_calls=2).calls == [("add", '{"a": 1}')] * 2
 
 
 @pytest.mark.parametrize("format", [HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_PLAIN])

@@ -48,18 +48,18 @@ def compare_goodput_rounds(a: ComparedRun, b: ComparedRun, limits: GoodputLimits
         tuple(_counts((r.answer for r in run.records), limits) for run in pair)
         for pair in zip(a.runs, b.runs, strict=False)
     ]
-    return compare_shares(limits.says, [r for r in rounds if all(n for _, n in r)])
+    return compare_shares(limits.description, [r for r in rounds if all(n for _, n in r)])
 
 
 def compare_goodput_results(a: SavedResult, b: SavedResult, limits: GoodputLimits) -> GoodputDifference | None:
     """Compare two saved results; failures count as outside the limits."""
     both = tuple((_counts(results.answers, limits)[0], results.n) for results in (a, b))
-    return compare_shares(limits.says, [both])
+    return compare_shares(limits.description, [both])
 
 
 def _counts(answers: Iterable[BenchRecord], limits: GoodputLimits) -> Counts:
     counted = [a for a in answers if a.failure not in NOT_COUNTED]
-    return sum(map(limits.keeps, counted)), len(counted)
+    return sum(map(limits.meets, counted)), len(counted)
 
 
 def compare_shares(says: str, rounds: Sequence[tuple[Counts, ...]]) -> GoodputDifference | None:

@@ -30,15 +30,15 @@ class GoodputLimits:
     max_ms: tuple[tuple[str, float], ...]
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         return " and ".join(f"{name} <= {most:g} ms" for name, most in self.max_ms)
 
-    def keeps(self, answer: BenchRecord) -> bool:
+    def meets(self, answer: BenchRecord) -> bool:
         """Whether a request meets the limits. Times count from the intended send time; one token meets any ITL."""
-        return answer.failure is None and all(_keeps(answer, name, most) for name, most in self.max_ms)
+        return answer.failure is None and all(_meets(answer, name, most) for name, most in self.max_ms)
 
 
-def _keeps(answer: BenchRecord, name: str, max_ms: float) -> bool:
+def _meets(answer: BenchRecord, name: str, max_ms: float) -> bool:
     value = _METRICS[_FELT.get(name, name)].value(answer)
     return name in _OF_TOKENS and answer.n_output <= 1 if value is None else value <= max_ms
 
@@ -86,6 +86,6 @@ def parse_limits(words: Sequence[str]) -> list[GoodputLimits]:
 
 def goodput(records: Sequence[TurnRecord], limits: GoodputLimits, duration_s: float) -> Goodput:
     counted = [r.answer for r in records if r.answer.failure not in NOT_COUNTED]
-    n = sum(map(limits.keeps, counted))
+    n = sum(map(limits.meets, counted))
     rate = n / duration_s if duration_s > 0 else 0.0
     return Goodput(limits, rate, n / len(counted) if counted else 0.0, wilson(n, len(counted)))

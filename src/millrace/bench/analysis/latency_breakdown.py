@@ -83,7 +83,7 @@ class LatencyShares:
     usual: Mapping[str, float]
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         more = {stage: self.slow[stage] - self.usual[stage] for stage in self.slow}
         most = sorted((stage for stage in more if more[stage] > 0), key=lambda stage: -more[stage])[:2]
         total = sum(self.slow.values()) - sum(self.usual.values())
@@ -174,7 +174,7 @@ def breakdown_text(waterfall: Waterfall) -> dict[str, object]:
             "mean_ms": dict(zip(stages, times.mean(axis=0).tolist(), strict=True)),
             "slowest": None if slow is None else {
                 "from_ms": slow.slow_ms, "n": slow.n, "mean_ms": dict(slow.slow), "usual_ms": dict(slow.usual),
-                "says": slow.says,
+                "says": slow.description,
             },
         }  # fmt: skip
     return report

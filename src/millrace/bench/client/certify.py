@@ -49,7 +49,7 @@ class Certificate:
         return self.cpu_share < SATURATED and self.delay_p99_ms < LATE_MS and self.late_ms < LATE_MS
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         if self.holds is None:
             return f"not certified: {self.n_chunks} chunks came in that time, too few to say; raise --certify-s"
         text = (
@@ -82,7 +82,7 @@ def hardest(efforts: Sequence[ClientHealth]) -> ClientHealth:
 def certificate_text(certificate: Certificate | None, efforts: Sequence[ClientHealth]) -> dict[str, object]:
     """Convert to JSON data for reports of several runs."""
     return {
-        "valid": kept_up(certificate, efforts), "client": None if certificate is None else certificate.says,
+        "valid": kept_up(certificate, efforts), "client": None if certificate is None else certificate.description,
         "client_cpu_share": max((e.peak_share for e in efforts if e.peak_share is not None), default=None),
     }  # fmt: skip
 
@@ -91,9 +91,9 @@ def doubts(certificate: Certificate | None, efforts: Sequence[ClientHealth], lab
     """Return the warnings about a report's validity; [] if it is valid. label: describes the runs"""
     hard = hardest(efforts)
     if kept_up(certificate, efforts) is False:
-        proof = f"; {certificate.says}" if certificate is not None and certificate.holds is False else ""
+        proof = f"; {certificate.description}" if certificate is not None and certificate.holds is False else ""
         return [
-            f"INVALID: this client does not keep up ({label}: {hard.says}{proof}). "
+            f"INVALID: this client does not keep up ({label}: {hard.description}{proof}). "
             "Send less, or from a machine that does less."
         ]  # fmt: skip
     beyond = [e for e in efforts if certificate is not None and certificate.holds and not certificate.covers(e)]
@@ -101,7 +101,7 @@ def doubts(certificate: Certificate | None, efforts: Sequence[ClientHealth], lab
         e = hardest(beyond)
         return [
             f"Not proved: {label}, {e.streams} streams and {e.chunks_per_s:,.0f} chunks/s were more than was certified "
-            f"({e.says})."
+            f"({e.description})."
         ]  # fmt: skip
     return []
 

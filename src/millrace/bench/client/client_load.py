@@ -36,7 +36,7 @@ class ClientHealth:
         chunks = [np.asarray(a.chunk_s or [a.end_s]) for a in answers if a.chunk_s or a.failure is None]
         waited = [1e3 * ((a.chunk_s or [a.end_s])[0] - a.intended_s) for a in answers if a.failure is None]
         return cls(
-            run.share.peak, most_at_a_time(answers), _busiest(chunks, run.wall_s),
+            run.share.peak, max_concurrency(answers), _busiest(chunks, run.wall_s),
             1e3 * quantile_at_least(run.late_s, 0.99) if len(run.late_s) >= _FEWEST_LATE else 0.0,
             float(np.percentile(waited, 99)) if waited else 0.0,
         )  # fmt: skip
@@ -46,12 +46,12 @@ class ClientHealth:
         return (self.peak_share or 0.0) < SATURATED and self.late_ms < max(LATE_MS, WITHIN * self.waited_ms)
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         share = "" if self.peak_share is None else f"{self.peak_share:.0%} of a core in the worst second, "
         return f"{share}requests sent {self.late_ms:.1f} ms late at p99"
 
 
-def most_at_a_time(answers: Sequence[BenchRecord]) -> int:
+def max_concurrency(answers: Sequence[BenchRecord]) -> int:
     changes = sorted([(a.sent_s, 1) for a in answers] + [(a.end_s, -1) for a in answers])
     return int(np.cumsum([by for _, by in changes]).max()) if changes else 0
 

@@ -117,7 +117,7 @@ async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: N
                 break
             points.append(LevelMeasurement(level, compute_metrics(run.records), ClientHealth.from_run(run), times))
             if run.ended:
-                ended = f"{level.says}: {run.ended}"
+                ended = f"{level.description}: {run.ended}"
                 break
     return InferResults(plan.target, model, points, certificate, ended)
 

@@ -77,8 +77,9 @@ def verdict(points: Sequence[LevelMeasurement]) -> str:
         return "No request was answered."
     most, quickest = max(usable, key=rate), min(usable, key=latency_ms)
     sentences = [
-        f"Most: {rate(most):,.1f} inferences/s at {most.level.says}, p50 {latency_ms(most):,.2f} ms.",
-        f"Quickest: p50 {latency_ms(quickest):,.2f} ms at {quickest.level.says}, {rate(quickest):,.1f} inferences/s.",
+        f"Most: {rate(most):,.1f} inferences/s at {most.level.description}, p50 {latency_ms(most):,.2f} ms.",
+        f"Quickest: p50 {latency_ms(quickest):,.2f} ms at {quickest.level.description}, "
+        f"{rate(quickest):,.1f} inferences/s.",
     ]
     if most is not quickest:
         sentences.append(
@@ -90,7 +91,7 @@ def verdict(points: Sequence[LevelMeasurement]) -> str:
 
 def notes(done: InferResults) -> list[str]:
     sentences = [f"It ended early: {done.ended}."] if done.ended else []
-    slow = [p.level.says for p in done.points if not p.effort.keeps_up]
+    slow = [p.level.description for p in done.points if not p.effort.keeps_up]
     sentences += doubts(done.certificate, [p.effort for p in done.points], f"at {'; '.join(slow) or 'most'}")
     failed = {kind: n for p in done.points for kind, n in p.metrics.failures.items()}
     if failed:

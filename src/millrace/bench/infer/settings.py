@@ -64,7 +64,7 @@ class LoadLevel:
     rate: float | None = None
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         load = f"{self.concurrency} at a time" if self.concurrency else f"{self.rate:g} requests/s"
         return f"batch {self.batch}, {load}"
 

@@ -57,10 +57,10 @@ def lengths(answers: Sequence[BenchRecord]) -> dict[str, Any] | None:
     plot = Plot(across, up)
     for i, j in np.argwhere(counts > 0):
         n = counts[i, j]
-        says = (
+        label = (
             f"{n:.0f} requests of {x_edges[i]:.0f} to {x_edges[i + 1]:.0f} and {y_edges[j]:.0f} to {y_edges[j + 1]:.0f}"
         )
-        plot.box((x_edges[i], y_edges[j]), (x_edges[i + 1], y_edges[j + 1]), 0, 0.15 + 0.85 * n / counts.max(), says)
+        plot.box((x_edges[i], y_edges[j]), (x_edges[i + 1], y_edges[j + 1]), 0, 0.15 + 0.85 * n / counts.max(), label)
     verdict = f"{x.size} answers: {_middle(x)} input tokens, {_middle(y)} output tokens."
     return _plot_entry("Input and output lengths", plot.svg("histogram of input and output lengths"), verdict)
 
@@ -157,11 +157,13 @@ def waterfall(breakdown: Waterfall | None) -> dict[str, Any] | None:
     for lane, means in enumerate(lanes.values()):
         begin = 0.0
         for kind, (stage, ms) in enumerate(means.items()):
-            plot.box((begin, lane - 0.3), (begin + ms, lane + 0.3), kind, says=f"{stage}: {ms:,.1f} ms")
+            plot.box((begin, lane - 0.3), (begin + ms, lane + 0.3), kind, label=f"{stage}: {ms:,.1f} ms")
             begin += ms
     last = latency_shares(breakdown.to_end, TO_END)
     stages = ", ".join(f"{stage} {slow.slow[stage]:,.1f} ms (usually {slow.usual[stage]:,.1f})" for stage in TO_FIRST)
-    verdict = f"To the first token {slow.says}: {stages}." + ("" if last is None else f" To its end {last.says}.")
+    verdict = f"To the first token {slow.description}: {stages}." + (
+        "" if last is None else f" To its end {last.description}."
+    )
     return _plot_entry("Where the time went", plot.svg("stages of the usual and of the slowest requests"), verdict)
 
 

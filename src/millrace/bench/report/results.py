@@ -113,7 +113,12 @@ def _figures(records: Sequence[TurnRecord], metrics: RunMetrics, limits: Sequenc
         "output_tokens_per_s": _rate(metrics.output_tokens_per_s),
         "requests_per_s": _rate(metrics.requests_per_s),
         "goodput": [
-            {"limits": g.limits.says, "requests_per_s": g.requests_per_s, "share": g.share, "interval": g.interval}
+            {
+                "limits": g.limits.description,
+                "requests_per_s": g.requests_per_s,
+                "share": g.share,
+                "interval": g.interval,
+            }
             for g in (goodput(records, limit, metrics.duration_s) for limit in limits)
         ],
         "metrics": {name: _metric(name, stats) for name, stats in metrics.of_requests.items()},

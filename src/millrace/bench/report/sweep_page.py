@@ -20,7 +20,7 @@ def sweep_plot(points: Sequence[SweepPoint]) -> Markup:
     front = sorted(on_front(points), key=lambda p: p.value("request_latency") or 0.0)
     plot.line([p.value("request_latency") or 0.0 for p in front], [by.value(p) for p in front], 4)
     for p, x, y in zip(answered, xs, ys, strict=True):
-        plot.dots([x], [y], 0 if p.keeps else 1)
+        plot.dots([x], [y], 0 if p.meets else 1)
         plot.text(x, y, f"{p.level:g}")
     return plot.svg(f"{by.unit} against latency")
 
@@ -35,7 +35,7 @@ def sweep_page(
         (f"most {unit}", best_points.throughput), (f"knee: most {unit} for its latency", best_points.knee),
     ]  # fmt: skip
     return render(
-        Path(__file__).with_name("sweep_page.html"), url=url, by=by, points=points, chosen=chosen, limits=limits.says,
-        limited=limiting_factor(points), has_server=any(p.server for p in points),
+        Path(__file__).with_name("sweep_page.html"), url=url, by=by, points=points, chosen=chosen,
+        limits=limits.description, limited=limiting_factor(points), has_server=any(p.server for p in points),
         client=certificate, svg=sweep_plot(points), notes=notes, unit=unit, rate=throughput(points).value,
     )  # fmt: skip

@@ -42,14 +42,14 @@ class ServerLoad:
 
     n_samples: int
     running: float
-    most_running: float
+    max_running: float
     waiting: float
-    most_waiting: float
+    max_waiting: float
     kv: float | None
     preemptions: int | None
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         """Describe what limited the server, with the figures."""
         kv = (
             "how full its KV cache was it does not tell"
@@ -58,7 +58,7 @@ class ServerLoad:
         )
         kv += f", with {self.preemptions} preemptions" if self.preemptions else ""
         figures = (
-            f"{self.running:.1f} requests ran in the mean, {self.most_running:.0f} at most, "
+            f"{self.running:.1f} requests ran in the mean, {self.max_running:.0f} at most, "
             f"and {self.waiting:.1f} waited; {kv}."
         )
         if self.preemptions or (self.waiting >= QUEUE and self.kv is not None and self.kv >= FULL):

@@ -24,7 +24,7 @@ class SweepLimits:
     itl_ms: float | None = None
     percentile: int = 90
 
-    def keeps(self, metrics: RunMetrics) -> bool:
+    def meets(self, metrics: RunMetrics) -> bool:
         """Whether a run meets the limits. TTFT counts from the intended send time, so a rate that is not reached fails.
         Answers of one token have no ITL. Any failure, or a run without answers, breaks the limits."""
         if not metrics.n or metrics.n_failed:
@@ -40,7 +40,7 @@ class SweepLimits:
         counted = [r.answer for r in records if r.answer.failure not in NOT_COUNTED]
         if not counted or any(answer.failure is not None for answer in counted):
             return False
-        shares = [wilson(sum(map(limit_set.keeps, counted)), len(counted)) for limit_set in self._limit_sets]
+        shares = [wilson(sum(map(limit_set.meets, counted)), len(counted)) for limit_set in self._limit_sets]
         if any(100 * high < self.percentile for _, high in shares):
             return False
         return True if all(100 * low >= self.percentile for low, _ in shares) else None
@@ -55,7 +55,7 @@ class SweepLimits:
         check_limits(self._limit_sets, streams)
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         parts = [f"{name} <= {most:g} ms" for name, most in (("TTFT", self.ttft_ms), ("ITL", self.itl_ms)) if most]
         return f"{' and '.join(parts)} for {self.percentile} % of requests" if parts else "no failures"
 
@@ -76,14 +76,14 @@ class LevelResult:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A level of a sweep. level: concurrency, or requests/s; keeps: the sample meets the limits
+    """A level of a sweep. level: concurrency, or requests/s; meets: the sample is within the limits
 
     surely: the limits are met with confidence; None if there are too few requests to tell
     """
 
     level: float
     metrics: RunMetrics
-    keeps: bool
+    meets: bool
     server: ServerLoad | None = None
     effort: ClientHealth = ClientHealth()  # noqa: RUF009
     surely: bool | None = None
@@ -126,10 +126,10 @@ async def run_sweep(
         reached = await run(level)
         if reached is None:
             return None
-        keeps = limits.keeps(reached.metrics) and not reached.ended  # an aborted load does not count as met
+        meets = limits.meets(reached.metrics) and not reached.ended  # an aborted load does not count as met
         surely = False if reached.ended else reached.surely
-        points.append(SweepPoint(level, reached.metrics, keeps, reached.server, reached.effort, surely, reached.ended))
-        return points[-1].keeps
+        points.append(SweepPoint(level, reached.metrics, meets, reached.server, reached.effort, surely, reached.ended))
+        return points[-1].meets
 
     level, good, bad = first, None, None
     while bad is None and len(points) < MAX_POINTS:
@@ -189,7 +189,7 @@ def best(points: Sequence[SweepPoint]) -> Best | None:
     answered = [p for p in points if p.metrics.n]
     if not answered:
         return None
-    within_limits, value_of = [p for p in answered if p.keeps], throughput(points).value
+    within_limits, value_of = [p for p in answered if p.meets], throughput(points).value
 
     def latency(point: SweepPoint) -> float:
         return point.value("request_latency") or math.inf
@@ -205,9 +205,9 @@ def limiting_factor(points: Sequence[SweepPoint]) -> str:
     best_points = best(points)
     if best_points is None:
         return NOTHING
-    broken = [p for p in points if not p.keeps and p.metrics.n]
+    broken = [p for p in points if not p.meets and p.metrics.n]
     point = min(broken, key=lambda p: p.level) if broken else best_points.throughput
-    return NOTHING if point.server is None else f"At {point.level:g}: {point.server.says}"
+    return NOTHING if point.server is None else f"At {point.level:g}: {point.server.description}"
 
 
 def on_front(points: Sequence[SweepPoint]) -> list[SweepPoint]:

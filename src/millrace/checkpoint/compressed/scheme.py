@@ -21,7 +21,7 @@ PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quan
 FORMATS = (PACKED, INTEGERS, FLOATS, NAIVE)
 _MIXED = "mixed-precision"  # each scheme has its own
 LINEAR = "Linear"  # the only supported class of modules
-_MOST_SCHEMES, _MOST_NAMES, _MOST_PATTERNS, _LONGEST = 256, 100_000, 256, 300
+_MAX_SCHEMES, _MAX_NAMES, _MAX_PATTERNS, _LONGEST = 256, 100_000, 256, 300
 _MEND = "choose another checkpoint, or compress the original one with `millrace compress`"
 
 _KV = "kv_cache_scheme"
@@ -124,8 +124,8 @@ def read_compression(raw: Mapping[str, Any]) -> Compression:
         if not any(value == at and type(value) is type(at) for at in _ONLY_AT[key]):
             raise _wrong(key, value, " or ".join(map(_json, _ONLY_AT[key])))
     groups = raw.get("config_groups")
-    if not isinstance(groups, dict) or not 0 < len(groups) <= _MOST_SCHEMES:
-        raise _wrong("config_groups", groups, f"1 to {_MOST_SCHEMES} schemes")
+    if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_SCHEMES:
+        raise _wrong("config_groups", groups, f"1 to {_MAX_SCHEMES} schemes")
     schemes = tuple(_scheme(f"config_groups.{name}", value, raw.get("format")) for name, value in groups.items())
     return Compression(schemes, _targets("ignore", raw.get("ignore") or []), _kv_cache(raw.get(_KV)))
 
@@ -267,10 +267,10 @@ def _targets(where: str, raw: object) -> tuple[str, ...]:
 
 def _check_bounds(targets: Sequence[str]) -> None:
     patterns = sum(map(_is_pattern, targets))
-    if len(targets) > _MOST_NAMES or patterns > _MOST_PATTERNS:
+    if len(targets) > _MAX_NAMES or patterns > _MAX_PATTERNS:
         raise CheckpointError(
             f"config.json: {KEY} has {len(targets)} targets, {patterns} of them patterns",
-            f"at most {_MOST_NAMES}, and {_MOST_PATTERNS} patterns", _MEND,
+            f"at most {_MAX_NAMES}, and {_MAX_PATTERNS} patterns", _MEND,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ Neutral = tuple[tuple[object, ...], str]  # the values at which a key has no eff
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """A model family. `defaults` maps each key that is used to transformers' value if the key is missing."""
 
     name: str  # also config.json's model_type
@@ -93,10 +93,10 @@ _BERT: dict[str, object] = {
     "layer_norm_eps": 1e-12,
 }
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, ModelFamily] = {
     f.name: f
     for f in (
-        Family(
+        ModelFamily(
             "llama",
             "LlamaForCausalLM",
             {
@@ -108,7 +108,7 @@ FAMILIES: Mapping[str, Family] = {
                 "mlp_bias": False,
             },
         ),
-        Family(
+        ModelFamily(
             "mistral",
             "MistralForCausalLM",
             {
@@ -120,29 +120,29 @@ FAMILIES: Mapping[str, Family] = {
                 "sliding_window": 4096,
             },
         ),
-        Family(
+        ModelFamily(
             "qwen2",
             "Qwen2ForCausalLM",
             {**_COMMON, **_QWEN},
         ),
-        Family(
+        ModelFamily(
             "qwen3",
             "Qwen3ForCausalLM",
             {**_COMMON, **_QWEN, "head_dim": 128, "attention_bias": False},
         ),
-        Family(
+        ModelFamily(
             "gemma",
             "GemmaForCausalLM",
             {**_COMMON, **_GEMMA},
             {"use_bidirectional_attention": _BIDIRECTIONAL},
         ),
-        Family(
+        ModelFamily(
             "gemma2",
             "Gemma2ForCausalLM",
             {**_COMMON, **_LATER_GEMMA, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
             {"use_bidirectional_attention": _BIDIRECTIONAL, "hidden_act": (("gelu_pytorch_tanh", None), _ACTIVATION)},
         ),
-        Family(
+        ModelFamily(
             "gemma3_text",
             "Gemma3ForCausalLM",
             {
@@ -161,7 +161,7 @@ FAMILIES: Mapping[str, Family] = {
                 "hidden_act": (("gelu_pytorch_tanh", None), _ACTIVATION),
             },
         ),
-        Family(
+        ModelFamily(
             "lfm2",
             "Lfm2ForCausalLM",
             {
@@ -185,7 +185,7 @@ FAMILIES: Mapping[str, Family] = {
             # In the published files, but not used by transformers.
             {"block_use_swiglu": ((True,), _LFM2), "block_norm_eps": ((1e-5, None), _LFM2)},
         ),
-        Family(
+        ModelFamily(
             "bert",
             "BertModel",
             _BERT,

@@ -8,7 +8,7 @@ from millrace.checkpoint.config.config_keys import (
     GENERATION_KEYS,
     HARMLESS,
     ONLY_AT,
-    Family,
+    ModelFamily,
     Neutral,
 )
 from millrace.checkpoint.config.declared_keys import DECLARED
@@ -27,7 +27,7 @@ def wrong(key: str, value: object, expected: str, mend: str = "", source: str = 
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ConfigKeys:
     """Typed access to a config.json. Every method raises CheckpointError that names the key.
 
     source: what errors call the file
@@ -91,10 +91,10 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigReader(Keys):
+class ConfigReader(ConfigKeys):
     """Typed access with a family's defaults."""
 
-    family: Family
+    family: ModelFamily
 
     def get(self, key: str) -> object:
         return self.raw.get(key, self.family.defaults.get(key))
@@ -107,7 +107,7 @@ def positive_number(key: str, value: object) -> float:
     return float(value)
 
 
-def family_of(raw: Raw) -> Family:
+def family_of(raw: Raw) -> ModelFamily:
     """Return the family by architecture, otherwise by model type. raises CheckpointError if it is not supported"""
     by_architecture = {name: family for family in FAMILIES.values() for name in (family.architecture, *family.also)}
     supported = "one of " + ", ".join(sorted(by_architecture))
@@ -135,7 +135,7 @@ def family_of(raw: Raw) -> Family:
     return FAMILIES[model_type]
 
 
-def check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
+def check_keys(raw: Raw, family: ModelFamily) -> tuple[str, ...]:
     """Check that every key is used, has no effect, or has a value without effect; return notes.
 
     A key that transformers' configuration class declares and that is in no table here must have its default. Keys that
@@ -199,14 +199,14 @@ def read_dtype(raw: Raw) -> str:
     return name
 
 
-MOST_IDS = 1024  # stop token ids; published models have up to a dozen
+MAX_IDS = 1024  # stop token ids; published models have up to a dozen
 
 
 def token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
     """Parse an id, a list of ids or null into a tuple. raises CheckpointError"""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if len(values) > MOST_IDS:
-        raise CheckpointError(f"{file}: {key} has {len(values)} ids", f"at most {MOST_IDS}", f"correct {key}")
+    if len(values) > MAX_IDS:
+        raise CheckpointError(f"{file}: {key} has {len(values)} ids", f"at most {MAX_IDS}", f"correct {key}")
     for i in values:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
             raise CheckpointError(f"{file}: {key} is {value!r}", "an id, a list of ids or null", f"correct {key}")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.checkpoint.config.config_keys import FAMILIES
-from millrace.checkpoint.config.config_reader import ConfigReader, Keys, Raw, wrong
+from millrace.checkpoint.config.config_reader import ConfigKeys, ConfigReader, Raw, wrong
 from millrace.errors import CheckpointError, ConfigError, sanitize
 from millrace.settings import read_given, reject_duplicate_keys
 
-_MOST_BYTES = 1 << 20  # of a config.json
+_MAX_BYTES = 1 << 20  # of a config.json
 _MOST = 1 << 24  # largest size in it
 SIZES = ("n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn", "vocab", "max_context")
 
@@ -73,14 +73,14 @@ class DecoderSizes:
 def read_config_file(path: Path) -> Mapping[str, object]:
     """Read a config.json that need not belong to a checkpoint. raises ConfigError"""
     try:
-        data = read_given(path, _MOST_BYTES)
-        config = json.loads(data, object_pairs_hook=reject_duplicate_keys) if len(data) <= _MOST_BYTES else None
+        data = read_given(path, _MAX_BYTES)
+        config = json.loads(data, object_pairs_hook=reject_duplicate_keys) if len(data) <= _MAX_BYTES else None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "a config.json", "check the path") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {sanitize(str(error))}", "a config.json", "check the file") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no configuration", f"a JSON object of at most {_MOST_BYTES} bytes", "check it")
+        raise ConfigError(f"{path} holds no configuration", f"a JSON object of at most {_MAX_BYTES} bytes", "check it")
     return config
 
 
@@ -99,7 +99,7 @@ def read_sizes(raw: Raw, name: str) -> DecoderSizes:
             raise CheckpointError(f"{name}: {key}: {why}", "attention with its keys and values in every layer",
                                   "take the preset or config.json of a model alike, which has that")  # fmt: skip
     family = FAMILIES.get(str(raw.get("model_type")))
-    keys = Keys(raw, source=name) if family is None else ConfigReader(raw, family, source=name)
+    keys = ConfigKeys(raw, source=name) if family is None else ConfigReader(raw, family, source=name)
     hidden = _size(keys, "hidden_size", "n_embd", "d_model")
     n_heads = _size(keys, "num_attention_heads", "n_head", "n_heads")
     n_kv = _size(keys, "num_key_value_heads", "num_kv_heads", "n_head_kv", default=n_heads)
@@ -120,15 +120,15 @@ def read_sizes(raw: Raw, name: str) -> DecoderSizes:
     )  # fmt: skip
 
 
-def _size(keys: Keys, *names: str, default: int | None = None) -> int:
+def _size(keys: ConfigKeys, *names: str, default: int | None = None) -> int:
     return keys.first_int(*names, default=default, most=_MOST)
 
 
-def _count(keys: Keys, *names: str, default: int = 0) -> int:
+def _count(keys: ConfigKeys, *names: str, default: int = 0) -> int:
     return keys.first_int(*names, default=default, low=0, most=_MOST)
 
 
-def _window(keys: Keys) -> int | None:
+def _window(keys: ConfigKeys) -> int | None:
     """Return the window of all layers. If only some layers have one, None: the plan then overestimates rather than
     underestimates."""
     if not keys.boolean("use_sliding_window", True):
@@ -139,7 +139,7 @@ def _window(keys: Keys) -> int | None:
     return window if window and not some else None
 
 
-def _has_pattern(keys: Keys) -> bool:
+def _has_pattern(keys: ConfigKeys) -> bool:
     """Return whether layers alternate: a period, or a letter per layer ("LLLG")."""
     letters = keys.get("sliding_window_pattern")
     return (isinstance(letters, str) and letters.isalpha()) or _size(keys, "sliding_window_pattern", default=0) > 0

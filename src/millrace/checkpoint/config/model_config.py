@@ -26,7 +26,7 @@ from millrace.checkpoint.config.config_reader import (
 ROPE_KINDS = ("default", "linear", "llama3")
 LATER_GEMMAS = ("gemma2", "gemma3_text")
 WINDOWED = ("mistral", *LATER_GEMMAS)  # families with windows by default; Qwen has use_sliding_window
-MOST_TAPS = 8  # kernel size of a short convolution
+MAX_TAPS = 8  # kernel size of a short convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +194,8 @@ def _lfm2_convolutions(read: ConfigReader, n_layers: int) -> dict[str, Any]:
     if not isinstance(types, list) or len(types) != n_layers or not set(map(str, types)) <= {"conv", "full_attention"}:
         raise wrong("layer_types", types, f"a list of {n_layers} names, conv or full_attention")
     taps = read.positive_int("conv_L_cache")
-    if not 2 <= taps <= MOST_TAPS:
-        raise wrong("conv_L_cache", taps, f"2 to {MOST_TAPS}: no kernel takes others")
+    if not 2 <= taps <= MAX_TAPS:
+        raise wrong("conv_L_cache", taps, f"2 to {MAX_TAPS}: no kernel takes others")
     return {
         "convolves": tuple(kind == "conv" for kind in types),
         "conv_taps": taps,

@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import normalizers
 
 from millrace.checkpoint.address_space import check_address_space
-from millrace.checkpoint.tokenizer.sentencepiece_tokenizer import MOST_GROWTH, grows, longest_replacement
-from millrace.checkpoint.tokenizer.tokenizer import Specials, TokenizerConfig, VocabularyTokenizer, check_unicode
+from millrace.checkpoint.tokenizer.sentencepiece_tokenizer import MAX_GROWTH, grows, longest_replacement
+from millrace.checkpoint.tokenizer.tokenizer import SpecialTokens, TokenizerConfig, VocabularyTokenizer, check_unicode
 from millrace.errors import CheckpointError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -47,7 +47,7 @@ class JsonTokenizer(VocabularyTokenizer):
         vocab_size = max(library.get_vocab().values(), default=-1) + 1
         bos, eos = (self._named_id(library, path, config, name) for name in ("bos_token", "eos_token"))
         ids = frozenset(i for i, token in added.items() if token.special)
-        super().__init__(vocab_size, Specials(named=config.named, bos_token_id=bos, eos_token_id=eos, ids=ids))
+        super().__init__(vocab_size, SpecialTokens(named=config.named, bos_token_id=bos, eos_token_id=eos, ids=ids))
         self._library, self._path = library, path
         self._decoding = _read_decoder(path, library)
 
@@ -166,7 +166,7 @@ def _check_normalizer(data: bytes, path: Path) -> None:
     except _NOT_JSON:
         return  # the library will say where
     _check_charsmaps(normalizer, path)
-    if (growth := _growth(normalizer)) > MOST_GROWTH:
+    if (growth := _growth(normalizer)) > MAX_GROWTH:
         raise _unreadable(path, grows(growth))
 
 

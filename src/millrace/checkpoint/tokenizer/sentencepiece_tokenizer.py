@@ -9,7 +9,7 @@ import sentencepiece
 
 from millrace.checkpoint.address_space import check_address_space
 from millrace.checkpoint.protobuf import BYTES, WireError, fields
-from millrace.checkpoint.tokenizer.tokenizer import Added, Specials, TokenizerConfig, VocabularyTokenizer
+from millrace.checkpoint.tokenizer.tokenizer import AddedToken, SpecialTokens, TokenizerConfig, VocabularyTokenizer
 from millrace.errors import CheckpointError
 
 _MARK = "\u2581"  # SentencePiece's visible space
@@ -18,7 +18,7 @@ _MARK = "\u2581"  # SentencePiece's visible space
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 _SPECS = range(2, 6)  # fields of ModelProto that are messages, other than its many small pieces
 _NORMALIZER, _CHARSMAP = 3, 2  # ModelProto.normalizer_spec.precompiled_charsmap
-MOST_GROWTH = 1024  # maximum ratio of normalized to original bytes; published models stay below 100
+MAX_GROWTH = 1024  # maximum ratio of normalized to original bytes; published models stay below 100
 # Address space that the library needs to read a file twice, per byte of it. Measured: 18 (256,000 pieces).
 _ROOM_PER_BYTE = 60
 
@@ -48,7 +48,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         ids |= {i for text, i in self._ids.items() if text in special_texts}
         ids |= {i for i, token in added.items() if token.special}
         vocab_size = max([size - 1, *added]) + 1
-        super().__init__(vocab_size, Specials(named=named, bos_token_id=bos, eos_token_id=eos, ids=frozenset(ids)))
+        super().__init__(vocab_size, SpecialTokens(named=named, bos_token_id=bos, eos_token_id=eos, ids=frozenset(ids)))
         self._size = size
         self._token_ids = pieces | {token.content: i for i, token in self._added.items()}
         # defaults of LlamaTokenizer and GemmaTokenizer: a text begins with bos and has no eos
@@ -57,7 +57,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
 
     @staticmethod
     def _id(
-        path: Path, named: dict[str, str], added: dict[int, Added], pieces: dict[str, int], name: str
+        path: Path, named: dict[str, str], added: dict[int, AddedToken], pieces: dict[str, int], name: str
     ) -> int | None:
         text = named.get(name)
         if text is None:
@@ -151,7 +151,7 @@ def _check_fields(data: bytes, path: Path) -> None:
                 continue
             for inner, its_kind, _, at, stop in fields(data, begin, end):
                 is_charsmap = (number, inner, its_kind) == (_NORMALIZER, _CHARSMAP, BYTES)
-                if is_charsmap and (n := longest_replacement(data[at:stop])) > MOST_GROWTH:
+                if is_charsmap and (n := longest_replacement(data[at:stop])) > MAX_GROWTH:
                     raise _unreadable(path, grows(n))
     except WireError:
         raise _unreadable(path, f"it is truncated or damaged: a field ends outside its {len(data)} bytes") from None
@@ -169,7 +169,7 @@ def longest_replacement(charsmap: bytes) -> int:
 
 def grows(growth: float) -> str:
     """Return the message for a normalizer that expands texts too much."""
-    return f"its normalizer could make a text {growth:.3g} times as long, and {MOST_GROWTH} is the most"
+    return f"its normalizer could make a text {growth:.3g} times as long, and {MAX_GROWTH} is the most"
 
 
 def _pieces(model: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int]:
@@ -194,11 +194,11 @@ def _named(model: sentencepiece.SentencePieceProcessor, config: TokenizerConfig)
 
 
 def _splitter(
-    path: Path, added: dict[int, Added], special: set[str], pieces: dict[str, int], split_special: bool
-) -> tuple[re.Pattern[str], dict[str, int], dict[str, Added]]:
+    path: Path, added: dict[int, AddedToken], special: set[str], pieces: dict[str, int], split_special: bool
+) -> tuple[re.Pattern[str], dict[str, int], dict[str, AddedToken]]:
     """Return a pattern that matches added tokens in a text, longest first; their ids; their handling of white space."""
     ids = {text: pieces[text] for text in special if text in pieces}
-    flags: dict[str, Added] = {}
+    flags: dict[str, AddedToken] = {}
     for i, token in added.items():
         if token.single_word:
             raise CheckpointError(

@@ -37,7 +37,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Specials:
+class SpecialTokens:
     """The special tokens of a tokenizer."""
 
     named: Mapping[str, str]  # {"bos_token": "<s>", ...}: the variables of a chat template
@@ -61,7 +61,7 @@ def check_unicode(text: str) -> None:
 class Tokenizer(ABC):
     """Interface of tokenizers. Thread-safe."""
 
-    def __init__(self, vocab_size: int, specials: Specials) -> None:
+    def __init__(self, vocab_size: int, specials: SpecialTokens) -> None:
         self.vocab_size = vocab_size  # largest id + 1; the model's may be larger; those ids decode to nothing
         self.specials = specials
         self._bytes: dict[int, bytes] = {}
@@ -209,7 +209,7 @@ class TokenizerConfig:
 
     named: Mapping[str, str]  # {"bos_token": "<s>", ...}
     special: tuple[str, ...]  # other special tokens
-    added: Mapping[int, "Added"]  # id -> token
+    added: Mapping[int, "AddedToken"]  # id -> token
     add_bos: bool | None  # None: not set
     add_eos: bool | None
     legacy: bool  # SentencePiece: add a space before the text after every special token
@@ -219,7 +219,7 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class AddedToken:
     """A token outside the trained vocabulary; `lstrip`, `rstrip`: it includes white space before or after it."""
 
     content: str
@@ -238,11 +238,11 @@ def read_tokenizer_config(files: Files, folder: Path) -> TokenizerConfig:
     extra = both.get("additional_special_tokens") or both.get("extra_special_tokens") or []
     values = list(extra.values()) if isinstance(extra, dict) else extra if isinstance(extra, list) else []
     special = tuple(text for v in values if (text := _content(folder, "additional_special_tokens", v)) is not None)
-    added: dict[int, Added] = {}
+    added: dict[int, AddedToken] = {}
     for text, i in json_object(files, ADDED_TOKENS, folder).items():
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= _LAST_ID:
             raise CheckpointError(f"{folder / ADDED_TOKENS}: {text!r} is {i!r}", "the id of a token", "correct the id")
-        added[i] = Added(text)
+        added[i] = AddedToken(text)
     decoder = raw.get("added_tokens_decoder")
     for key, value in decoder.items() if isinstance(decoder, dict) else ():
         content = _content(folder, f"added_tokens_decoder[{key}]", value)
@@ -250,7 +250,7 @@ def read_tokenizer_config(files: Files, folder: Path) -> TokenizerConfig:
             raise _wrong(folder, f"added_tokens_decoder[{key}]", value)
         flags = value if isinstance(value, dict) else {}
         names = ("special", "lstrip", "rstrip", "single_word", "normalized")
-        added[int(key)] = Added(content, **{name: bool(flags.get(name)) for name in names})
+        added[int(key)] = AddedToken(content, **{name: bool(flags.get(name)) for name in names})
     return TokenizerConfig(
         named=named,
         special=special,

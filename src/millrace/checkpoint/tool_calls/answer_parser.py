@@ -53,7 +53,7 @@ class AnswerParser:
     calls: format of tool calls; None: calls are ordinary text
     thoughts: marks of reasoning; None: there is none
     tools: names of tools; a call without a mark must have one of them
-    most_calls: maximum number of calls; later ones are dropped
+    max_calls: maximum number of calls; later ones are dropped
     thinks: whether the prompt ends inside the model's reasoning
     """
 
@@ -63,10 +63,10 @@ class AnswerParser:
         thoughts: Reasoning | None,
         *,
         tools: Collection[str] = (),
-        most_calls: int = sys.maxsize,
+        max_calls: int = sys.maxsize,
         thinks: bool = False,
     ) -> None:
-        self._format, self._thoughts, self._tools, self._most_calls = calls, thoughts, tools, most_calls
+        self._format, self._thoughts, self._tools, self._max_calls = calls, thoughts, tools, max_calls
         self._text = ""  # text that is not classified yet
         self._coming: list[tuple[str, int]] = []  # the text that follows, with start offsets; a stack, the next on top
         self._n_come, self._n_coming = 0, 0  # characters received, and characters in `_coming`
@@ -271,12 +271,12 @@ class AnswerParser:
 
     def _call(self, name: str) -> None:
         self._value, self._pending, self._seemed_at = JsonValue(), None, None
-        if self.n_calls < self._most_calls:
+        if self.n_calls < self._max_calls:
             self._parts.append(CallPart(self.n_calls, name, ""))
         self.n_calls += 1
 
     def _add(self, arguments: str) -> None:
-        if not arguments or self.n_calls > self._most_calls:
+        if not arguments or self.n_calls > self._max_calls:
             return
         last = self._parts[-1] if self._parts else None
         if last is not None and last.index == self.n_calls - 1:

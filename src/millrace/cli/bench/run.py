@@ -99,7 +99,7 @@ async def _measure(plan: BenchPlan, certify_s: float, quiet: bool, begins: Begin
     words = await check_server(plan)
     certificate = await certify(plan, certify_s) if certify_s else None
     if certificate is not None and not quiet:
-        note(f"  client: {certificate.says}")
+        note(f"  client: {certificate.description}")
     return certificate, await measure(plan, begins, words)
 
 

@@ -130,7 +130,8 @@ def _document(
     by_level = {p.level: _point(p, certificate) for p in points}
     chosen = {name: getattr(best_points, name) for name in NAMES}
     return {
-        "by": by, "limits": limits.says, "limited_by": limiting_factor(points), "ranked_by": throughput(points).unit,
+        "by": by, "limits": limits.description, "limited_by": limiting_factor(points),
+        "ranked_by": throughput(points).unit,
         "points": list(by_level.values()), "front": [p.level for p in on_front(points)],
         **{name: None if point is None else by_level[point.level] for name, point in chosen.items()},
     }  # fmt: skip
@@ -139,7 +140,7 @@ def _document(
 def _point(p: SweepPoint, certificate: Certificate | None) -> dict[str, Any]:
     names = ("time_to_first_token", "inter_token_latency", "request_latency")
     return {
-        "level": p.level, "keeps": p.keeps, "surely": p.surely, "verdict": p.verdict, "ended_early": p.ended or None,
+        "level": p.level, "keeps": p.meets, "surely": p.surely, "verdict": p.verdict, "ended_early": p.ended or None,
         "output_tokens_per_s": p.tokens_per_s, "requests_per_s": p.requests_per_s,
         "output_tokens_per_s_interval": p.metrics.output_tokens_per_s.interval,
         "requests_per_s_interval": p.metrics.requests_per_s.interval,

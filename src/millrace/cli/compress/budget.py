@@ -16,14 +16,22 @@ from millrace.cli.console import Progress, heading, pairs, print_json, progress,
 from millrace.cli.signals import raise_on_sigterm
 from millrace.compress.calibration.calibration_source import CalibrationSource, statistics_for
 from millrace.compress.checkpoint.checkpoint_writer import check_place
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.measure.accuracy import Loss, held_out_for, require_measurable, windows_for
 from millrace.compress.presets import ROWS, CompressionTarget
 from millrace.compress.recipe import PRESETS
 from millrace.compress.report.page import write_page
 from millrace.compress.search.candidates import RoundedMatrixStore
 from millrace.compress.search.loss_bound import MaxLoss
-from millrace.compress.search.search import RECIPE, SearchGoal, SearchResult, Texts, described, most_bytes, search
+from millrace.compress.search.search import (
+    RECIPE,
+    SearchGoal,
+    SearchResult,
+    SearchWindows,
+    described,
+    max_bytes,
+    search,
+)
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas
@@ -49,14 +57,14 @@ def run_search(
     )
     with raise_on_sigterm(), progress(options.as_json) as report:
         checkpoint = open_checkpoint(options.model, options.env, report)
-        job, texts = _ready(checkpoint, budget, options.samples, dry_run)
-        result = None if dry_run else _search(job, texts, budget, options.samples, report)
+        plan, texts = _ready(checkpoint, budget, options.samples, dry_run)
+        result = None if dry_run else _search(plan, texts, budget, options.samples, report)
     if result is None:
-        show_search(job, budget.search, options.samples, options.as_json)
+        show_search(plan, budget.search, options.samples, options.as_json)
         return
     seconds = time.perf_counter() - started_s
     write_page(out, {"command": command_line(options.model), "seconds": seconds})
-    warn_if_unpredictable(result.loss.source_perplexity, result.result.job.checkpoint)
+    warn_if_unpredictable(result.loss.source_perplexity, result.result.plan.checkpoint)
     engine = build_output(options)
     if options.as_json:
         print_json(_as_json(result, out, seconds) | ({} if engine is None else {"engine": engine.summary()}))
@@ -85,31 +93,31 @@ def _goal(bound: MaxLoss, target: CompressionTarget, batch: int | None) -> Searc
 
 def _ready(
     checkpoint: Checkpoint, budget: _BudgetOptions, samples: CalibrationSource, dry_run: bool
-) -> tuple[CompressionPlan, Texts]:
+) -> tuple[CompressionPlan, SearchWindows]:
     """Return the layers and texts, and raise before any long work if the search cannot be done."""
     samples.check("--max-loss", True, budget.calibration, dry_run)
-    job = plan(require_measurable(checkpoint), PRESETS["int8-wo"])
-    check_place(budget.out, most_bytes(job) + samples.temporary_bytes(job))
+    plan = plan_compression(require_measurable(checkpoint), PRESETS["int8-wo"])
+    check_place(budget.out, max_bytes(plan) + samples.temporary_bytes(plan))
     text = Calibration.open(budget.calibration)
-    texts = Texts(text, windows_for(checkpoint, text), held_out_for(checkpoint, text))
+    texts = SearchWindows(text, windows_for(checkpoint, text), held_out_for(checkpoint, text))
     if not dry_run:
         samples.check_text(checkpoint, text)
-    return job, texts
+    return plan, texts
 
 
 def _search(
-    job: CompressionPlan, texts: Texts, budget: _BudgetOptions, samples: CalibrationSource, report: Progress
+    plan: CompressionPlan, texts: SearchWindows, budget: _BudgetOptions, samples: CalibrationSource, report: Progress
 ) -> SearchResult:
-    with statistics_for(job, budget.out, samples, report) as statistics:
+    with statistics_for(plan, budget.out, samples, report) as statistics:
         store = RoundedMatrixStore.next_to(samples.statistics) if samples.statistics else None
-        return search(job, budget.search, statistics, texts, budget.out, report, store)
+        return search(plan, budget.search, statistics, texts, budget.out, report, store)
 
 
 def _as_json(result: SearchResult, out: Path, seconds: float) -> dict[str, Any]:
-    job = result.result.job
+    plan = result.result.plan
     return {
         "folder": str(out), "recipe": str(out / RECIPE), "seconds": seconds, "formats": _formats(result),
-        "bits_per_weight": job.bits_per_weight, "bytes_before": job.bytes_before, "bytes_after": job.bytes_after,
+        "bits_per_weight": plan.bits_per_weight, "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after,
         "loss": asdict(result.loss), **described(result),
     }  # fmt: skip
 
@@ -121,7 +129,7 @@ def _formats(result: SearchResult) -> dict[str, int]:
 
 def _show(result: SearchResult, out: Path, seconds: float) -> None:
     goal, bound, loss = result.goal, result.goal.bound, result.loss
-    job, cost = result.result.job, partial(_cost, result.goal)
+    plan, cost = result.result.plan, partial(_cost, result.goal)
     heading(f"{out}: the cheapest that was found within {bound.format_value(bound.bound)} ({bound.kind})")
     rows = "one row" if goal.rows == 1 else f"{goal.rows} rows"
     basis = f"of a step of {rows}, on {goal.threads} threads ({goal.isa})" if goal.rows else "in bytes"
@@ -130,14 +138,14 @@ def _show(result: SearchResult, out: Path, seconds: float) -> None:
     pairs([
         ("cost", f"{cost(result.mix.cost)} {basis}, all linear layers; as floats {cost(result.floats)}"),
         ("layers", formats),
-        ("bytes", f"{size(job.bytes_before)} -> {size(job.bytes_after)}, {job.bits_per_weight:.3f} bits a weight of "
+        ("bytes", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)}, {plan.bits_per_weight:.3f} bits a weight of "
                   "what is compressed"),
         ("chosen by", _loss_text(result, result.choice)),
         ("proven", _loss_text(result, result.proof) + ", on other windows" if result.proof else
                    "not on other windows: the text has no more"),
         ("perplexity", f"{loss.perplexity:.3f}, the source's {loss.source_perplexity:.3f}, in fp32"),
         ("same token", f"{loss.agreement:.1%} of the likeliest"),
-        ("again", f"--recipe {out / RECIPE}" + (", with the same --statistics" if job.calibrated else "")),
+        ("again", f"--recipe {out / RECIPE}" + (", with the same --statistics" if plan.calibrated else "")),
         ("time", f"{seconds:.0f} s"),
     ])  # fmt: skip
 

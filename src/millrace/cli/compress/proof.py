@@ -22,7 +22,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import is_of
 from millrace.compress.calibration.calibration_source import same_text_error
-from millrace.compress.checkpoint.compression_record import Flips, read_record
+from millrace.compress.checkpoint.compression_record import AnswerChanges, read_record
 from millrace.compress.measure.accuracy import Loss, SimulatedLoss, measure, unmeasurable_reason, windows_for
 from millrace.compress.measure.speed import TOKENS, Speeds, paces
 from millrace.compress.report.page import write_page
@@ -149,7 +149,7 @@ def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
         )  # fmt: skip
 
 
-def _questions(model: str, out: Path, folder: Path, n: int, context: tuple[Env, bool]) -> Flips:
+def _questions(model: str, out: Path, folder: Path, n: int, context: tuple[Env, bool]) -> AnswerChanges:
     env, quiet = context
     both = [
         mmlu_results(EvalOptions(
@@ -160,7 +160,7 @@ def _questions(model: str, out: Path, folder: Path, n: int, context: tuple[Env, 
     source, compressed = both
     flips = compare_results(compressed, source)[RIGHT]
     rights = [sum(record.right for record in results.records.values()) for results in both]
-    return Flips(
+    return AnswerChanges(
         task=compressed.about.task, questions=flips.n, source_precision=source.about.precision,
         made_precision=compressed.about.precision, source_right=rights[0], made_right=rights[1],
         source_interval=wilson(rights[0], flips.n), made_interval=wilson(rights[1], flips.n),

@@ -20,8 +20,8 @@ from millrace.cli.signals import raise_on_sigterm
 from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.calibration.calibration_source import CalibrationSource, statistics_for
 from millrace.compress.checkpoint.checkpoint_writer import check_place
-from millrace.compress.compress import Way, by_rounding, compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compress import CompressionMethod, by_rounding, compress
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.measure.accuracy import unmeasurable_reason
 from millrace.compress.recipe import read_recipe
 from millrace.compress.report.page import write_page
@@ -82,33 +82,33 @@ def _by_recipe(options: CompressOptions, /, recipe: str, dry_run: bool, **more: 
     calibration: str | None = more["calibration"]
     with raise_on_sigterm(), progress(options.as_json) as report:
         checkpoint = open_checkpoint(model, options.env, report)
-        job = plan(checkpoint, read_recipe(recipe))
-        samples.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
-        check_place(output, job.bytes_after + (samples.temporary_bytes(job) if job.calibrated else 0))
+        plan = plan_compression(checkpoint, read_recipe(recipe))
+        samples.check(f"the recipe {plan.recipe.name}", plan.calibrated, calibration, dry_run)
+        check_place(output, plan.bytes_after + (samples.temporary_bytes(plan) if plan.calibrated else 0))
         read = proof.windows(checkpoint)  # reports a text that is too short at once, also in a dry run
-        if job.calibrated and proof.text is not None and not dry_run:
+        if plan.calibrated and proof.text is not None and not dry_run:
             samples.check_text(checkpoint, proof.text)
         if not dry_run:
-            with _way_of(job, output, samples, report) as (way, used):
-                result = compress(job, output, way, report)
+            with _way_of(plan, output, samples, report) as (way, used):
+                result = compress(plan, output, way, report)
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**used, "command": command_line(model), "seconds": seconds})
             with said_if_ended(model, output):
                 losses = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
-        show_plan(job, samples, more["evaluate"] and not unmeasurable_reason(checkpoint), options.as_json)
+        show_plan(plan, samples, more["evaluate"] and not unmeasurable_reason(checkpoint), options.as_json)
         return
     with said_if_ended(model, output):
         losses |= proof.more(model, output, options.env, options.as_json)
     seconds, engine = time.perf_counter() - started_s, build_output(options)
-    document = {**about(job), "folder": str(output), "seconds": seconds, **losses, "worst": dict(result.worst[:WORST])}
+    document = {**about(plan), "folder": str(output), "seconds": seconds, **losses, "worst": dict(result.worst[:WORST])}
     document |= {} if engine is None else {"engine": engine.summary()}
     if options.as_json:
         print_json(document)
         return
-    heading(f"{output} ({job.recipe.name}), read again and found right")
-    pairs([*sizes(job), *rows_of(losses), *worst(result), ("time", f"{seconds:.1f} s")])
-    notes(job)
+    heading(f"{output} ({plan.recipe.name}), read again and found right")
+    pairs([*sizes(plan), *rows_of(losses), *worst(result), ("time", f"{seconds:.1f} s")])
+    notes(plan)
     if engine is not None:
         engine.show()
 
@@ -134,11 +134,11 @@ def _measure_again(options: CompressOptions, /, **more: Any) -> None:
 
 @contextmanager
 def _way_of(
-    job: CompressionPlan, out: Path, samples: CalibrationSource, report: Any
-) -> Iterator[tuple[Way, dict[str, Any]]]:
+    plan: CompressionPlan, out: Path, samples: CalibrationSource, report: Any
+) -> Iterator[tuple[CompressionMethod, dict[str, Any]]]:
     """Yield the compression method, and what to record about it."""
-    if not job.calibrated:
+    if not plan.calibrated:
         yield by_rounding, {}
         return
-    with statistics_for(job, out, samples, report) as statistics:
+    with statistics_for(plan, out, samples, report) as statistics:
         yield by_statistics(statistics), {"statistics": statistics.about.recorded}

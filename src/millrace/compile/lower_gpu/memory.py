@@ -38,7 +38,7 @@ def needs_of(
 ) -> MemoryNeeds:  # fmt: skip
     """Return the memory needs. Arguments as in CudaExecutor. limits: the number of pages is ignored"""
     graph, element, vocab = lowered.graph, ELEMENTS[lowered.dtype], limits.vocab_size
-    most_pages = -(-limits.max_context // limits.page_tokens)
+    max_pages = -(-limits.max_context // limits.page_tokens)
     largest = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
     rows = 4 * limits.max_step_tokens * embedding_width(graph) if limits.max_rows else 0  # in place of all its tokens
     step = max(_computed(graph, largest, element, multiprocessors) + rows, SAMPLED * limits.max_rows * vocab)
@@ -46,11 +46,11 @@ def needs_of(
         max(_computed(graph, dict.fromkeys("TSR", n), element, multiprocessors), CAPTURED * n * vocab) for n in buckets
     ]
     page = limits.page_tokens
-    inputs = sum(bucket_bytes(graph, n, most_pages, multiprocessors, page) for n in buckets)
+    inputs = sum(bucket_bytes(graph, n, max_pages, multiprocessors, page) for n in buckets)
     return MemoryNeeds(
         weights_bytes=weights_bytes(lowered.placement, element), step_bytes=step,
         graphs_bytes=inputs + sum(4 * n * vocab for n in buckets) + max(captured, default=0),
-        page_bytes=page_bytes(graph, page, element, kv), least_pages=most_pages,
+        page_bytes=page_bytes(graph, page, element, kv), least_pages=max_pages,
         windows=tuple(
             WindowNeeds(w, page_bytes(graph, page, element, kv, w),
                         max_window_pages(w, limits.max_context, limits.max_step_tokens, page))
@@ -97,10 +97,10 @@ def slot_bytes(graph: Graph, element: int) -> int:
     return sum(rows * width * element for rows, width in shapes)
 
 
-def bucket_bytes(graph: Graph, sequences: int, most_pages: int, multiprocessors: int, page_tokens: int) -> int:
+def bucket_bytes(graph: Graph, sequences: int, max_pages: int, multiprocessors: int, page_tokens: int) -> int:
     """Return the bytes of a bucket's inputs: tokens, positions, slots, sampling rows, pages, attention's programs."""
     kinds = attention_kinds(graph)
-    _, n = aligned(bucket_parts(sequences, most_pages, kinds, multiprocessors, page_tokens))
+    _, n = aligned(bucket_parts(sequences, max_pages, kinds, multiprocessors, page_tokens))
     starts = (2 + len(windows_in(kinds))) * (sequences + 1)  # including zeros, and the table offsets of windows
     return 8 * len(SAMPLING.names or ()) * sequences + 4 * (n + starts)
 

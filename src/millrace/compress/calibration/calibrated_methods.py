@@ -16,7 +16,7 @@ from millrace.compress.calibration.statistics import (
     input_bytes,
     read_about,
 )
-from millrace.compress.compress import CompressedPiece, Way, by_layers, rounded_alone
+from millrace.compress.compress import CompressedPiece, CompressionMethod, by_layers, rounded_alone
 from millrace.compress.compression_plan import SAME_INPUT, WEIGHT, CompressionPlan
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, lost
 from millrace.compress.measure.reconstruction_error import relative_error
@@ -33,13 +33,13 @@ from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.text_files import read_text
 from millrace.evaluate.text_windows import Windows
 
-_MOST_BYTES = 16 << 20  # limit of the text: 4 million tokens, of which 65,536 are sampled
+_MAX_BYTES = 16 << 20  # limit of the text: 4 million tokens, of which 65,536 are sampled
 _FLOPS = 1.1e11  # per second, of the pass on two cores of an AVX-512 server; for estimates only
 _LAYER_BYTES, _GRAM_BYTES, _ROW_BYTES = 16, 24, 4 * 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class StatisticsCost:
     """Estimated cost of statistics. disk_bytes: of their folder; carried_bytes: needed in addition during the pass"""
 
     disk_bytes: int
@@ -48,11 +48,11 @@ class Needs:
     carried_bytes: int
 
 
-def needs(job: CompressionPlan, tokens: int) -> Needs:
-    """Estimate the cost of a pass over `tokens` tokens, from the headers. It collects all layers, whatever the job."""
+def needs(plan: CompressionPlan, tokens: int) -> StatisticsCost:
+    """Estimate the cost of a pass over `tokens` tokens, from the headers. It collects all layers, whatever the plan."""
     widths: dict[str, list[int]] = {}
     weights: dict[str, int] = {}
-    for name, info in job.checkpoint.tensors.items():
+    for name, info in plan.checkpoint.tensors.items():
         if len(info.shape) != 2 or ".layers." not in name:
             continue
         (N, K), name = info.shape, name.removesuffix(WEIGHT)
@@ -64,8 +64,8 @@ def needs(job: CompressionPlan, tokens: int) -> Needs:
     rows = max(sum(some) for some in widths.values())
     memory = _LAYER_BYTES * max(weights.values()) + _GRAM_BYTES * max(inputs) ** 2 + _ROW_BYTES * rows
     flops = 2 * tokens * (sum(weights.values()) + sum(K * K for K in inputs))
-    carried = 2 * 4 * job.checkpoint.decoder.hidden_size * tokens  # a layer's input and output, in float32
-    return Needs(sum(map(input_bytes, inputs)), memory, flops / _FLOPS, carried)
+    carried = 2 * 4 * plan.checkpoint.decoder.hidden_size * tokens  # a layer's input and output, in float32
+    return StatisticsCost(sum(map(input_bytes, inputs)), memory, flops / _FLOPS, carried)
 
 
 def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
@@ -82,7 +82,7 @@ def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
 
 def read_sampled(file: str, n: int = SAMPLES) -> str:
     """Read a text to sample from. raises ConfigError"""
-    return read_text(file, "--samples-from", _MOST_BYTES, f"a text of at least {n * LENGTH:,} tokens")
+    return read_text(file, "--samples-from", _MAX_BYTES, f"a text of at least {n * LENGTH:,} tokens")
 
 
 def is_of(checkpoint: Checkpoint, content: str, digest: str, tokens: int) -> bool:
@@ -141,35 +141,35 @@ def method_of(treatment: LayerRecipe, group: int) -> Method | None:
     )  # fmt: skip
 
 
-def by_statistics(statistics: CalibrationStatistics) -> Way:
+def by_statistics(statistics: CalibrationStatistics) -> CompressionMethod:
     """Round layer by layer with the recipe's methods, then separately those that need no statistics: FP8, the head."""
 
-    def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
-        methods = {name: method_of(treatment, form.group) for name, (treatment, form) in job.layers.items()}
-        every = {**{name: treatment for name, (treatment, _) in job.layers.items()}, **job.sparse}
+    def pieces(plan: CompressionPlan) -> Iterator[CompressedPiece]:
+        methods = {name: method_of(treatment, form.group) for name, (treatment, form) in plan.layers.items()}
+        every = {**{name: treatment for name, (treatment, _) in plan.layers.items()}, **plan.sparse}
         for name, treatment in every.items():
             if treatment.calibrated and name not in statistics:
                 raise CheckpointError(
                     f"the model does not read {name}: it has no statistics", "a layer of this model",
                     f'leave it as it is: method = "none", match = "{name}"',
                 )  # fmt: skip
-        tensors, config = job.checkpoint.tensors, job.checkpoint.decoder
+        tensors, config = plan.checkpoint.tensors, plan.checkpoint.decoder
         shapes = {name: info.shape for name, info in tensors.items()}
         offset = 1.0 if config.family.startswith("gemma") else 0.0  # its norms multiply by 1 + weight
         layers = rounded_layers(tensors.load, shapes, statistics, methods.get, config.head_dim, offset)
-        left = dict.fromkeys(job.layers)
-        for piece in by_layers(layers)(job):
+        left = dict.fromkeys(plan.layers)
+        for piece in by_layers(layers)(plan):
             for name in piece.matrices:
                 del left[name]
             yield piece
         for name in left:
-            treatment, _ = job.layers[name]
+            treatment, _ = plan.layers[name]
             x = statistics.get(name)
-            yield rounded_alone(job, name, x) if x is None or not treatment.calibrated else _in_fp8(job, name, x)
-        for name, treatment in job.sparse.items():
-            yield _thinned(job, name, treatment, statistics)
-        if job.pruned:
-            sizes, smaller = job.pruned
+            yield rounded_alone(plan, name, x) if x is None or not treatment.calibrated else _in_fp8(plan, name, x)
+        for name, treatment in plan.sparse.items():
+            yield _thinned(plan, name, treatment, statistics)
+        if plan.pruned:
+            sizes, smaller = plan.pruned
             for number in range(config.n_layers):
                 result = pruned(tensors.load, smaller, number, statistics, config, sizes)
                 yield CompressedPiece({}, errors_of(result.figures), result.floats, result.figures)
@@ -177,8 +177,8 @@ def by_statistics(statistics: CalibrationStatistics) -> Way:
     return pieces
 
 
-def _in_fp8(job: CompressionPlan, name: str, x: InputStatistics) -> CompressedPiece:
-    rounded, why = fp8_by_gptq(job.checkpoint.tensors.load(name + WEIGHT), x)
+def _in_fp8(plan: CompressionPlan, name: str, x: InputStatistics) -> CompressedPiece:
+    rounded, why = fp8_by_gptq(plan.checkpoint.tensors.load(name + WEIGHT), x)
     return CompressedPiece({name: rounded}, {name: why.error}, figures={name: why})
 
 
@@ -188,9 +188,9 @@ def fp8_by_gptq(w: Array, x: InputStatistics) -> tuple[Fp8Matrix, LayerDiagnosti
 
 
 def _thinned(
-    job: CompressionPlan, name: str, treatment: LayerRecipe, statistics: CalibrationStatistics
+    plan: CompressionPlan, name: str, treatment: LayerRecipe, statistics: CalibrationStatistics
 ) -> CompressedPiece:
-    w, x = job.checkpoint.tensors.load(name + WEIGHT), statistics[name]
+    w, x = plan.checkpoint.tensors.load(name + WEIGHT), statistics[name]
     rounded = sparse(w, x, treatment.method)
     plain = relative_error(w, prune_2_4_magnitude(w), x.gram)
     why = figures(w, OF, rounded.error, x, nearest=plain, plain="dropping the smallest weights")

@@ -22,10 +22,10 @@ from millrace.compile.precision import PrecisionMap
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.compress.calibration.statistics import (
-    About,
     CalibrationStatistics,
     InputStatistics,
-    Writing,
+    StatisticsInfo,
+    StatisticsWriter,
     input_bytes,
     whole_file,
     writing,
@@ -81,7 +81,7 @@ def collect(
     )
     readers: Readers = {}
     programs = list(plan_pieces(source, options, lambda piece: _ports(piece, readers)))
-    about = About(
+    about = StatisticsInfo(
         model=source.identity(), text=digest_of(text),
         tokens=text.ids.size, precision=str(precision), pieces=len(programs),
     )  # fmt: skip
@@ -114,7 +114,9 @@ def _ports(piece: Graph, readers: Readers) -> tuple[Port, ...]:
     return (*carried, *(Port(names[0], value) for value, names in inputs.items()))
 
 
-def _through(program: Program, number: int, text: Windows, files: Writing, vocab_size: int) -> dict[str, "_Sums"]:
+def _through(
+    program: Program, number: int, text: Windows, files: StatisticsWriter, vocab_size: int
+) -> dict[str, "_Sums"]:
     """Run all windows through a piece; writes the inputs of the next piece to its file."""
     names = [slot.name for slot in program.outputs if slot.name != CARRIED]
     carries, sums = len(names) < len(program.outputs), dict[str, _Sums]()

@@ -102,11 +102,11 @@ class CalibrationSource:
         assert self.statistics is not None, "checked before"
         return statistics_of(checkpoint, None, self.statistics, lambda *_: None).about.text
 
-    def temporary_bytes(self, job: CompressionPlan) -> int:
+    def temporary_bytes(self, plan: CompressionPlan) -> int:
         """Return the bytes of temporary statistics next to the output."""
         if self.statistics is not None:
             return 0
-        requirements = needs(job, self.n * LENGTH)
+        requirements = needs(plan, self.n * LENGTH)
         return requirements.disk_bytes + requirements.carried_bytes
 
 
@@ -121,14 +121,14 @@ def same_text_error(measured: Calibration) -> ConfigError:
 
 @contextmanager
 def statistics_for(
-    job: CompressionPlan, out: Path, source: CalibrationSource, progress: Progress
+    plan: CompressionPlan, out: Path, source: CalibrationSource, progress: Progress
 ) -> Iterator[CalibrationStatistics]:
-    """Collect or read the statistics of a job's model; temporary ones are next to `out`, and removed at the end."""
+    """Collect or read the statistics of a plan's model; temporary ones are next to `out`, and removed at the end."""
     text: Windows | None = None
     if source.samples_from is not None:
-        text = sampled(job.checkpoint, source.samples_from, source.n)
+        text = sampled(plan.checkpoint, source.samples_from, source.n)
     if source.statistics is not None:
-        yield statistics_of(job.checkpoint, text, source.statistics, progress)
+        yield statistics_of(plan.checkpoint, text, source.statistics, progress)
         return
     with staging_folder(out, "statistics") as folder:
-        yield statistics_of(job.checkpoint, text, folder / "kept", progress)
+        yield statistics_of(plan.checkpoint, text, folder / "kept", progress)

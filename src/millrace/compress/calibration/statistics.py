@@ -26,13 +26,13 @@ from millrace.settings import read_given
 
 VERSION = 1
 ABOUT = "about.json"
-_MOST_HEAD = 1 << 20
-_MOST_INPUTS = 1 << 17
+_MAX_HEAD = 1 << 20
+_MAX_INPUTS = 1 << 17
 _AGAIN = "remove the folder, and collect again: what pieces take in is gone when all are done"
 Floats = NDArray[np.float32]
 
 
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StatisticsInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """model: its identity; text: a digest of the token ids; tokens: their number; pieces: files of a complete folder"""
 
     model: str
@@ -62,7 +62,7 @@ class InputStatistics(NamedTuple):
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     linears: list[str]
-    size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_INPUTS)]
+    size: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INPUTS)]
     checksum: str
 
     @property
@@ -90,7 +90,7 @@ class _Place:
 class CalibrationStatistics(Mapping[str, InputStatistics]):
     """A complete folder, by linear layer. Layers with the same input have the same statistics: see `shared`."""
 
-    def __init__(self, about: About, places: Mapping[str, _Place]) -> None:
+    def __init__(self, about: StatisticsInfo, places: Mapping[str, _Place]) -> None:
         self.about, self._places = about, places
 
     @classmethod
@@ -140,10 +140,10 @@ class CalibrationStatistics(Mapping[str, InputStatistics]):
         return list(dict.fromkeys(tuple(place.entry.linears) for place in self._places.values()))
 
 
-class Writing:
+class StatisticsWriter:
     """A folder that this run writes, exclusively."""
 
-    def __init__(self, folder: Path, about: About) -> None:
+    def __init__(self, folder: Path, about: StatisticsInfo) -> None:
         self.folder, self.about = folder, about
 
     @property
@@ -176,7 +176,7 @@ class Writing:
 
 
 @contextmanager
-def writing(folder: Path, about: About) -> Iterator[Writing]:
+def writing(folder: Path, about: StatisticsInfo) -> Iterator[StatisticsWriter]:
     """Create a folder, or resume one of the same model, text and precision.
 
     raises ConfigError if it is of another model, text, precision or version, if another run writes it, or if it is no
@@ -195,13 +195,13 @@ def writing(folder: Path, about: About) -> Iterator[Writing]:
             what = f"the statistics in {folder} are being collected by another run"
             raise ConfigError(what, "a folder for each run", "wait for the other, or name another folder") from None
         line = msgspec.json.encode(about) + b"\n"
-        stored = os.pread(file, _MOST_HEAD, 0)
+        stored = os.pread(file, _MAX_HEAD, 0)
         if line.startswith(stored):  # new, or truncated while it was written
             os.pwrite(file, line, 0)
             os.fsync(file)
         elif (other := read_about(folder)) != about:
             raise _of_another(folder, other, about)
-        yield Writing(folder, about)
+        yield StatisticsWriter(folder, about)
     finally:
         os.close(file)
 
@@ -225,27 +225,27 @@ def piece_file(folder: Path, number: int) -> Path:
     return folder / f"piece-{number:03}"
 
 
-def read_about(folder: Path) -> About:
+def read_about(folder: Path) -> StatisticsInfo:
     """Read about.json. raises ConfigError if it is missing, or of another version"""
     path, expected = folder / ABOUT, "a folder of statistics"
     try:
-        stored = msgspec.json.decode(read_given(path, _MOST_HEAD), type=dict[str, Any])
+        stored = msgspec.json.decode(read_given(path, _MAX_HEAD), type=dict[str, Any])
         version = stored.get("version")
         if version != VERSION:
             mend = "collect them again, into another folder"
             raise ConfigError(f"{path} is of version {version!r:.20}", f"version {VERSION}", mend)
-        return msgspec.convert(stored, About)
+        return msgspec.convert(stored, StatisticsInfo)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", expected, "name another folder") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged: {error}", expected, "collect them again, into another folder") from error
 
 
-def _read_head(file: Path, about: About) -> tuple[int, _Head]:
+def _read_head(file: Path, about: StatisticsInfo) -> tuple[int, _Head]:
     """Return the offset of the data and the head. raises ConfigError if it is damaged, or of another collection"""
     try:
         with file.open("rb") as opened:
-            line = opened.readline(_MOST_HEAD)
+            line = opened.readline(_MAX_HEAD)
             size = os.fstat(opened.fileno()).st_size
         head = msgspec.json.decode(line, type=_Head)
     except OSError as error:
@@ -274,12 +274,12 @@ def _checksum(data: NDArray[np.uint8]) -> str:
     return hashlib.blake2b(data.data, digest_size=16).hexdigest()
 
 
-def _digest(about: About) -> str:
+def _digest(about: StatisticsInfo) -> str:
     return hashlib.blake2b(msgspec.json.encode(about), digest_size=16).hexdigest()
 
 
-def _of_another(folder: Path, stored: About, expected: About) -> ConfigError:
-    name = next(n for n in About.__struct_fields__ if getattr(stored, n) != getattr(expected, n))
+def _of_another(folder: Path, stored: StatisticsInfo, expected: StatisticsInfo) -> ConfigError:
+    name = next(n for n in StatisticsInfo.__struct_fields__ if getattr(stored, n) != getattr(expected, n))
     words = {"model": "another model", "text": "another text", "tokens": "another text"}
     what = words.get(name, f"the {name} {getattr(stored, name)}")
     return ConfigError(

@@ -29,7 +29,7 @@ _WHAT = ("unfinished", "statistics", "search")  # kinds of staging folders next 
 _SMALL_BYTES = 64 << 20  # for files other than weights: a tokenizer has at most 40 MB
 
 
-class Folder:
+class TensorWriter:
     """A folder of tensors, each with a reserved place."""
 
     def __init__(self, path: Path, specs: Mapping[str, StoredTensorSpec], shard_bytes: int = SHARD_BYTES) -> None:

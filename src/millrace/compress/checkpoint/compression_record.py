@@ -20,10 +20,10 @@ from millrace.settings import read_given
 
 RECORD = "compression.json"
 FORMAT = 1
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
-class Applied(msgspec.Struct, frozen=True):
+class AppliedMethod(msgspec.Struct, frozen=True):
     """How a layer was compressed, in terms of a recipe; group: 0 for a whole row."""
 
     method: str
@@ -34,7 +34,7 @@ class Applied(msgspec.Struct, frozen=True):
     minimums: bool = False
 
 
-class Flips(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerChanges(msgspec.Struct, frozen=True, kw_only=True):
     """Multiple-choice questions answered by the source and by the compressed checkpoint.
 
     right, interval: each one's count, and 95 % interval of the share; became_right, became_wrong, chose_otherwise:
@@ -80,13 +80,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     commands: dict[str, str] = {}
     notes: list[str] = []
     errors: dict[str, float] = {}
-    forms: dict[str, Applied] = {}
+    forms: dict[str, AppliedMethod] = {}
     figures: dict[str, LayerDiagnostics] = {}
     statistics: dict[str, str | int] = {}
     seconds: float | None = None
     loss: dict[str, Any] = {}
     speed: Speeds | None = None
-    mmlu: Flips | None = None
+    mmlu: AnswerChanges | None = None
 
     @property
     def measured(self) -> Loss | None:
@@ -98,7 +98,7 @@ def read_record(folder: Path) -> Record:
     path = folder / RECORD
     expected, mend = "a folder that `millrace compress` made", "name one, or make it: millrace compress MODEL -o FOLDER"
     try:
-        result = msgspec.json.decode(read_given(path, _MOST_BYTES), type=Record)
+        result = msgspec.json.decode(read_given(path, _MAX_BYTES), type=Record)
         _ = result.measured
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", expected, mend) from error
@@ -117,7 +117,7 @@ def write_record(folder: Path, content: Mapping[str, Any]) -> None:
 def add_to_record(folder: Path, more: Mapping[str, Any]) -> None:
     """Add later measurements, replacing values of the same names. raises as `read_record`"""
     read_record(folder)  # check that it is a record of this format
-    _write(folder, {**json.loads(read_given(folder / RECORD, _MOST_BYTES)), **more})
+    _write(folder, {**json.loads(read_given(folder / RECORD, _MAX_BYTES)), **more})
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:

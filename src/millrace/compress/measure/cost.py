@@ -10,14 +10,14 @@ from millrace.engine.roofline_probe import ProbedMatmul, seconds_of
 from millrace.kernels.layout import up
 from millrace.kernels.precision import Precision
 
-_MOST_BYTES = 256 << 20  # of the matrices that are timed in rotation
-_MOST_CALLS = 4096
+_MAX_BYTES = 256 << 20  # of the matrices that are timed in rotation
+_MAX_CALLS = 4096
 
 
-def product_of(job: CompressionPlan, layer: str, format: str, isa: str) -> ProbedMatmul:
+def product_of(plan: CompressionPlan, layer: str, format: str, isa: str) -> ProbedMatmul:
     """Return the matmul that an engine of the folder runs for this layer, without fused operations."""
-    N, K = job.checkpoint.tensors[layer + WEIGHT].shape
-    treatment, own = TREATMENTS[format], kept_dtype(job.checkpoint, layer + WEIGHT)
+    N, K = plan.checkpoint.tensors[layer + WEIGHT].shape
+    treatment, own = TREATMENTS[format], kept_dtype(plan.checkpoint, layer + WEIGHT)
     if format == FLOAT:
         precision = Precision.BF16 if own == "BF16" else Precision.FP32
     elif treatment.fp8:
@@ -47,14 +47,14 @@ class Clock:
 
     def __call__(self, product: ProbedMatmul) -> float:
         if product not in self.result:
-            n = max(1, min(self.matrices(product), _MOST_BYTES // product.nbytes, _MOST_CALLS))
+            n = max(1, min(self.matrices(product), _MAX_BYTES // product.nbytes, _MAX_CALLS))
             rounds = seconds_of(product, self.isa, self.threads, self.rows, repeats=n, matrices=n)
             self.result[product] = min(rounds)  # other load on the machine only adds time
         return self.result[product]
 
 
 def seconds(
-    job: CompressionPlan,
+    plan: CompressionPlan,
     rows: int,
     isa: str,
     threads: int,
@@ -65,20 +65,20 @@ def seconds(
 
     A matmul is timed alone: sharing a call between layers of one input, and quantizing rows, are not included.
     """
-    shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
+    shapes = [plan.checkpoint.tensors[layer + WEIGHT].shape for layer in plan.layers]
     n_weights = sum(N * K for N, K in shapes)
     clock = clock or Clock(isa, threads, rows, lambda p: -(-n_weights // (p.n * p.k)))
     result: dict[str, dict[str, float]] = {}
-    for number, (layer, (_, K)) in enumerate(zip(job.layers, shapes, strict=True)):
-        progress("timing products", number, len(job.layers))
-        result[layer] = {format: clock(product_of(job, layer, format, isa)) for format in candidate_formats(K)}
+    for number, (layer, (_, K)) in enumerate(zip(plan.layers, shapes, strict=True)):
+        progress("timing products", number, len(plan.layers))
+        result[layer] = {format: clock(product_of(plan, layer, format, isa)) for format in candidate_formats(K)}
     return result
 
 
-def nbytes(job: CompressionPlan) -> dict[str, dict[str, float]]:
+def nbytes(plan: CompressionPlan) -> dict[str, dict[str, float]]:
     """Return each layer's bytes in the folder in each format."""
-    shapes = {layer: job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers}
+    shapes = {layer: plan.checkpoint.tensors[layer + WEIGHT].shape for layer in plan.layers}
     return {
-        layer: {format: float(bytes_of(job, layer, format)) for format in candidate_formats(K)}
+        layer: {format: float(bytes_of(plan, layer, format)) for format in candidate_formats(K)}
         for layer, (_, K) in shapes.items()
     }

@@ -30,7 +30,7 @@ from millrace.compress.methods.quantization_grid import (
 from millrace.errors import ConfigError
 
 _BLOCK = 128  # columns that share one matmul with the errors before them
-_MOST_DAMPING = 1e6  # relative to the mean diagonal; at this value it is rounding to nearest
+_MAX_DAMPING = 1e6  # relative to the mean diagonal; at this value it is rounding to nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _feedback_of(
             flipped = np.linalg.cholesky(H[::-1, ::-1])  # lower; flipped again it is upper
             break
         except np.linalg.LinAlgError:
-            if damping >= _MOST_DAMPING:  # a finite matrix of mean squares has a factor long before
+            if damping >= _MAX_DAMPING:  # a finite matrix of mean squares has a factor long before
                 raise ConfigError(
                     "a Gram matrix has no factor, whatever is added to its diagonal", "means of products of inputs",
                     "the statistics are damaged: collect them again, into another folder",

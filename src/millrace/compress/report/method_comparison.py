@@ -27,7 +27,7 @@ ABOUT, PAGE = "about.json", "advice.html"
 NEAR = 0.01  # KL in nats per token below which answers hardly differ: the bound of --precision auto
 SLOWED = 0.5  # share of the source's speed: a recommendation mentions every workload that becomes slower than this
 _AS_SMALL = 1.01
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -149,7 +149,7 @@ def _path(folder: Path, name: str, precision: str) -> Path:
 
 def _read(path: Path, kind: type[S]) -> S:
     try:
-        return msgspec.json.decode(read_given(path, _MOST_BYTES), type=kind)
+        return msgspec.json.decode(read_given(path, _MAX_BYTES), type=kind)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", "what was measured", "check the file") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

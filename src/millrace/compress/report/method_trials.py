@@ -18,7 +18,7 @@ from millrace.compress.calibration.calibration_source import CalibrationSource, 
 from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.checkpoint.checkpoint_writer import staging_folder
 from millrace.compress.compress import by_rounding, compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.measure.accuracy import Loss, Reference, loss_of, require_measurable, windows_for
 from millrace.compress.measure.speed import ROUNDS, Speeds, paces
 from millrace.compress.recipe import PRESETS
@@ -113,8 +113,8 @@ def measure_methods(
         if any(PRESETS[name].usual.calibrated for name in missing):
             fresh = samples.statistics is None or not samples.statistics.exists()
             started_s = time.perf_counter()
-            job = plan(checkpoint, PRESETS["int8-wo"])
-            statistics = stack.enter_context(statistics_for(job, options.folder, samples, progress))
+            plan = plan_compression(checkpoint, PRESETS["int8-wo"])
+            statistics = stack.enter_context(statistics_for(plan, options.folder, samples, progress))
             seconds = time.perf_counter() - started_s if fresh else None
         if missing:
             work = stack.enter_context(staging_folder(options.folder / "methods", "search"))
@@ -151,7 +151,7 @@ class _Trial:
     ) -> Iterator[MethodRow]:
         """Yield a row for each precision of a method. statistics_s: time to collect statistics, for the first row"""
         try:
-            job = plan(self.checkpoint, PRESETS[name])
+            plan = plan_compression(self.checkpoint, PRESETS[name])
         except CheckpointError as error:  # a layer of this model does not support the method
             yield MethodRow(name=name, refused=error.what)
             return
@@ -161,29 +161,29 @@ class _Trial:
 
         with tempfile.TemporaryDirectory(dir=self.work) as folder:
             out, started_s = Path(folder) / name, time.perf_counter()
-            self._compress(job, out, report_step)
+            self._compress(plan, out, report_step)
             seconds = time.perf_counter() - started_s
-            used = self.statistics.about.text if self.statistics and job.calibrated else ""
+            used = self.statistics.about.text if self.statistics and plan.calibrated else ""
             for precision in precisions:
                 yield MethodRow(
                     name=name,
                     precision=precision,
                     statistics=used,
-                    bits_per_weight=job.bits_per_weight,
-                    bytes=job.bytes_after,
+                    bits_per_weight=plan.bits_per_weight,
+                    bytes=plan.bytes_after,
                     seconds=seconds,
-                    statistics_s=statistics_s if job.calibrated else None,
+                    statistics_s=statistics_s if plan.calibrated else None,
                     loss=self._loss(out, precision, report_step),
                     speed=self._speed(out, precision, Path(folder), report_step),
                 )
                 statistics_s = None
 
-    def _compress(self, job: CompressionPlan, out: Path, progress: Progress) -> None:
-        if job.calibrated:
+    def _compress(self, plan: CompressionPlan, out: Path, progress: Progress) -> None:
+        if plan.calibrated:
             assert self.statistics is not None, "collected if any method needs them"
-            compress(job, out, by_statistics(self.statistics), progress)
+            compress(plan, out, by_statistics(self.statistics), progress)
         else:
-            compress(job, out, by_rounding, progress)
+            compress(plan, out, by_rounding, progress)
 
     def _loss(self, out: Path, precision: str, progress: Progress) -> Loss:
         compressed, build = Checkpoint.open(out), BuildSettings(precision=precision or None)

@@ -5,7 +5,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from millrace.compress.checkpoint.compression_record import Applied, Flips, Record, add_to_record, read_record
+from millrace.compress.checkpoint.compression_record import (
+    AnswerChanges,
+    AppliedMethod,
+    Record,
+    add_to_record,
+    read_record,
+)
 from millrace.compress.measure.accuracy import Loss, SimulatedLoss
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, reasons, usual
 from millrace.compress.measure.speed import Speeds, StepRate
@@ -51,7 +57,7 @@ def page_of(record: Record) -> str:
     )  # fmt: skip
 
 
-def applied(form: Applied) -> str:
+def applied(form: AppliedMethod) -> str:
     """Describe a treatment: "GPTQ, ranges clipped, 4 bits in groups of 64"."""
     search = _SEARCH.get(form.search, f"ranges searched as {form.search} does")
     by_row = "by matrix" if form.method == FP8_TENSOR else "by row"
@@ -120,7 +126,7 @@ def _rescued(record: Record) -> str:
     return f"The median layer loses {median(shares):.0%} of what {plain} would.{more}"
 
 
-def _wider(forms: Mapping[str, Applied]) -> int:
+def _wider(forms: Mapping[str, AppliedMethod]) -> int:
     bits = [form.bits for form in forms.values()]
     return sum(b > median(bits) for b in bits) if bits else 0
 
@@ -182,7 +188,7 @@ def _speed(speed: Speeds | None) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def _mmlu(flips: Flips | None) -> dict[str, str] | None:
+def _mmlu(flips: AnswerChanges | None) -> dict[str, str] | None:
     if flips is None:
         return None
 

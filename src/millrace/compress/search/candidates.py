@@ -23,7 +23,7 @@ from millrace.compress.calibration.calibrated_methods import fp8_by_gptq, method
 from millrace.compress.calibration.layerwise_rounding import before, rounding
 from millrace.compress.calibration.statistics import CalibrationStatistics, InputStatistics, whole_file
 from millrace.compress.checkpoint.tensor_layout import Matrix, StoredTensorSpec, TensorLayout
-from millrace.compress.compress import CompressedPiece, Way
+from millrace.compress.compress import CompressedPiece, CompressionMethod
 from millrace.compress.compression_plan import WEIGHT, CompressionPlan, kept_dtype, seconds_a_million
 from millrace.compress.measure.layer_diagnostics import LayerDiagnostics
 from millrace.compress.measure.reconstruction_error import output_error
@@ -57,15 +57,15 @@ def _stored(K: int) -> list[str]:
     return [name for name in candidate_formats(K) if name != FLOAT and not name.endswith(_BYTES)]
 
 
-def stored_formats(job: CompressionPlan) -> list[str]:
+def stored_formats(plan: CompressionPlan) -> list[str]:
     """Return the formats that any layer is rounded to in a search."""
-    inputs = {job.checkpoint.tensors[layer + WEIGHT].shape[1] for layer in job.layers}
+    inputs = {plan.checkpoint.tensors[layer + WEIGHT].shape[1] for layer in plan.layers}
     return list(dict.fromkeys(name for K in sorted(inputs, reverse=True) for name in _stored(K)))
 
 
-def rounding_seconds(job: CompressionPlan) -> float:
+def rounding_seconds(plan: CompressionPlan) -> float:
     """Estimate the seconds of a survey of all layers on two idle cores."""
-    shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
+    shapes = [plan.checkpoint.tensors[layer + WEIGHT].shape for layer in plan.layers]
     return sum(N * K / 1e6 * seconds_a_million(TREATMENTS[name]) for N, K in shapes for name in _stored(K))
 
 
@@ -75,11 +75,11 @@ def form_of(name: str) -> TensorLayout | None:
     return None if name == FLOAT else TensorLayout(t.bits, t.group, t.minimums, t.fp8, t.activation_bits)
 
 
-def bytes_of(job: CompressionPlan, layer: str, name: str) -> int:
+def bytes_of(plan: CompressionPlan, layer: str, name: str) -> int:
     """Return the bytes of a layer in the folder, including scales."""
-    shape, form = job.checkpoint.tensors[layer + WEIGHT].shape, form_of(name)
+    shape, form = plan.checkpoint.tensors[layer + WEIGHT].shape, form_of(name)
     if form is None:
-        return StoredTensorSpec(kept_dtype(job.checkpoint, layer + WEIGHT), shape).nbytes
+        return StoredTensorSpec(kept_dtype(plan.checkpoint, layer + WEIGHT), shape).nbytes
     N, K = shape
     return sum(spec.nbytes for spec in form.specs(N, K).values())
 
@@ -166,55 +166,55 @@ class RoundedMatrixStore:
                 f"{file} is damaged: {error}", "what was written", "remove it, and search again"
             ) from error
 
-    def method(self, chosen: Mapping[str, str]) -> Way:
-        """Return the way that does the job of `recipe_of(chosen)` from stored matrices, with identical results."""
+    def method(self, chosen: Mapping[str, str]) -> CompressionMethod:
+        """Return the method that applies `recipe_of(chosen)` from stored matrices, with identical results."""
 
-        def pieces(job: CompressionPlan) -> Iterator[CompressedPiece]:
-            for name in job.layers:
+        def pieces(plan: CompressionPlan) -> Iterator[CompressedPiece]:
+            for name in plan.layers:
                 arrays = self.get(name, chosen[name])
                 yield CompressedPiece({name: arrays.matrix}, {name: arrays.error}, figures={name: arrays.figures})
 
         return pieces
 
 
-def shelf_bytes(job: CompressionPlan) -> int:
+def shelf_bytes(plan: CompressionPlan) -> int:
     """Return the bytes of all candidates' matrices: a byte per code, and scales."""
     total = 0
-    for layer in job.layers:
-        N, K = job.checkpoint.tensors[layer + WEIGHT].shape
+    for layer in plan.layers:
+        N, K = plan.checkpoint.tensors[layer + WEIGHT].shape
         for name in _stored(K):
             total += N * K + 2 * N * (K // (TREATMENTS[name].group or K))
     return total
 
 
 def survey(
-    job: CompressionPlan, statistics: CalibrationStatistics, shelf: RoundedMatrixStore, progress: Progress
+    plan: CompressionPlan, statistics: CalibrationStatistics, store: RoundedMatrixStore, progress: Progress
 ) -> dict[str, dict[str, float]]:
-    """Compute the loss of each format for each layer of the job: the share of its output's energy.
+    """Compute the loss of each format for each layer of the plan: the share of its output's energy.
 
-    The job determines the layers; its recipe does not matter. Matrices that are already stored are reused.
+    The plan determines the layers; its recipe does not matter. Matrices that are already stored are reused.
     Memory holds one layer's matrix and Gram matrix.
     raises CheckpointError if a layer has no statistics
     """
     result: dict[str, dict[str, float]] = {}
     x: InputStatistics | None = None
-    for number, layer in enumerate(job.layers):
-        progress("trying formats, layer by layer", number, len(job.layers))
+    for number, layer in enumerate(plan.layers):
+        progress("trying formats, layer by layer", number, len(plan.layers))
         if layer not in statistics:
             raise CheckpointError(
                 f"the model does not read {layer}: it has no statistics", "layers of this model",
                 "name its formats in a recipe of your own, without --max-loss",
             )  # fmt: skip
-        names = _stored(job.checkpoint.tensors[layer + WEIGHT].shape[1])
-        if not all(shelf.has(layer, name) for name in names):
+        names = _stored(plan.checkpoint.tensors[layer + WEIGHT].shape[1])
+        if not all(store.has(layer, name) for name in names):
             x = x if x is not None and layer in x.linears else statistics[layer]
-            w = np.asarray(job.checkpoint.tensors.load(layer + WEIGHT), np.float32)
+            w = np.asarray(plan.checkpoint.tensors.load(layer + WEIGHT), np.float32)
             of_activations = activation_errors(w, x, [TREATMENTS[name].group for name in names])
             for name in names:
-                shelf.put(layer, name, _tried(w, x, TREATMENTS[name]), of_activations[TREATMENTS[name].group])
+                store.put(layer, name, _tried(w, x, TREATMENTS[name]), of_activations[TREATMENTS[name].group])
         result[layer] = {FLOAT: 0.0}
         for name in names:
-            weights, activations = shelf.losses(layer, name)
+            weights, activations = store.losses(layer, name)
             result[layer] |= {name: weights}
             if f"{name}{_BYTES}" in TREATMENTS:
                 result[layer] |= {f"{name}{_BYTES}": weights + activations}

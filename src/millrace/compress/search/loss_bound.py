@@ -15,11 +15,11 @@ from millrace.compress.measure.accuracy import Loss
 from millrace.compress.search.mixed_precision import Candidate, Mix
 from millrace.errors import ConfigError
 
-MOST_MIXES = 255  # so that at most eight are measured
+MAX_MIXES = 255  # so that at most eight are measured
 PERPLEXITY, KL = "perplexity", "KL"
-_MOST_NATS = 50.0  # whose exponential is finite
+_MAX_NATS = 50.0  # whose exponential is finite
 _MOST = 10.0  # maximum bound of either kind
-_MOST_DIGITS = 9  # decimals that the expressions below accept
+_MAX_DIGITS = 9  # decimals that the expressions below accept
 _PERCENT, _NATS = re.compile(r"([0-9.]{1,12})\s?%"), re.compile(r"kl:([0-9.]{1,12}(?:e-?[0-9]{1,2})?)", re.IGNORECASE)
 
 
@@ -50,7 +50,7 @@ class MaxLoss:
     def of(self, loss: Loss) -> float:
         if self.kind == KL:
             return loss.kl
-        return max(loss.perplexity / loss.source_perplexity, math.exp(min(loss.kl, _MOST_NATS))) - 1
+        return max(loss.perplexity / loss.source_perplexity, math.exp(min(loss.kl, _MAX_NATS))) - 1
 
     def format_value(self, value: float) -> str:
         """Format a loss of this kind: "+0.83 %" or "0.0123"."""
@@ -61,7 +61,7 @@ class MaxLoss:
         unit, form = (0.01, "{}%") if self.kind == PERPLEXITY else (1.0, "kl:{}")
         if value > _MOST:
             return None
-        digits = min(max(0, 2 - math.floor(math.log10(value / unit))), _MOST_DIGITS)
+        digits = min(max(0, 2 - math.floor(math.log10(value / unit))), _MAX_DIGITS)
         least = math.ceil(value / unit * 10**digits)
         texts = (form.format(f"{n / 10**digits:.{digits}f}") for n in (least, least + 1))
         return next((text for text in texts if value <= self.parse(text).bound), None)

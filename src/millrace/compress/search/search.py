@@ -12,14 +12,14 @@ from millrace.compile.settings import Progress
 from millrace.compress.calibration.statistics import CalibrationStatistics
 from millrace.compress.checkpoint.checkpoint_writer import put_in_place, staging_folder
 from millrace.compress.compress import CompressionResult, compress
-from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.compression_plan import CompressionPlan, plan_compression
 from millrace.compress.measure import cost
 from millrace.compress.measure.accuracy import Loss, Reference, loss_of
 from millrace.compress.presets import CompressionTarget
 from millrace.compress.recipe import to_dict
 from millrace.compress.report.page import write_page
 from millrace.compress.search.candidates import FLOAT, RoundedMatrixStore, bytes_of, recipe_of, shelf_bytes, survey
-from millrace.compress.search.loss_bound import MOST_MIXES, LossBoundSearch, MaxLoss, candidates, compressed, searched
+from millrace.compress.search.loss_bound import MAX_MIXES, LossBoundSearch, MaxLoss, candidates, compressed, searched
 from millrace.compress.search.mixed_precision import Mix, frontier
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.text_windows import Windows
@@ -39,7 +39,7 @@ class SearchGoal:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class SearchWindows:
     """Windows of one text for choosing a mix, and held-out ones to verify it; None if there are no more."""
 
     of: Calibration
@@ -72,25 +72,27 @@ class SearchResult:
 
 
 def search(
-    job: CompressionPlan, goal: SearchGoal, statistics: CalibrationStatistics, texts: Texts, out: Path,
+    plan: CompressionPlan, goal: SearchGoal, statistics: CalibrationStatistics, texts: SearchWindows, out: Path,
     progress: Progress,
-    shelf: RoundedMatrixStore | None = None,
+    store: RoundedMatrixStore | None = None,
 ) -> SearchResult:  # fmt: skip
     """Write the folder `out`, which must not exist, with the recipe that reproduces it.
 
-    job: determines the layers; texts: to measure losses on, different from the text of the statistics
-    shelf: store for rounded matrices; None: they are not kept
+    plan: determines the layers; texts: to measure losses on, different from the text of the statistics
+    store: for rounded matrices; None: they are not kept
     raises ConfigError if no mix is within the bound, and as `compress`
     """
     with staging_folder(out, "search") as work:
-        shelf = shelf or RoundedMatrixStore(work / "formats")
-        losses = survey(job, statistics, shelf, progress)
-        costs = cost.seconds(job, goal.rows, goal.isa, goal.threads, progress) if goal.rows else cost.nbytes(job)
-        mixes = compressed(frontier(candidates(losses, costs), MOST_MIXES), FLOAT)
-        trials = _Trials(job, goal.bound, (shelf, work), Reference.of(job.checkpoint, texts.choice, progress), progress)
+        store = store or RoundedMatrixStore(work / "formats")
+        losses = survey(plan, statistics, store, progress)
+        costs = cost.seconds(plan, goal.rows, goal.isa, goal.threads, progress) if goal.rows else cost.nbytes(plan)
+        mixes = compressed(frontier(candidates(losses, costs), MAX_MIXES), FLOAT)
+        trials = _Trials(
+            plan, goal.bound, (store, work), Reference.of(plan.checkpoint, texts.choice, progress), progress
+        )
         result = searched(mixes, goal.bound, trials.measure)
         best_result, choice = trials.finished[result.cheapest]
-        proof = _proven(job.checkpoint, best_result.folder, texts, progress)
+        proof = _proven(plan.checkpoint, best_result.folder, texts, progress)
         floats = sum(of[FLOAT] for of in costs.values())
         outcome = SearchResult(goal, replace(best_result, folder=out), result, choice.on(texts.of), proof, floats)
         _record(best_result.folder, outcome, statistics)
@@ -98,17 +100,17 @@ def search(
     return outcome
 
 
-def _proven(source: Checkpoint, folder: Path, texts: "Texts", progress: Progress) -> Loss | None:
+def _proven(source: Checkpoint, folder: Path, texts: "SearchWindows", progress: Progress) -> Loss | None:
     if texts.proof is None:
         return None
     return loss_of(Reference.of(source, texts.proof, progress), Checkpoint.open(folder), progress).on(texts.of)
 
 
-def most_bytes(job: CompressionPlan) -> int:
+def max_bytes(plan: CompressionPlan) -> int:
     """Estimate peak disk space of a search: all rounded matrices, and two folders as large as with floats."""
-    layers = sum(max(bytes_of(job, layer, f) for f in (FLOAT, "int8")) for layer in job.layers)
-    rest = job.bytes_after - sum(bytes_of(job, layer, "int8") for layer in job.layers)
-    return shelf_bytes(job) + 2 * (layers + rest)
+    layers = sum(max(bytes_of(plan, layer, f) for f in (FLOAT, "int8")) for layer in plan.layers)
+    rest = plan.bytes_after - sum(bytes_of(plan, layer, "int8") for layer in plan.layers)
+    return shelf_bytes(plan) + 2 * (layers + rest)
 
 
 def _formats(mix: Mix) -> dict[str, str]:
@@ -122,7 +124,7 @@ class _Trials:
     places: the store and the parent of folders; kept: the last mix within the bound, the cheapest so far
     """
 
-    job: CompressionPlan
+    plan: CompressionPlan
     bound: MaxLoss
     places: tuple[RoundedMatrixStore, Path]
     reference: Reference
@@ -136,9 +138,9 @@ class _Trials:
         def report(what: str, done: int, total: int) -> None:
             self.progress(f"mix {self.n}: {what}", done, total)
 
-        (shelf, work), formats = self.places, _formats(mix)
-        job = plan(self.job.checkpoint, recipe_of(formats))
-        compressed = compress(job, work / f"mix-{number}", shelf.method(formats), report)
+        (store, work), formats = self.places, _formats(mix)
+        plan = plan_compression(self.plan.checkpoint, recipe_of(formats))
+        compressed = compress(plan, work / f"mix-{number}", store.method(formats), report)
         loss = loss_of(self.reference, Checkpoint.open(compressed.folder), report)
         result = self.bound.of(loss)
         if result > self.bound.bound:
@@ -152,7 +154,7 @@ class _Trials:
 
 def _record(folder: Path, result: SearchResult, statistics: CalibrationStatistics) -> None:
     """Write the recipe, and add the search to the folder's record."""
-    (folder / RECIPE).write_text(json.dumps(to_dict(result.result.job.recipe), indent=1) + "\n")
+    (folder / RECIPE).write_text(json.dumps(to_dict(result.result.plan.recipe), indent=1) + "\n")
     write_page(folder, {**described(result), "loss": asdict(result.loss), "statistics": statistics.about.recorded})
 
 

@@ -149,7 +149,7 @@ def rows_for(limit: int) -> int:
 
 
 def bucket_parts(
-    sequences: int, most_pages: int, kinds: Sequence[AttentionKind], processors: int, page_tokens: int
+    sequences: int, max_pages: int, kinds: Sequence[AttentionKind], processors: int, page_tokens: int
 ) -> tuple[int, ...]:
     """Return the lengths of a bucket's inputs.
 
@@ -163,8 +163,8 @@ def bucket_parts(
         items, merges, _ = bounds(sequences * -(-group // rows), room(rows, kv_heads, processors))
         result += [ITEM * items, MERGE * merges]
     for window in windows_in(kinds):
-        result += [sequences, sequences, sequences * window_pages(window, page_tokens, most_pages)]
-    return (*result, sequences * most_pages if any(not kind.window for kind in kinds) else 0)
+        result += [sequences, sequences, sequences * window_pages(window, page_tokens, max_pages)]
+    return (*result, sequences * max_pages if any(not kind.window for kind in kinds) else 0)
 
 
 def aligned(lengths: Collection[int]) -> tuple[list[slice], int]:

@@ -65,14 +65,14 @@ class Bucket:
     """Inputs of a decode step of `size` sequences on the device, at fixed addresses; filled by two copies from the
     host.
 
-    scratch: the page of padding rows | most_pages: of one sequence | multiprocessors: of the device
+    scratch: the page of padding rows | max_pages: of one sequence | multiprocessors: of the device
     kinds: the kinds of attention | windows: the scratch page of each window, by its tokens
     scratch_slot: the state slot of padding rows
     """
 
     size: int
     scratch: int
-    most_pages: int
+    max_pages: int
     page_tokens: int
     device: torch.device
     multiprocessors: int
@@ -97,7 +97,7 @@ class Bucket:
         self._lines = torch.zeros(self._host_lines.shape, dtype=torch.float64, device=self.device)
         self.rows = Rows(self._lines)
         self._windows = windows_in(self.kinds)
-        lengths = bucket_parts(self.size, self.most_pages, self.kinds, self.multiprocessors, self.page_tokens)
+        lengths = bucket_parts(self.size, self.max_pages, self.kinds, self.multiprocessors, self.page_tokens)
         self._places, n = aligned(lengths)
         self._host = np.zeros(n, np.int32)
         self._host_parts = [self._host[place] for place in self._places]
@@ -141,7 +141,7 @@ class Bucket:
         """Fill a window's inputs; return the offset of each row's page 0. A row has the pages of one token's window."""
         (slots, first, tables), n, size, scratch = parts, len(at), self.page_tokens, self.windows[window]
         first[:n], first[n:] = first_page(at, window, size), 0
-        each = window_pages(window, size, self.most_pages)
+        each = window_pages(window, size, self.max_pages)
         own = first[:n, None] + np.arange(each)
         places = np.minimum((windows.page_starts[:-1] - windows.first)[:, None] + own, len(windows.pages) - 1)
         table = tables.reshape(self.size, each)

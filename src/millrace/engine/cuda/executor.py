@@ -190,9 +190,9 @@ class CudaExecutor(GraphExecutor, Executor):
         """Replay a bucket: return the tokens of its rows, drawn as `way`; None: logits. Later steps may reuse both."""
         if size not in self._inputs:
             limits = self.limits
-            most_pages = -(-limits.max_context // limits.page_tokens)
+            max_pages = -(-limits.max_context // limits.page_tokens)
             self._inputs[size] = Bucket(
-                size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._processors.number,
+                size, limits.n_pages, max_pages, limits.page_tokens, self.device, self._processors.number,
                 attention_kinds(self._graph), self._window_pages, limits.n_slots,
             )  # fmt: skip
         bucket = self._inputs[size]

@@ -96,10 +96,10 @@ def check_fits(needs: MemoryNeeds, free_bytes: float, smaller: Iterable[tuple[st
 
 
 def plan_device(
-    needs: MemoryNeeds, free_bytes: float, most_pages: int, *, kv_memory: int | None = None,
+    needs: MemoryNeeds, free_bytes: float, max_pages: int, *, kv_memory: int | None = None,
     smaller: Iterable[tuple[str, MemoryNeeds]] = (),
 ) -> DevicePlan:  # fmt: skip
-    """Plan pages for `kv_memory` bytes; by default `most_pages`, or as many as fit.
+    """Plan pages for `kv_memory` bytes; by default `max_pages`, or as many as fit.
 
     smaller: alternatives in words, with their needs; iterated only if this does not fit
     raises MachineError if one full-context sequence does not fit, naming what would
@@ -108,21 +108,21 @@ def plan_device(
     if needs.windows:
         room = int(SHARE * free_bytes - needs.fixed_bytes - needs.page_bytes)
         budget = room if kv_memory is None else kv_memory
-        pages = _with_windows(needs, budget, most_pages, kv_memory is not None)
+        pages = _with_windows(needs, budget, max_pages, kv_memory is not None)
         if pages[0] and needs.kv_bytes(pages[0], pages[1:]) <= room:
             return DevicePlan(needs, pages[0], pages[1:])
         raise _too_little(needs, free_bytes, kv_memory, fits, smaller)
-    n_pages = min(fits, most_pages) if kv_memory is None else kv_memory // max(needs.page_bytes, 1)
+    n_pages = min(fits, max_pages) if kv_memory is None else kv_memory // max(needs.page_bytes, 1)
     if needs.least_pages <= n_pages <= fits:
         return DevicePlan(needs, n_pages)
     raise _too_little(needs, free_bytes, kv_memory, fits, smaller)
 
 
-def _with_windows(needs: MemoryNeeds, budget: int, most_pages: int, is_asked: bool) -> tuple[int, ...]:
+def _with_windows(needs: MemoryNeeds, budget: int, max_pages: int, is_asked: bool) -> tuple[int, ...]:
     """Return the pages, then those of each window, for so many bytes; 0 if not enough for one sequence."""
     page = {0: needs.page_bytes, **{w.tokens: w.page_bytes for w in needs.windows}}
     one = {0: needs.least_pages, **{w.tokens: w.least_pages for w in needs.windows}}
-    return split_budget(budget, page, one, most_pages // needs.least_pages - 1, use_all=is_asked)
+    return split_budget(budget, page, one, max_pages // needs.least_pages - 1, use_all=is_asked)
 
 
 def _too_little(

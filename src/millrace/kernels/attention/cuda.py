@@ -402,7 +402,7 @@ def _attend(
         **compiled_for(work.rows, max(D, DV), pages.keys.itemsize, _from_hopper(q.device)),
     )  # fmt: skip
     if len(work.merges):
-        merge[(len(work.merges), K, work.most_rows)](
-            result, sums, y, work.merges, work.rows, H=H, K=K, DV=DV, PARTS=work.most_parts, WIDTH=width,
+        merge[(len(work.merges), K, work.max_rows)](
+            result, sums, y, work.merges, work.rows, H=H, K=K, DV=DV, PARTS=work.max_parts, WIDTH=width,
             enable_fp_fusion=True, **overlapping(q.device),
         )  # fmt: skip

@@ -69,16 +69,16 @@ class AttentionWork:
     all else 0, is padding.
     merges (m, 5), one for each block with several parts: the first of these, their number (0: padding), the sequence's
     first token, its number of tokens, the block's first row
-    most_rows: the most rows of any block | parts: most parts, over all blocks with several
-    most_parts: the most parts of one block, a power of two
+    max_rows: the most rows of any block | parts: most parts, over all blocks with several
+    max_parts: the most parts of one block, a power of two
     """
 
     items: Tensor
     merges: Tensor
     rows: int
-    most_rows: int
+    max_rows: int
     parts: int
-    most_parts: int
+    max_parts: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ class Request:
     timings: Timings
     new_text: Callable[[], AnswerText]  # called for each choice
     first: int = 0
-    terms: RequestOptions = DEFAULT_OPTIONS
+    options: RequestOptions = DEFAULT_OPTIONS
     matchers: Ordered[Matcher] = ()
     embedded: EmbeddedPrompt | None = None
     choices: list["Sequence"] = field(init=False)
@@ -240,8 +240,8 @@ class Request:
         if self.resolved.prompt_top is None:
             self.n_scored = len(self.prompt)
         key_parts = [] if self.embedded is None else [self.embedded.digest]
-        if self.terms.adapter:
-            key_parts.append(b"adapter %d" % self.terms.adapter)
+        if self.options.adapter:
+            key_parts.append(b"adapter %d" % self.options.adapter)
         self.root = root_key(self.cache.salt.encode(errors="surrogatepass"), *key_parts)
         self.has_retention = self.cache.pin or self.cache.priority is not None
         self.choices = [Sequence(self, index) for index in range(self.resolved.n)]
@@ -253,11 +253,11 @@ class Request:
 
     @property
     def cache(self) -> CacheOptions:
-        return self.terms.cache
+        return self.options.cache
 
     @property
     def queue_options(self) -> QueueOptions:
-        return self.terms.queue_options
+        return self.options.queue_options
 
     @property
     def is_open(self) -> bool:

@@ -19,7 +19,7 @@ _COMPLETE = "use the answer as it is: it is complete"
 
 def resume(request: Request, vocab_size: int, grammars: GrammarCompiler) -> None:
     """Give each choice the tokens that were delivered before. raises RequestError, MachineError"""
-    delivered = request.terms.delivered
+    delivered = request.options.delivered
     if not delivered:
         return
     if request.resolved.prompt_top is not None:

@@ -102,7 +102,7 @@ class Conversation:
 
     messages: Sequence[Message]
     params: SamplingParams
-    terms: RequestOptions = DEFAULT_OPTIONS
+    options: RequestOptions = DEFAULT_OPTIONS
     tools: Tools | None = None
     rendering: Rendering = DEFAULT_RENDERING
     whole_bytes: int | None = None

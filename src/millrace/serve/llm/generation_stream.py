@@ -235,7 +235,7 @@ async def start_chat_generation(
     check_context(len(prompt), params.max_tokens, backend.model.engine.limits.context_tokens, "messages")
     if tools is None and speech.thoughts is None:
         return await submit_prompts(
-            backend, [prompt], params, call, conversation.terms, whole_bytes=conversation.whole_bytes
+            backend, [prompt], params, call, conversation.options, whole_bytes=conversation.whole_bytes
         )
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
     params = await backend.off_loop(is_large, partial(speech.params, params, tools))
@@ -244,7 +244,7 @@ async def start_chat_generation(
     )
     conversation.tools = None  # of them names are enough from here on
     return await submit_prompts(
-        backend, [prompt], params, call, conversation.terms, whole_bytes=conversation.whole_bytes, readers=readers
+        backend, [prompt], params, call, conversation.options, whole_bytes=conversation.whole_bytes, readers=readers
     )
 
 
@@ -253,7 +253,7 @@ async def submit_prompts(
     prompts: Sequence[list[int] | EmbeddedPrompt],
     params: SamplingParams,
     call: RequestContext,
-    terms: RequestOptions = DEFAULT_OPTIONS,
+    options: RequestOptions = DEFAULT_OPTIONS,
     *,
     continues: bool = False,
     whole_bytes: int | None = None,
@@ -262,7 +262,7 @@ async def submit_prompts(
     """Submit all prompts, or none.
 
     continues: the prompts are plain texts, whose answers are short if no length is set
-    terms: queue and cache options of each request
+    options: queue and cache options of each request
     whole_bytes: JSON bytes of each log probability in an answer that is not streamed; None: it is streamed
     readers: creates the parser of each answer
     raises RequestError, BusyError
@@ -277,16 +277,16 @@ async def submit_prompts(
         check_reply_bytes(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes, params.n)
     stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
     matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), readers.thoughts)
-    if call.tenant and not terms.queue_options.tenant:
-        terms = replace(terms, queue_options=replace(terms.queue_options, tenant=call.tenant))
+    if call.tenant and not options.queue_options.tenant:
+        options = replace(options, queue_options=replace(options.queue_options, tenant=call.tenant))
     if call.tenant and not backend.settings.share_prefix_cache:
-        terms = replace(terms, cache=replace(terms.cache, salt=_salt_of(call.tenant, terms.cache.salt)))
-    if not terms.delivered:
+        options = replace(options, cache=replace(options.cache, salt=_salt_of(call.tenant, options.cache.salt)))
+    if not options.delivered:
         return GenerationStream(
-            engine.submit(prompts, own_params, call.id, stops, terms, matchers), params, call, backend, readers
+            engine.submit(prompts, own_params, call.id, stops, options, matchers), params, call, backend, readers
         )
-    prepare = partial(engine.prepare, prompts, own_params, call.id, stops, terms, matchers)
-    handle = await backend.off_loop(sum(map(len, terms.delivered)) > LARGE_RESUME, prepare)
+    prepare = partial(engine.prepare, prompts, own_params, call.id, stops, options, matchers)
+    handle = await backend.off_loop(sum(map(len, options.delivered)) > LARGE_RESUME, prepare)
     engine.queue(handle)
     return GenerationStream(handle, params, call, backend, readers)
 

@@ -165,7 +165,7 @@ class OutputFormat:
             counted = ThoughtTokens(self.thoughts, shown, is_thinking)
         if tools is None:
             return OutputParser(AnswerParser(None, self.thoughts, thinks=is_thinking), counted)
-        reader = AnswerParser(self.calls, self.thoughts, tools=tools, most_calls=max_calls, thinks=is_thinking)
+        reader = AnswerParser(self.calls, self.thoughts, tools=tools, max_calls=max_calls, thinks=is_thinking)
         return OutputParser(reader, counted)
 
     def _id(self, text: str) -> int | None:

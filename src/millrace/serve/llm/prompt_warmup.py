@@ -89,7 +89,7 @@ async def warm_prefix_cache(
         try:
             ids = await tokens(prompt)
             async with engine.submit(
-                [ids], [params], "warm-prompt", terms=RequestOptions(cache=prompt.cache)
+                [ids], [params], "warm-prompt", options=RequestOptions(cache=prompt.cache)
             ) as handle:
                 async for deltas in handle:
                     for delta in deltas:

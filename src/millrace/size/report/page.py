@@ -121,7 +121,7 @@ def arrivals_plot(settings: DemandSettings, load: Demand) -> Markup | None:
     plot = Plot(Axis(whose, float(xs[0]) - 1, float(xs[-1]) + 1), Axis.over("share of windows, %", list(shares * 100)))
     step = -(-len(xs) // _MAX_BARS)
     for x, share in zip(xs[::step].tolist(), (shares[::step] * 100).tolist(), strict=True):
-        plot.box((x - 0.4 * step, 0), (x + 0.4 * step, share), 0, says=f"{x}: {share:.2g} %")
+        plot.box((x - 0.4 * step, 0), (x + 0.4 * step, share), 0, label=f"{x}: {share:.2g} %")
     plot.line([mark, mark], [plot.y.low, plot.y.high], _MARK)
     plot.text(mark, plot.y.high * 0.9, f"{settings.percentile:g} % stay within {exact(mark)}")
     return plot.svg("How often so many requests arrive in a window, and the percentile that is planned for")
@@ -131,7 +131,7 @@ def hours_plot(hourly: Sequence[int]) -> Markup:
     """Plot the instances that each hour needs."""
     plot = Plot(Axis("hour of the day", 0, len(hourly)), Axis.over("instances", [float(n) for n in hourly]))
     for hour, n in enumerate(hourly):
-        plot.box((hour + 0.1, 0), (hour + 0.9, n), 0, says=f"{hour} h: {n}")
+        plot.box((hour + 0.1, 0), (hour + 0.9, n), 0, label=f"{hour} h: {n}")
     return plot.svg("Instances that each hour of the day needs")
 
 
@@ -145,7 +145,7 @@ def why_plot(answer: SizingAnswer) -> Markup:
     before = 0.0
     for i, step in enumerate(steps):
         plot.box((i - 0.4, 0), (i + 0.4, before), 4, 0.45)
-        plot.box((i - 0.4, before), (i + 0.4, step.systems), 0, says=f"{step.why}: {step.systems:.2f}")
+        plot.box((i - 0.4, before), (i + 0.4, step.systems), 0, label=f"{step.why}: {step.systems:.2f}")
         plot.text(i - 0.4, step.systems, f"{step.systems:.2f}")
         before = step.systems
     return plot.svg("From what physics allows to the systems that are bought")
@@ -167,7 +167,7 @@ def costs_plot(answer: SizingAnswer) -> Markup | None:
         Axis.over(f"thousand {m.currency} a year", [value / 1e3 for _, value in priced]),
     )
     for i, (name, value) in enumerate(priced):
-        plot.box((i - 0.3, 0), (i + 0.3, value / 1e3), 0, says=f"{name}: {value:,.0f}")
+        plot.box((i - 0.3, 0), (i + 0.3, value / 1e3), 0, label=f"{name}: {value:,.0f}")
         plot.text(i - 0.3, value / 1e3, f"{value:,.0f}")
     return plot.svg("Costs of a year, by how systems are paid for")
 

@@ -135,18 +135,18 @@ class Replica:
             return None
         steps = math.ceil(_OCTAVES / math.log2(1 + _CLOSE))
         least = math.floor(steps + math.log2(above / self._highest) * steps / _OCTAVES) - 2 if above else 0
-        if least > 0 and not self._keeps(least / steps, limits):
+        if least > 0 and not self._meets(least / steps, limits):
             return None
         low, high = 0, steps
         while high - low > 1:
             middle = (low + high) // 2
             try:
-                keeps = self._keeps(middle / steps, limits)
+                meets = self._meets(middle / steps, limits)
             except SearchTimeoutError:
                 if not low:
                     raise
                 return _cut(self._at(low / steps))
-            low, high = (middle, high) if keeps else (low, middle)
+            low, high = (middle, high) if meets else (low, middle)
         best = self._at(low / steps) if low else None
         return _beyond(best, self._at(high / steps), limits) if best is not None else None
 
@@ -175,7 +175,7 @@ class Replica:
         bound = self.bound(Limits())
         return bound if math.isfinite(bound) else self.full.rate
 
-    def _keeps(self, share: float, limits: Limits) -> bool:
+    def _meets(self, share: float, limits: Limits) -> bool:
         point = self._at(share)
         return point is not None and not limits.broken(point)
 

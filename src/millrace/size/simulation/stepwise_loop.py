@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import SpecialTokens, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import Delta, SamplingParams
@@ -51,7 +51,7 @@ class _Letters(Tokenizer):
     """A tokenizer whose tokens are all the same letter; the texts are not used."""
 
     def __init__(self, vocab_size: int) -> None:
-        specials = Specials(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset())
+        specials = SpecialTokens(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset())
         super().__init__(vocab_size, specials)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

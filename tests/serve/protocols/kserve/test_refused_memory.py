@@ -18,7 +18,7 @@ from tests.support.kserve_grpc import connected, refusal, request
 from tests.support.repository import identity, in_process, write_models
 
 N_REFUSED = 50
-MOST_GROWTH = 50 << 20
+MAX_GROWTH = 50 << 20
 LIMIT = 1_150_000  # bytes of a body: a leak of all of them would be more than that
 WARM = 2  # refused requests before memory is measured
 
@@ -34,7 +34,7 @@ def growth(refuse: Callable[[], None]) -> int:
         for _ in range(N_REFUSED):
             refuse()
         until_s = time.monotonic() + 5
-        while (found := resident_bytes() - before) >= MOST_GROWTH and time.monotonic() < until_s:
+        while (found := resident_bytes() - before) >= MAX_GROWTH and time.monotonic() < until_s:
             time.sleep(0.05)  # the last of them is answered before it is let go of
         return found
     finally:
@@ -98,7 +98,7 @@ def test_a_refused_body_over_http_is_freed(place: tuple[str, str], name: str) ->
         def refuse() -> None:
             assert client.post(f"{place[0]}/v2/{path}", content=body).status_code in (400, 500), name
 
-        assert growth(refuse) < MOST_GROWTH
+        assert growth(refuse) < MAX_GROWTH
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -114,7 +114,7 @@ def test_a_refused_message_over_grpc_is_freed(place: tuple[str, str], is_stream:
                 code, words = refusal(lambda: client.future("ModelInfer", asked).result())
                 assert "unexpected inference input 'OTHER'" in words, code
 
-        assert growth(refuse) < MOST_GROWTH
+        assert growth(refuse) < MAX_GROWTH
 
 
 TEXTS: dict[str, dict[str, object]] = {
@@ -165,14 +165,14 @@ def text_growth(url: str, path: str, limit: int) -> int:
 
 @pytest.mark.parametrize("path", [path for path in TEXTS if path not in TEXTS_BY_NIGHT])
 def test_a_refused_body_of_a_text_model_is_freed(texts: str, path: str) -> None:
-    assert text_growth(texts, path, LIMIT) < MOST_GROWTH
+    assert text_growth(texts, path, LIMIT) < MAX_GROWTH
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", TEXTS)
 def test_the_largest_refused_bodies_of_a_text_model_are_freed(path: str) -> None:
     with serving_with(Fake()) as server:
-        assert text_growth(server.url, path, ServerSettings().max_body_bytes) < MOST_GROWTH
+        assert text_growth(server.url, path, ServerSettings().max_body_bytes) < MAX_GROWTH
 
 
 @pytest.mark.nightly
@@ -187,4 +187,4 @@ def test_the_largest_refused_bodies_are_freed(tmp_path: Path, name: str) -> None
         def refuse() -> None:
             assert client.post(f"{served.url}/v2/{path}", content=body).status_code in (400, 500), name
 
-        assert growth(refuse) < MOST_GROWTH
+        assert growth(refuse) < MAX_GROWTH

@@ -117,7 +117,7 @@ def conversation_of(request: CountRequest, params: SamplingParams) -> Conversati
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}].content")
     return Conversation(
-        messages=messages, params=params, tools=_tools(request), terms=request_options(request),
+        messages=messages, params=params, tools=_tools(request), options=request_options(request),
         rendering=continue_last_assistant_message(_rendering(request.thinking), messages), capped=True,
     )  # fmt: skip
 

@@ -92,7 +92,7 @@ async def generate(backend: TextBackend, call: RequestContext, request: OllamaGe
 
     raises MillraceError
     """
-    params, terms = _params(request, backend), request_options(request)
+    params, options = _params(request, backend), request_options(request)
     if not request.prompt:
         return _load_reply(call, request, OllamaReply(model=call.model, created_at=_now(), response=""))
     if request.raw:
@@ -100,12 +100,12 @@ async def generate(backend: TextBackend, call: RequestContext, request: OllamaGe
         drop_large_fields(request)
         params = capped(params, len(ids), backend.model.engine.limits.context_tokens)
         check_context(len(ids), params.max_tokens, backend.model.engine.limits.context_tokens, "prompt")
-        generation = await submit_prompts(backend, [list(ids)], params, call, terms)
+        generation = await submit_prompts(backend, [list(ids)], params, call, options)
     else:
         system = [Message("system", request.system)] if request.system else []
         messages = [*system, Message("user", request.prompt)]
         conversation = Conversation(
-            messages=messages, params=params, rendering=_rendering(request.think), terms=terms, capped=True
+            messages=messages, params=params, rendering=_rendering(request.think), options=options, capped=True
         )  # fmt: skip
         del messages
         drop_large_fields(request)
@@ -118,7 +118,7 @@ def _conversation(request: OllamaChatRequest, backend: TextBackend) -> Conversat
     return Conversation(
         messages=messages, params=_params(request, backend),
         tools=_tools(request.tools), rendering=continue_last_assistant_message(_rendering(request.think), messages),
-        terms=request_options(request),
+        options=request_options(request),
         capped=True,
     )  # fmt: skip
 

@@ -56,7 +56,7 @@ def _conversation(request: ChatRequest) -> Conversation:
     """Return the conversation of a request. raises RequestError"""
     has_tools = request.tools is not None or request.tool_choice is not None
     return Conversation(
-        messages=request.messages, params=chat_params(request), terms=request_options(request),
+        messages=request.messages, params=chat_params(request), options=request_options(request),
         rendering=rendering_of(request),
         tools=tools_of(request.tools, request.tool_choice, request.parallel_tool_calls) if has_tools else None,
         whole_bytes=None if request.stream else CHAT_BYTES,

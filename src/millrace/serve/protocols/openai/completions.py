@@ -42,9 +42,9 @@ _ID_BYTES = 8  # of a token id, as text
 async def completions(backend: TextBackend, call: RequestContext, request: CompletionRequest) -> ASGIApp:
     """Return the response, or the stream. raises MillraceError"""
     model = call.model
-    params, terms = completion_params(request), request_options(request)
+    params, options = completion_params(request), request_options(request)
     if delivered := parse_resume_token_ids(request.resume_token_ids):
-        terms = replace(terms, delivered=delivered)
+        options = replace(options, delivered=delivered)
     max_tokens = request.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
     special = request.add_special_tokens is not False
     rows = await _rows(request, call, backend)
@@ -67,7 +67,7 @@ async def completions(backend: TextBackend, call: RequestContext, request: Compl
             f"leave {FIELD} out",
             FIELD,
         )
-    generation = await submit_prompts(backend, prompts, params, call, terms, continues=True, whole_bytes=whole_bytes)
+    generation = await submit_prompts(backend, prompts, params, call, options, continues=True, whole_bytes=whole_bytes)
     if with_receipt:
         generation.keep_receipt()
     prompt_only, with_ids = request.max_tokens == 0, bool(request.return_token_ids)
@@ -100,7 +100,7 @@ class _Answer:
             self._offsets = [
                 OffsetLogprobs(tokenizer, _text_before(request, delivered), skip, echoes[i] if echoes else None)
                 for i, request in enumerate(generation.handle.requests)
-                for delivered in request.terms.delivered or [()] * params.n
+                for delivered in request.options.delivered or [()] * params.n
             ]
 
     async def response(self) -> Response:

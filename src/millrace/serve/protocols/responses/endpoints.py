@@ -105,7 +105,7 @@ def _read(
         rendering=Rendering(
             request.chat_template_kwargs or {}, not continued, continued, thinking=thinking_of(request)
         ),
-        terms=request_options(request),
+        options=request_options(request),
         whole_bytes=CHAT_BYTES * (N_CLOSING if request.stream else 1), capped=True,
     )  # fmt: skip
     echoed = echoed_fields(request)

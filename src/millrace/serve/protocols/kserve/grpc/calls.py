@@ -132,13 +132,13 @@ class GrpcFrontend:
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
-        inference, known = await self.check_infer(request, cut, model, len(data), caller)
+        inference, infer_message = await self.check_infer(request, cut, model, len(data), caller)
         with TracedExchange(self._repository.common.tracer, inference, "GRPC", arrived_ns, caller.parent) as call:
             response = await model.infer(inference)
             call.on_response()
             return await self.encode_off_loop(
                 memory_bytes(response.outputs.values()),
-                lambda: known.encode(model, inference, response),
+                lambda: infer_message.encode(model, inference, response),
             )
 
     # ------------------------------------------------------------------ metadata

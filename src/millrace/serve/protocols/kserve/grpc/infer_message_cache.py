@@ -98,19 +98,19 @@ class InferMessageCache:
             return request, InferMessage(options)
         proto.ClearField("raw_input_contents")
         proto.ClearField("id")
-        entry = model.checker, proto.SerializeToString(deterministic=True)
+        cache_key = model.checker, proto.SerializeToString(deterministic=True)
         proto.id = request_id
-        known = self._messages.get(entry)
-        if known is not None and known.template is not None and [*map(len, raws)] == known.template.sizes:
-            self._messages.move_to_end(entry)
-            return known.template.fill([(data, 0) for data in raws], request_id), known
+        cached = self._messages.get(cache_key)
+        if cached is not None and cached.template is not None and [*map(len, raws)] == cached.template.sizes:
+            self._messages.move_to_end(cache_key)
+            return cached.template.fill([(data, 0) for data in raws], request_id), cached
         proto.raw_input_contents.extend(raws)
         request, options = read_infer(proto, model, shared)
-        known = InferMessage(options)
-        if len(entry[1]) <= MAX_MESSAGE_BYTES and not (options.inputs or options.shared):  # whose regions may change
-            known.template = InferTemplate.from_request(request, model.checker, sum(map(len, raws)))
-        if known.template is not None:
-            self._messages[entry] = known
+        cached = InferMessage(options)
+        if len(cache_key[1]) <= MAX_MESSAGE_BYTES and not (options.inputs or options.shared):  # whose regions may change
+            cached.template = InferTemplate.from_request(request, model.checker, sum(map(len, raws)))
+        if cached.template is not None:
+            self._messages[cache_key] = cached
             if len(self._messages) > MAX_MESSAGES:
                 self._messages.popitem(last=False)
-        return request, known
+        return request, cached

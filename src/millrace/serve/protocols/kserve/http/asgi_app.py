@@ -48,7 +48,7 @@ class KServe:
         repository = backend.repository
         most = repository.flags.http_max_input_size
         self._guard = backend.http_guard
-        self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
+        self._backend, self._bodies, self._keys, self._max_bytes = backend, backend.bodies, keys, most
         self._front = HttpFrontend(
             repository,
             lambda: backend.is_ready(models.heartbeat),
@@ -92,7 +92,7 @@ class KServe:
             except HttpError as error:
                 if error.status != 413:
                     raise
-                return error_reply(400, _too_large(scope, path, self._most_bytes).message)
+                return error_reply(400, _too_large(scope, path, self._max_bytes).message)
             call.body_bytes = len(body)
             headers = combine_duplicate_headers(scope["headers"], b",")
             request = HttpCall(

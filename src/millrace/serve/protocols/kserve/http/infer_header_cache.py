@@ -72,12 +72,12 @@ class InferHeaderCache:
         if n_json is None or not 0 < n_json <= MAX_HEADER_BYTES:
             request, options = read_infer(body, n_json, model.name, model.checker, shared)
             return request, InferHeader(options)
-        found = _ID.match(body, 0, n_json)
-        request_id, at = (found[1].decode(), found.end()) if found is not None else ("", 0)
+        id_match = _ID.match(body, 0, n_json)
+        request_id, at = (id_match[1].decode(), id_match.end()) if id_match is not None else ("", 0)
         key = model.checker, body[at:n_json]
         header = self._headers.get(key)
         if header is None or header.template is None or len(body) - n_json != header.template.n_bytes:
-            return self._read_anew(body, n_json, model, shared, key, has_id=found is not None)
+            return self._read_anew(body, n_json, model, shared, key, has_id=id_match is not None)
         self._headers.move_to_end(key)
         places = [(body, n_json + offset) for offset in header.template.offsets]
         return header.template.fill(places, request_id), header
