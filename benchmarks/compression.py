@@ -178,7 +178,7 @@ class Bench:
         source = Source.from_checkpoint(self.checkpoint)
         statistics = collect(source, self.texts.calibration, self._statistics)
         self.say(f"statistics: {time.perf_counter() - started_s:.0f} s")
-        reference = Reference.of(self.checkpoint, self.texts.judged)
+        reference = Reference.from_checkpoint(self.checkpoint, self.texts.judged)
         found = []
         for name in names:
             for cost in self._kept(name) or self._measured(name, reference, statistics):

@@ -45,7 +45,7 @@ def _built(checkpoint: Path, engine: Path) -> tuple[Path, dict[str, Any]]:
     weights_bytes = (checkpoint / "model.safetensors").stat().st_size
     try:
         asked = BuildSettings(tune=0, evaluate=False)
-        Builder.of("m", Checkpoint.open(checkpoint), asked, None, for_gpu=True).write(engine)
+        Builder.from_settings("m", Checkpoint.open(checkpoint), asked, None, for_gpu=True).write(engine)
     except MachineError as error:
         return checkpoint, {"of": "checkpoint", "weights_bytes": weights_bytes, "not_built": error.what}
     shutil.rmtree(checkpoint)

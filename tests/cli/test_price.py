@@ -122,7 +122,7 @@ def test_the_key_says_what_was_asked_and_on_which_text(tmp_path: Path) -> None:
     mine.write_text("The wheel turned. " * 90)
 
     def key(**given: object) -> str:
-        return Builder.of("tiny", checkpoint, BuildSettings(**given), None, pricing=pricing).key  # type: ignore[arg-type]
+        return Builder.from_settings("tiny", checkpoint, BuildSettings(**given), None, pricing=pricing).key  # type: ignore[arg-type]
 
     auto = key(precision="auto")
     assert auto == key(precision="auto", max_kl=0.01) and key() == key(precision="bf16") == key(evaluate=False)

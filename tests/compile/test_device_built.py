@@ -44,7 +44,7 @@ def pair(
     """Of the same weights: from the checkpoint, and from an engine that was built of it."""
     built = BuildSettings(tune=0, evaluate=False, **asked)
     checkpoint = Checkpoint.open(path)
-    Builder.of("m", checkpoint, built, None, precisions, for_gpu=True).write(folder)
+    Builder.from_settings("m", checkpoint, built, None, precisions, for_gpu=True).write(folder)
     of_checkpoint = engine_from_checkpoint("m", checkpoint, BuildSettings(**asked), HERE, None, precisions)
     return of_checkpoint, engine_from_folder(Engine.open(folder), NOTHING_ASKED, HERE, None)
 
@@ -113,8 +113,8 @@ def test_the_checkpoints_own_weights(
 def test_the_cache_keeps_apart_what_only_a_gpu_tells_apart(checkpoints: dict[str, Path]) -> None:
     """float16 runs as float32 on a CPU: the same weights, and on a GPU other answers."""
     half, asked = Checkpoint.open(checkpoints["half"]), BuildSettings(evaluate=False)
-    as_asked = Builder.of("m", half, replace(asked, precision="fp32"), None)
-    assert Builder.of("m", half, asked, None).key != as_asked.key
+    as_asked = Builder.from_settings("m", half, replace(asked, precision="fp32"), None)
+    assert Builder.from_settings("m", half, asked, None).key != as_asked.key
 
 
 @pytest.mark.parametrize("precisions", [MAP, {"default": "bf16", "l*": "w8a8", "lm_head": "fp32"}], ids=len)
@@ -133,9 +133,11 @@ def test_floats_of_two_types_are_refused(
     words = f"(lm_head|q_proj) is built in bf16, and a GPU would have it in {dtype}"
     checkpoint = Checkpoint.open(checkpoints["llama"])
     with pytest.raises(ConfigError, match=words):
-        Builder.of("m", checkpoint, BuildSettings(tune=0, evaluate=False, **asked), None, precisions, for_gpu=True)
+        Builder.from_settings(
+            "m", checkpoint, BuildSettings(tune=0, evaluate=False, **asked), None, precisions, for_gpu=True
+        )
     on_cpu = BuildSettings(tune=0, evaluate=False, head="bf16", precision="fp32")
-    Builder.of("m", checkpoint, on_cpu, None).write(tmp_path / "e")
+    Builder.from_settings("m", checkpoint, on_cpu, None).write(tmp_path / "e")
     with pytest.raises(ConfigError, match="lm_head is built in bf16, and a GPU would have it in fp32"):
         opened(tmp_path / "e")
 
@@ -143,7 +145,7 @@ def test_floats_of_two_types_are_refused(
 def test_keys_in_bfloat16_of_a_model_in_float16(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Of 16 bits that are others a checkpoint's start says so, and so does what a CPU was built for."""
     built = BuildSettings(tune=0, evaluate=False, kv_cache_dtype="bf16")
-    Builder.of("m", Checkpoint.open(checkpoints["half"]), built, None).write(tmp_path / "e")
+    Builder.from_settings("m", Checkpoint.open(checkpoints["half"]), built, None).write(tmp_path / "e")
     with pytest.raises(EngineError, match="keys and values in bf16 of a model in fp16"):
         opened(tmp_path / "e")
     assert opened(tmp_path / "e", kv_cache_dtype="int8").model.lowered.dtype == "fp16"
@@ -157,7 +159,7 @@ def test_an_encoder(more: dict[str, Any], tmp_path: Path) -> None:
 def test_an_encoder_in_fp8_is_refused_by_that_name(tmp_path: Path) -> None:
     encoder = Checkpoint.open(random_encoder(tmp_path / "c", seed=2))
     with pytest.raises(ConfigError, match="precision fp8 is not measured for encoders"):
-        Builder.of("m", encoder, BuildSettings(precision="fp8"), None, for_gpu=True)
+        Builder.from_settings("m", encoder, BuildSettings(precision="fp8"), None, for_gpu=True)
 
 
 @pytest.fixture(scope="module")

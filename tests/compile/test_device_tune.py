@@ -67,9 +67,9 @@ def test_the_clearly_faster_tile_is_chosen(executor: CudaExecutor) -> None:
     device = Device(lambda tile: 5.0 if tile == WIDE else 9.0)
     found = tuner(device)(executor)
     weights, meets = next(iter(executor.coded()))
-    assert found.of(meets(torch.zeros((1, weights.width), dtype=torch.bfloat16)), weights) == WIDE
-    assert found.of(meets(torch.zeros((16, weights.width), dtype=torch.bfloat16)), weights) == WIDE
-    some = found.of(meets(torch.zeros((40, weights.width), dtype=torch.bfloat16)), weights)
+    assert found.select_tile(meets(torch.zeros((1, weights.width), dtype=torch.bfloat16)), weights) == WIDE
+    assert found.select_tile(meets(torch.zeros((16, weights.width), dtype=torch.bfloat16)), weights) == WIDE
+    some = found.select_tile(meets(torch.zeros((40, weights.width), dtype=torch.bfloat16)), weights)
     assert some == tiles(40)[0], "where none is faster it is the rule"
     works = device_tune.works_of(executor)
     assert {work.rows for work in works} == {1, EIGHT, 16, 32, MANY_ROWS - 1}, "of many rows others compute"
@@ -170,19 +170,23 @@ def test_a_tile_counts_for_at_most_so_many_rows() -> None:
     x = torch.zeros((20, 32), dtype=torch.bfloat16)
     a, b = Tile(16, 16, 2, 4), Tile(32, 64, 4, 4)
     found = Tiles({region_of(x, w): ((1, a), (8, None), (16, b))})
-    assert [found.of(x[:n], w) for n in (1, 2, 9, 16, 17)] == [a, tiles(2)[0], b, b, tiles(17)[0]]
+    assert [found.select_tile(x[:n], w) for n in (1, 2, 9, 16, 17)] == [a, tiles(2)[0], b, b, tiles(17)[0]]
 
 
 def test_a_kernel_for_one_row_is_the_rule_where_it_takes_the_codes() -> None:
     x, w = (e4m3_rows(torch.ones((n, 32))) for n in (1, 8))
-    assert Tiles().of(x, w).rows == 1 and Tiles().of(e4m3_rows(torch.ones((2, 32))), w).rows == 16
+    assert Tiles().select_tile(x, w).rows == 1 and Tiles().select_tile(e4m3_rows(torch.ones((2, 32))), w).rows == 16
     floats, integers = torch.ones((1, 32), dtype=torch.bfloat16), int8_rows(torch.ones((8, 32)), 0)
-    assert Tiles().of(floats, w).rows == Tiles().of(integers.some(0, 1), integers).rows == 16
+    assert Tiles().select_tile(floats, w).rows == Tiles().select_tile(integers.some(0, 1), integers).rows == 16
     halves = QuantizedRows(torch.zeros((8, 16), dtype=torch.uint8), torch.ones((8, 1), dtype=torch.float16), 32, 32)
-    assert Tiles().of(floats, halves) == Tiles().of(floats.half().repeat(8, 1), halves) == EIGHT_OF_WORDS[0]
+    assert (
+        Tiles().select_tile(floats, halves)
+        == Tiles().select_tile(floats.half().repeat(8, 1), halves)
+        == EIGHT_OF_WORDS[0]
+    )
     odd = replace(halves, codes=halves.codes[:, :15], width=30)
-    assert Tiles().of(floats[:, :30], odd).rows == Tiles().of(floats.repeat(9, 1), halves).rows == 16
-    assert Tiles().of(integers.some(0, 1), halves).rows == Tiles().of(floats[:0], halves).rows == 16
+    assert Tiles().select_tile(floats[:, :30], odd).rows == Tiles().select_tile(floats.repeat(9, 1), halves).rows == 16
+    assert Tiles().select_tile(integers.some(0, 1), halves).rows == Tiles().select_tile(floats[:0], halves).rows == 16
 
 
 def test_no_rows_at_all_go_by_no_kernel_for_one() -> None:
@@ -190,7 +194,7 @@ def test_no_rows_at_all_go_by_no_kernel_for_one() -> None:
     x, w = (e4m3_rows(torch.ones((n, 32))) for n in (1, 8))
     one = Tile(1, 4, 8, 1)
     found = Tiles({region_of(x, w): ((1, one),)})
-    assert found.of(x, w) == one and found.of(x.some(0, 0), w).rows > 1
+    assert found.select_tile(x, w) == one and found.select_tile(x.some(0, 0), w).rows > 1
 
 
 def test_tiles_of_one_row_are_timed_where_they_take_the_codes(tmp_path: Path) -> None:
@@ -204,7 +208,7 @@ def test_tiles_of_one_row_are_timed_where_they_take_the_codes(tmp_path: Path) ->
     weights, meets = next(iter(fp8.coded()))
     rows = torch.zeros((1, weights.width), dtype=torch.bfloat16)
     timed = {tile for _, tile in device.timed}
-    assert found.of(meets(rows), weights) == one and timed >= {*ONE_OF_E4M3, *tiles(16), *tiles(40)}
+    assert found.select_tile(meets(rows), weights) == one and timed >= {*ONE_OF_E4M3, *tiles(16), *tiles(40)}
     assert not timed & {*EIGHT_OF_WORDS} and EIGHT not in {work.rows for work in device_tune.works_of(fp8)}
     assert tuner(Device(lambda tile: 1.0), tmp_path / "timings.json")(fp8) == found
     for precision, of_few in (("w4a16", EIGHT_OF_WORDS), ("w8a16", EIGHT_OF_WORDS), ("w8a8", ())):

@@ -20,7 +20,7 @@ BLOCK = 16 << 20
 
 def seen(path: Path) -> FileState:
     with path.open("rb") as file:
-        return FileState.of(file)
+        return FileState.from_file(file)
 
 
 @pytest.fixture

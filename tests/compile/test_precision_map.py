@@ -18,9 +18,9 @@ from millrace.kernels.precision import Precision
 
 def test_precision_by_pattern() -> None:
     chosen = precision_map({"default": "w4a8", "layers.*.mlp.*": "w8a8", "lm_head": "bf16"})
-    assert chosen.of("model.layers.3.mlp.up_proj") == Precision.W8A8
-    assert chosen.of("model.layers.3.self_attn.q_proj") == Precision.W4A8
-    assert chosen.of("lm_head", is_head=True) == Precision.BF16
+    assert chosen.precision_of("model.layers.3.mlp.up_proj") == Precision.W8A8
+    assert chosen.precision_of("model.layers.3.self_attn.q_proj") == Precision.W4A8
+    assert chosen.precision_of("lm_head", is_head=True) == Precision.BF16
 
 
 def test_groups_of_activations_by_pattern() -> None:
@@ -37,10 +37,10 @@ def test_groups_of_activations_by_pattern() -> None:
 def test_the_head_of_a_4_bit_engine() -> None:
     """Has eight bits, unless something else is asked for."""
     plain = precision_map("w4a8")
-    assert plain.of("head", is_head=True) == Precision.W8A8 and plain.of("head") == Precision.W4A8
-    assert precision_map("w4a16").of("head", is_head=True) == Precision.W8A16
-    assert precision_map("w4a8", head="w4a8").of("head", is_head=True) == Precision.W4A8
-    assert precision_map({"default": "w4a8", "head": "w4a8"}).of("head", is_head=True) == Precision.W4A8
+    assert plain.precision_of("head", is_head=True) == Precision.W8A8 and plain.precision_of("head") == Precision.W4A8
+    assert precision_map("w4a16").precision_of("head", is_head=True) == Precision.W8A16
+    assert precision_map("w4a8", head="w4a8").precision_of("head", is_head=True) == Precision.W4A8
+    assert precision_map({"default": "w4a8", "head": "w4a8"}).precision_of("head", is_head=True) == Precision.W4A8
 
 
 FP8_MATRIX, INT8_MATRIX = StoredMatrix("fp8", 100, FP8), StoredMatrix("int8", 10, QuantisedFormat(8, 64))
@@ -48,7 +48,11 @@ FP8_MATRIX, INT8_MATRIX = StoredMatrix("fp8", 100, FP8), StoredMatrix("int8", 10
 
 def test_fp8_is_kept_in_its_own_bytes_and_no_others_in_them() -> None:
     chosen = nearest_precisions({"q": FP8_MATRIX, "k": INT8_MATRIX, "lm_head": StoredMatrix("float32", 1)})
-    assert (chosen.of("q"), chosen.of("k"), chosen.of("lm_head", is_head=True)) == ("fp8a16", "w8a8", "fp32")
+    assert (chosen.precision_of("q"), chosen.precision_of("k"), chosen.precision_of("lm_head", is_head=True)) == (
+        "fp8a16",
+        "w8a8",
+        "fp32",
+    )
     assert chosen.stored_format(FP8, Precision.FP8A16) == FP8 and chosen.stored_format(
         INT8_MATRIX.codes, Precision.W8A8
     )
@@ -62,13 +66,16 @@ def test_fp8_is_kept_in_its_own_bytes_and_no_others_in_them() -> None:
 def test_a_head_of_e4m3_is_one_that_a_checkpoint_stores() -> None:
     """E4M3 costs the distribution more than 8-bit integers of as many bytes; what is stored keeps its bytes."""
     plain = precision_map("fp8a16")
-    assert plain.of("lm_head", is_head=True) == Precision.W8A16 and plain.of("layers.0.mlp") == Precision.FP8A16
+    assert (
+        plain.precision_of("lm_head", is_head=True) == Precision.W8A16
+        and plain.precision_of("layers.0.mlp") == Precision.FP8A16
+    )
     stored = {"q": FP8_MATRIX, "lm_head": FP8_MATRIX}
     for chosen in (nearest_precisions(stored), with_head_precision(plain, stored)):
-        assert chosen.of("lm_head", is_head=True) == Precision.FP8A16
+        assert chosen.precision_of("lm_head", is_head=True) == Precision.FP8A16
     floats = {"q": FP8_MATRIX, "lm_head": StoredMatrix("bfloat16", 1)}
-    assert nearest_precisions(floats).of("lm_head", is_head=True) == Precision.BF16
-    assert with_head_precision(plain, floats).of("lm_head", is_head=True) == Precision.W8A16
+    assert nearest_precisions(floats).precision_of("lm_head", is_head=True) == Precision.BF16
+    assert with_head_precision(plain, floats).precision_of("lm_head", is_head=True) == Precision.W8A16
 
 
 def test_what_becomes_of_fp8_is_said() -> None:

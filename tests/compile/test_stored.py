@@ -291,7 +291,7 @@ def test_a_tied_head_has_the_embeddings_type(tmp_path: Path, folder: Path) -> No
     )  # fmt: skip
     made = plan(path)
     head = next(w for w in made.program.weights if w.format == "w8g32")
-    assert rounded(made) == [] and made.precision.of("lm_head", is_head=True) == Precision.W8A8
+    assert rounded(made) == [] and made.precision.precision_of("lm_head", is_head=True) == Precision.W8A8
     np.testing.assert_array_equal(unpacked(head)[0], in_file(path, "token_embd.weight")[0])
 
 

@@ -54,5 +54,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         samples(checkpoint.tokenizer, TEXT[CUT:], 4, 128),
     )
     found = statistics_of(checkpoint, text, folder / "s", lambda *_: None)
-    reference = Reference.of(checkpoint, held_out)
+    reference = Reference.from_checkpoint(checkpoint, held_out)
     return Trained(checkpoint, reference.source, found, reference)

@@ -54,7 +54,9 @@ def test_keys_and_values() -> None:
 def test_a_mix_by_layers(tmp_path: Path) -> None:
     (tmp_path / "mix.toml").write_text(MIX)
     mix = read_recipe(str(tmp_path / "mix.toml"))
-    found = {n: mix.of(f"model.layers.{n}") for n in ("3.mlp.down_proj", "0.mlp.up_proj", "3.q_proj", "3.v_proj")}
+    found = {
+        n: mix.layer_recipe(f"model.layers.{n}") for n in ("3.mlp.down_proj", "0.mlp.up_proj", "3.q_proj", "3.v_proj")
+    }
     assert [(t.method, t.bits, t.group, t.search) for t in found.values()] == [
         ("rtn", 8, 0, "llm-compressor"), ("none", 4, 64, "llm-compressor"), ("rtn", 4, 64, "llm-compressor"),
         ("fp8", 8, 0, "none"),

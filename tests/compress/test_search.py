@@ -114,9 +114,9 @@ def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: 
     for bound, found in zip(BOUNDS, searches, strict=True):
         out = found.result.folder
         again = measure(model.checkpoint, Checkpoint.open(out), model.texts.choice, nothing)
-        assert again.kl <= bound and again.on(model.texts.of) == found.choice
+        assert again.kl <= bound and again.on(model.texts.calibration) == found.choice
         assert model.texts.proof is not None
-        proof = measure(model.checkpoint, Checkpoint.open(out), model.texts.proof, nothing).on(model.texts.of)
+        proof = measure(model.checkpoint, Checkpoint.open(out), model.texts.proof, nothing).on(model.texts.calibration)
         assert proof == found.proof == found.loss and proof.kl != again.kl and proof.kl_error
         assert found.mix.cost == bytes_in(out, model.plan)
         assert found.floats == bytes_in(model.checkpoint.folder, model.plan)
@@ -124,7 +124,7 @@ def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: 
         record = json.loads((out / "compression.json").read_text())
         assert record["search"]["found"] == found.search.cheapest and record["loss"]["kl"] == proof.kl
         assert record["search"]["choice"]["kl"] == again.kl and record["search"]["proven"] == proof.kl
-        assert record["loss"]["digest"] == model.texts.of.digest
+        assert record["loss"]["digest"] == model.texts.calibration.digest
     assert searches[1].mix.cost < searches[0].mix.cost
 
 
@@ -222,8 +222,8 @@ def test_losses_in_words() -> None:
             MaxLoss.parse(wrong)
     worse, luckier = (Loss(0.01, p, 20.0, 0.9, 100, "w8a16") for p in (21.0, 19.0))
     percent = MaxLoss(PERPLEXITY, 0.01)
-    assert percent.of(worse) == pytest.approx(0.05) and MaxLoss(KL, 1).of(worse) == 0.01
-    assert percent.of(luckier) == pytest.approx(np.expm1(0.01)), "a perplexity that falls is no gain"
+    assert percent.loss_value(worse) == pytest.approx(0.05) and MaxLoss(KL, 1).loss_value(worse) == 0.01
+    assert percent.loss_value(luckier) == pytest.approx(np.expm1(0.01)), "a perplexity that falls is no gain"
     assert percent.format_value(0.0123) == "+1.23 %" and MaxLoss(KL, 1).format_value(0.0123) == "0.0123"
 
 
@@ -252,7 +252,7 @@ def test_what_is_timed_is_what_runs(model: Model, tmp_path: Path) -> None:
     made = Source.from_checkpoint(Checkpoint.open(tmp_path / "out"))
     for layer, name in chosen.items():
         product = product_of(model.plan, layer, name, "avx2")
-        precision, held = made.own_precision.of(layer), made.stored[layer].codes
+        precision, held = made.own_precision.precision_of(layer), made.stored[layer].codes
         assert product.weights == precision.weights, (layer, name)
         assert product.format == precision.storage(product.group).format
         assert product.group == (held.group if held else 0)
@@ -296,7 +296,9 @@ def test_recipes_of_mixes() -> None:
     chosen: Mapping[str, str] = {"a": "int8", "b": "int8", "c": "float", "d": FLOAT, "e": FLOAT, "f": "int4-g64-a8"}
     recipe = recipe_of(chosen)
     assert recipe.usual == TREATMENTS["int8"], "floats are never the usual"
-    assert {layer: recipe.of(layer) for layer in chosen} == {layer: TREATMENTS[f] for layer, f in chosen.items()}
+    assert {layer: recipe.layer_recipe(layer) for layer in chosen} == {
+        layer: TREATMENTS[f] for layer, f in chosen.items()
+    }
 
 
 def test_a_text_of_few_windows_proves_nothing(model: Model, tmp_path: Path) -> None:

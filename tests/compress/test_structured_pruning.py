@@ -77,7 +77,7 @@ def test_a_smaller_model_is_the_large_one_without_what_went(small: Small, tmp_pa
     write_without(small.checkpoint, held, without)
     text = samples(small.checkpoint.tokenizer, TEXT, 2, 48)
     exact = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
-    score = Reference.of(Checkpoint.open(held), text).compare_with(Source.from_checkpoint(found), exact)
+    score = Reference.from_checkpoint(Checkpoint.open(held), text).compare_with(Source.from_checkpoint(found), exact)
     assert abs(score.mean_kl) < 1e-7 and np.abs(score.tokens.loss - score.tokens.reference_loss).max() < 1e-4
     w, x = module.load(f"{LAYER}mlp.down_proj.weight").astype(np.float64), small.statistics[f"{LAYER}mlp.down_proj"]
     off = np.zeros_like(w)

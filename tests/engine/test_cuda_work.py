@@ -88,7 +88,7 @@ def test_each_page_of_each_row_is_attended_to_once(
     check(split_attention(of, rows, group, PAGE, most, window), of, rows, group, most, window)
 
 
-H200, GROUP, KV_HEADS = SmGeometry.of(132, (9, 0), 2 * 128), 4, 8
+H200, GROUP, KV_HEADS = SmGeometry.from_device(132, (9, 0), 2 * 128), 4, 8
 
 
 @pytest.mark.parametrize(("contexts", "programs", "longest"), [
@@ -134,9 +134,9 @@ def test_parts_begin_aligned(sizes: tuple[int, ...]) -> None:
     ((8, 0), 128, 64), ((8, 9), 256, 64), ((9, 0), 256, 128), ((10, 0), 128, 128), ((9, 0), 512, 64),
 ])  # fmt: skip
 def test_rows_of_a_prompts_block(capability: tuple[int, int], head_bytes: int, rows: int) -> None:
-    assert SmGeometry.of(7, capability, head_bytes) == (7, rows)
+    assert SmGeometry.from_device(7, capability, head_bytes) == (7, rows)
 
 
 def test_prompts_in_float32_go_in_small_blocks() -> None:
     """On every GPU and of every head: what one thread sums of 64 rows it has no registers for."""
-    assert [SmGeometry.of(7, c, n, 4) for c in ((8, 0), (9, 0)) for n in (256, 512)] == [(7, 32)] * 4
+    assert [SmGeometry.from_device(7, c, n, 4) for c in ((8, 0), (9, 0)) for n in (256, 512)] == [(7, 32)] * 4

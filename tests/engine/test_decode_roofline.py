@@ -22,7 +22,7 @@ def test_products_and_keys_are_counted_once_for_each_token(tmp_path: Path) -> No
     table = () if config.tie_embeddings else ("model.embed_tokens.weight",)  # tied, it is the head, and read whole
     n_weights = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in table)
 
-    work = DecodeWork.of(engine)
+    work = DecodeWork.from_engine(engine)
     assert work.operations == {"fp32": 2 * n_weights}
     assert n_weights * 4 <= work.weights_bytes <= n_weights * 4 * 1.2, "a little is padding"
     assert work.kv_bytes_per_token == config.n_layers * 2 * config.n_kv_heads * config.head_dim * 4

@@ -88,7 +88,7 @@ class Optional(torch.nn.Module):  # type: ignore[misc]
         return x if y is None else x * y
 
 
-class SearchWindows(torch.nn.Module):  # type: ignore[misc]
+class Texts(torch.nn.Module):  # type: ignore[misc]
     def forward(self, words: list[str], n: torch.Tensor) -> tuple[list[str], torch.Tensor]:
         return [word.upper() for word in words], n + len(words)
 
@@ -99,7 +99,7 @@ def test_dictionaries_missing_arguments_and_strings(tmp_path: Path) -> None:
     outputs = f"output [ {fp32 % 'both'}, {fp32 % 'twice'} ]"
     write(tmp_path, "keyed", scripted(Keyed()), f'backend: "pytorch" max_batch_size: 4 input [ {y}, {x} ] {outputs}')
     write(tmp_path, "one", scripted(Optional()), f'backend: "pytorch" max_batch_size: 4 input {x} output {x}')
-    write(tmp_path, "texts", scripted(SearchWindows()), """backend: "pytorch"
+    write(tmp_path, "texts", scripted(Texts()), """backend: "pytorch"
         input [ { name: "words" data_type: TYPE_STRING dims: [ -1 ] }, { name: "n" data_type: TYPE_INT64 dims: [ 1 ] } ]
         output [ { name: "OUTPUT__0" data_type: TYPE_STRING dims: [ -1 ] },
                  { name: "OUTPUT__1" data_type: TYPE_INT64 dims: [ 1 ] } ]""")  # fmt: skip

@@ -70,10 +70,10 @@ def test_times_are_those_of_numpy_bit_for_bit(seed: int) -> None:
 
 def test_work_is_that_of_its_parts() -> None:
     seen = step(1, 0.0, 1.0, [(1, 0, 40, 1), (2, 0, 128, 16), (3, 0, 7, 1), (4, 1, 0, 2)])
-    work = StepWork.of(seen.parts)
+    work = StepWork.from_parts(seen.parts)
     assert tuple(work) == ((16, 2), (128, 0), 2, 41 + 8)
     expected = COST.seconds([16, 2], [128, 0], 2, 24.5)
-    assert COST.of(work) == pytest.approx(expected, rel=1e-12)
+    assert COST.work_s(work) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_turn_lasts_until_the_next_step_of_somebody_in_it() -> None:

@@ -195,7 +195,7 @@ def _open_gguf(path: Path) -> GgufCheckpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     fields = _config_fields(folder, _read_raw(folder))
     config, notes = fields.config, fields.notes
-    tensors = CompressedTensors.of(folder, fields.compression) if fields.compression else Tensors.open(folder)
+    tensors = CompressedTensors.from_folder(folder, fields.compression) if fields.compression else Tensors.open(folder)
     if isinstance(config, ModelConfig):
         config, tensors, tied_notes = resolve_tied_head(config, tensors)
         notes += tied_notes

@@ -29,7 +29,7 @@ class FileState(NamedTuple):
     modified_ns: int
 
     @classmethod
-    def of(cls, file: BinaryIO) -> "FileState":
+    def from_file(cls, file: BinaryIO) -> "FileState":
         """Return the state of an open file. raises OSError"""
         status = os.fstat(file.fileno())
         return cls(status.st_size, status.st_mtime_ns)
@@ -54,7 +54,7 @@ def read_span(path: Path, state: FileState, offset: int, nbytes: int) -> NDArray
     try:
         with path.open("rb") as file:
             done = _read_into(file.fileno(), data.data, offset)
-            now = FileState.of(file)
+            now = FileState.from_file(file)
     except OSError as error:
         raise unreadable(path, error) from error
     if done < nbytes or now != state:

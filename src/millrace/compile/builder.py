@@ -53,7 +53,7 @@ class Builder:
     progress: Progress | None
 
     @classmethod
-    def of(
+    def from_settings(
         cls, name: str, checkpoint: Checkpoint, build: BuildSettings, cache: Path | None,
         precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
         *, for_gpu: bool = False,
@@ -148,7 +148,7 @@ def build_engine(
     precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
 ) -> Engine:  # fmt: skip
     """Compile a checkpoint (folder or GGUF file) into `folder`, which must not exist. Arguments as in Builder."""
-    Builder.of(name, Checkpoint.open(checkpoint), build, cache, precisions, progress, pricing).write(folder)
+    Builder.from_settings(name, Checkpoint.open(checkpoint), build, cache, precisions, progress, pricing).write(folder)
     return Engine.open(folder)
 
 

@@ -38,7 +38,7 @@ class PrecisionMap:
     x_groups: tuple[tuple[str, int], ...] = ()  # where they differ from the weights', by pattern; "": of the rest
     stored_groups: bool = False
 
-    def of(self, name: str, *, is_head: bool = False) -> Precision:
+    def precision_of(self, name: str, *, is_head: bool = False) -> Precision:
         for pattern, precision in self.patterns:
             if _matches(name, pattern):
                 return precision
@@ -49,7 +49,7 @@ class PrecisionMap:
     def x_group_of(self, name: str, *, is_head: bool = False) -> int:
         """Return how many elements share a scale in its 8-bit activations; 0: as in its weights, or there are none."""
         decides = next((pattern for pattern, _ in self.patterns if _matches(name, pattern)), "")
-        return dict(self.x_groups).get(decides, 0) if self.of(name, is_head=is_head).takes_bytes else 0
+        return dict(self.x_groups).get(decides, 0) if self.precision_of(name, is_head=is_head).takes_bytes else 0
 
     def stored_format(self, stored: QuantisedFormat | None, precision: Precision) -> QuantisedFormat | None:
         """Return the checkpoint's codes that a matmul in this precision keeps; None: its weights are quantized here."""
@@ -65,7 +65,7 @@ class PrecisionMap:
         rows = dict(self.x_groups)
         other_patterns = [("", self.default), *(p for p in self.patterns if p[0] != HEAD)]
         layers = tuple((pattern, precision, rows.get(pattern, 0)) for pattern, precision in other_patterns)
-        head = (self.of(HEAD, is_head=True), self.x_group_of(HEAD, is_head=True))
+        head = (self.precision_of(HEAD, is_head=True), self.x_group_of(HEAD, is_head=True))
         meant = PrecisionSpec(layers, head, self.group, self.stored_groups)
         quantised = any(p.quantised for p in Precision if meant.uses(p))
         return meant if quantised else replace(meant, group=0, stored_groups=False)
@@ -76,7 +76,7 @@ class PrecisionMap:
         default = _layer_text(self.default, rows.get("", 0))
         own = default
         if head is not None:
-            own = _layer_text(self.of(head, is_head=True), self.x_group_of(head, is_head=True))
+            own = _layer_text(self.precision_of(head, is_head=True), self.x_group_of(head, is_head=True))
         different = {} if own == default else {HEAD: own}
         named = {p: _layer_text(v, rows.get(p, 0)) for p, v in self.patterns if p not in different}
         return {"default": default, **different, **named}
@@ -167,7 +167,7 @@ def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     integers = any(matrix.codes and not matrix.codes.e4m3 for matrix in stored.values())
     group = groups.most_common(1)[0][0] if integers else DEFAULT_GROUP
     plain = PrecisionMap(sizes.most_common(1)[0][0], group=group, stored_groups=integers)
-    stored_format = [(n, p) for n, p in nearest.items() if p != plain.of(n, is_head=n == HEAD)]
+    stored_format = [(n, p) for n, p in nearest.items() if p != plain.precision_of(n, is_head=n == HEAD)]
     return replace(plain, patterns=tuple(stored_format))
 
 
@@ -178,7 +178,7 @@ def _like(stored: QuantisedFormat | None) -> int:
 
 def with_head_precision(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     """Give the head the layers' precision if nothing is requested for it, and that keeps the checkpoint's codes."""
-    requested = chosen.head or chosen.names(HEAD) or chosen.of(HEAD, is_head=True) == chosen.default
+    requested = chosen.head or chosen.names(HEAD) or chosen.precision_of(HEAD, is_head=True) == chosen.default
     if requested or HEAD not in stored or not chosen.stored_format(stored[HEAD].codes, chosen.default):
         return chosen
     return replace(chosen, head=chosen.default)
@@ -190,7 +190,7 @@ def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> 
     widened: Counter[str] = Counter()
     floats: Counter[str] = Counter()
     for name, matrix in stored.items():
-        precision, codes = chosen.of(name, is_head=name == HEAD), matrix.codes
+        precision, codes = chosen.precision_of(name, is_head=name == HEAD), matrix.codes
         if codes is None and precision == Precision.BF16 and matrix.dtype not in _FLOATS:
             floats[matrix.dtype] += 1
         if codes is None or precision == Precision.FP32:

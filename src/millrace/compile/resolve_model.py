@@ -99,7 +99,7 @@ def find_engine(
         raise no_tokenizer(folder)
     from millrace.compile.builder import Builder  # imports the compiler, which a built engine does not need
 
-    builder = Builder.of(name, checkpoint, build, env.cache, precisions, progress, pricing)
+    builder = Builder.from_settings(name, checkpoint, build, env.cache, precisions, progress, pricing)
     with EngineCache(env.cache).get_or_build(name, builder.key, builder.write) as (result, fresh):
         engine = Engine.open(result)
     if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again

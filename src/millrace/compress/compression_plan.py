@@ -147,7 +147,7 @@ def plan_compression(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
         if not _in_a_layer(name) and not _is_named(recipe, name):
             ignored.append(name)  # the head: all tools leave it uncompressed
             continue
-        treatment = recipe.of(name)
+        treatment = recipe.layer_recipe(name)
         if treatment.method == "none":
             ignored.append(name)
             continue

@@ -122,7 +122,7 @@ class Recipe:
     prune: Prune | None = None
     kv: str | None = None
 
-    def of(self, layer: str) -> LayerRecipe:
+    def layer_recipe(self, layer: str) -> LayerRecipe:
         return next((own for pattern, own in self.exceptions if fnmatchcase(layer, pattern)), self.usual)
 
 

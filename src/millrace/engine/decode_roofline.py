@@ -25,7 +25,7 @@ class DecodeWork:
     operations: Mapping[str, int]  # by arithmetic, for one sequence
 
     @classmethod
-    def of(cls, engine: Engine) -> "DecodeWork":
+    def from_engine(cls, engine: Engine) -> "DecodeWork":
         """Count the work of an engine's program. raises EngineError if its program table is invalid"""
         return cls.counted(read_program_table(engine.folder).calls, engine.page_bytes // PAGE_TOKENS)
 

@@ -32,7 +32,7 @@ class Slot:
     offset: int | None
 
     @classmethod
-    def of(cls, port: Port) -> "Slot":
+    def from_port(cls, port: Port) -> "Slot":
         """Return the slot of a graph's input or output, without a place."""
         return cls(port.name, port.value.shape, port.value.dtype, None)
 

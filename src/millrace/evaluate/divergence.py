@@ -50,7 +50,7 @@ class Mean(NamedTuple):
     error: float | None
 
     @classmethod
-    def of(cls, values: Values) -> "Mean":
+    def from_values(cls, values: Values) -> "Mean":
         n = len(values)
         return cls(float(values.mean()), float(values.std(ddof=1)) / n**0.5 if n > 1 else None)
 

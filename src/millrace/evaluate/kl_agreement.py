@@ -67,13 +67,14 @@ def agreement(tokens: Tokens) -> Agreement:
     """Summarize tokens, at least one."""
     loss, reference, divergence, same = tokens
     change = np.exp(-loss) - np.exp(-reference)
-    squares = Mean.of(np.square(change))
+    squares = Mean.from_values(np.square(change))
     rms = squares.value**0.5
     return Agreement(
-        n=len(loss), perplexity=Mean.of(loss).exp(), reference_perplexity=Mean.of(reference).exp(),
-        ratio=Mean.of(loss - reference).exp(), divergence=Mean.of(divergence),
-        at={share: float(np.quantile(divergence, share)) for share in _SHARES}, same=Mean.of(same.astype(np.float64)),
-        change=Mean.of(change), rms_change=squares.through(rms, 0.5 / rms if rms else 0.0),
+        n=len(loss), perplexity=Mean.from_values(loss).exp(), reference_perplexity=Mean.from_values(reference).exp(),
+        ratio=Mean.from_values(loss - reference).exp(), divergence=Mean.from_values(divergence),
+        at={share: float(np.quantile(divergence, share)) for share in _SHARES},
+        same=Mean.from_values(same.astype(np.float64)),
+        change=Mean.from_values(change), rms_change=squares.through(rms, 0.5 / rms if rms else 0.0),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ class Replacement:
     values: tuple[Value, ...]
 
     @classmethod
-    def of(cls, *nodes: Node) -> "Replacement":
+    def from_nodes(cls, *nodes: Node) -> "Replacement":
         """Replace the old outputs by those of the last node."""
         return cls(nodes, nodes[-1].outputs)
 

@@ -149,7 +149,7 @@ def label(
 
 def _keeps(precision: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> bool:
     """Whether all quantised matrices are used as stored in the checkpoint, without requantisation."""
-    classes = ((precision.of(name, is_head=name == HEAD), matrix.codes) for name, matrix in stored.items())
+    classes = ((precision.precision_of(name, is_head=name == HEAD), matrix.codes) for name, matrix in stored.items())
     return precision.stored_groups and all(precision.stored_format(codes, one) for one, codes in classes if one.coded)
 
 

@@ -66,7 +66,7 @@ class CompressedTensors(Tensors):
         self._formats: dict[str, QuantisedFormat | None] = {}
 
     @classmethod
-    def of(cls, folder: Path, compression: Compression) -> "CompressedTensors":
+    def from_folder(cls, folder: Path, compression: Compression) -> "CompressedTensors":
         """Open a folder; reads headers, and the shapes stored next to packed words. raises CheckpointError"""
         parts = Tensors.open(folder, NAMES)
         infos: dict[str, TensorInfo] = {}

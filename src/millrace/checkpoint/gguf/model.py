@@ -69,7 +69,7 @@ def read_gguf(path: Path) -> GgufModel:
     config = replace(config, rope=replace(config.rope, divisors=rope_divisors(file, config)))
     unused = sorted(k for k in keys.values if k.startswith(_SAMPLING) and k[len(_SAMPLING) :] not in _DEFAULTS.values())
     notes = (*config.notes, *specials.notes, *(f"{key} is not supported and not used" for key in unused))
-    return GgufModel(config, GgufTensors.of(file, config), _generation(keys), notes, keys)
+    return GgufModel(config, GgufTensors.from_file(file, config), _generation(keys), notes, keys)
 
 
 def _sampling(keys: MetadataKeys) -> dict[str, object]:

@@ -77,7 +77,7 @@ class GgufFile:
             with path.open("rb") as file:
                 if (start := file.read(len(MAGIC))) != MAGIC:
                     damaged(path, f"is no GGUF file: it begins with {start!r}", f"{MAGIC!r}", "name a .gguf file")
-                state = FileState.of(file)
+                state = FileState.from_file(file)
                 if state.nbytes < 24:
                     damaged(path, f"is truncated: {state.nbytes} bytes", "a header of at least 24 bytes")
                 return _read(path, _Cursor(path, file, min(state.nbytes, MAX_HEADER_BYTES)), state)

@@ -54,7 +54,7 @@ class GgufTensors(Tensors):
         self._stored = stored
 
     @classmethod
-    def of(cls, file: GgufFile, config: ModelConfig) -> "GgufTensors":
+    def from_file(cls, file: GgufFile, config: ModelConfig) -> "GgufTensors":
         """Match tensors to the model. raises CheckpointError if one is missing, misshapen, or not part of the model"""
         infos: dict[str, TensorInfo] = {}
         stored: dict[str, _Stored] = {}

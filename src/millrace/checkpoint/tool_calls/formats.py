@@ -138,20 +138,20 @@ def _n_common(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _opening(of: ToolFormat) -> str:
-    return f"{of.syntax.prologue}{of.syntax.before}{_NAME}{of.syntax.middle}"
+def _opening(tool_format: ToolFormat) -> str:
+    return f"{tool_format.syntax.prologue}{tool_format.syntax.before}{_NAME}{tool_format.syntax.middle}"
 
 
-def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
+def _is_written(tool_format: ToolFormat, turn: str, has_more: bool) -> bool:
     """Whether the turn is a call in this format, and nothing else. has_more: the tool's result follows"""
     lead = _MARKS.match(turn)
     assert lead is not None
     begins = [_squeezed(_CALL_ID.sub("", turn[at:])) for at in range(lead.end() + 1)]
-    strict = of.bare or of.header is not None  # otherwise keys may have any order
-    opening = _squeezed(_opening(of) if strict else of.opens[0])
+    strict = tool_format.bare or tool_format.header is not None  # otherwise keys may have any order
+    opening = _squeezed(_opening(tool_format) if strict else tool_format.opens[0])
     if not any(begin.startswith(opening) for begin in begins):
         return False
-    reader = AnswerParser(of, None, tools=[_NAME])
+    reader = AnswerParser(tool_format, None, tools=[_NAME])
     parsed = joined(reader.push(turn), reader.flush())
     if [part.name for part in parsed.calls if part.name is not None] != [_NAME]:
         return False
@@ -162,27 +162,27 @@ def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
     return bool(arguments == _ARGUMENTS and (has_more or _MARKS.fullmatch(parsed.content)))
 
 
-def _as_rendered(of: ToolFormat, turn: str) -> ToolFormat:
+def _as_rendered(tool_format: ToolFormat, turn: str) -> ToolFormat:
     """Return a format whose calls are rendered as in the turn, with the same keys and white space.
 
     If the arguments precede the name, calls keep the syntax of the format's family.
     """
-    syntax, closing = of.syntax, of.between[0] if of.between else ""
-    begin = turn.find(of.opens[0])
+    syntax, closing = tool_format.syntax, tool_format.between[0] if tool_format.between else ""
+    begin = turn.find(tool_format.opens[0])
     name_at = turn.find(_NAME, begin)
     for separators in (None, (",", ":")):
         arguments = json.dumps(_ARGUMENTS, separators=separators)
         at = turn.find(arguments, name_at)
         end = turn.find(closing, at + len(arguments))
-        if of.header is None and not syntax.prologue and closing and 0 <= begin < name_at < at < end:
+        if tool_format.header is None and not syntax.prologue and closing and 0 <= begin < name_at < at < end:
             rendered = replace(
                 syntax,
                 before=turn[begin:name_at],
                 middle=turn[name_at + len(_NAME) : at],
                 after=turn[at + len(arguments) : end + len(closing)],
             )
-            return replace(of, syntax=rendered)
-    return of
+            return replace(tool_format, syntax=rendered)
+    return tool_format
 
 
 def _squeezed(text: str) -> str:

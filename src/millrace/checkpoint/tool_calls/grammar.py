@@ -14,7 +14,7 @@ Schemas = Mapping[str, Mapping[str, object]]
 
 
 def calls_grammar(
-    of: ToolFormat,
+    tool_format: ToolFormat,
     tools: Schemas,
     special: Special,
     *,
@@ -26,13 +26,13 @@ def calls_grammar(
     tools: name -> schema of the arguments; most: maximum number of calls; or_json: schema of JSON allowed instead
     """
     start = ["start: calls"] if or_json is None else ["start: calls | answer", f"answer: %json {json.dumps(or_json)}"]
-    return "\n".join([*start, *_calls(of, tools, special, most, "")])
+    return "\n".join([*start, *_calls(tool_format, tools, special, most, "")])
 
 
-def free_grammar(of: ToolFormat, tools: Schemas, special: Special, *, most: int) -> str:
+def free_grammar(tool_format: ToolFormat, tools: Schemas, special: Special, *, most: int) -> str:
     """Return the grammar of answers that are text and may contain calls: what begins like a call must be one."""
-    opening = of.syntax.prologue + of.syntax.before
-    trigger = next((text for text in of.opens if opening.startswith(text)), "")
+    opening = tool_format.syntax.prologue + tool_format.syntax.before
+    trigger = next((text for text in tool_format.opens if opening.startswith(text)), "")
     if not trigger:
         rules = ["start: calls | TEXT", r"TEXT: /(\s*[^\s{](.|\n)*)?/"]
     elif special(trigger) is not None:
@@ -40,12 +40,12 @@ def free_grammar(of: ToolFormat, tools: Schemas, special: Special, *, most: int)
     else:
         head = f"head[lazy]: TEXT {json.dumps(trigger)}"
         rules = ["start: TEXT | head calls TEXT", head, r"TEXT: /(.|\n)*/"]
-    return "\n".join([*rules, *_calls(of, tools, special, most, trigger)])
+    return "\n".join([*rules, *_calls(tool_format, tools, special, most, trigger)])
 
 
-def _calls(of: ToolFormat, tools: Schemas, special: Special, most: int, text_rule: str) -> list[str]:
+def _calls(tool_format: ToolFormat, tools: Schemas, special: Special, most: int, text_rule: str) -> list[str]:
     """Return the rule `calls` and its dependencies, except `said`, with which the first call begins."""
-    w = of.syntax
+    w = tool_format.syntax
     first = _terms((w.prologue + w.before).removeprefix(text_rule), special)
     further = f"({_terms(w.joiner + w.before, special)} one){{0,{most - 1}}}" if most > 1 else ""
     each = [

@@ -19,18 +19,18 @@ _IN_ITS_FORM = """To call a function, write its name and a JSON object of its ar
 _EXAMPLE = ("name of the function", '{"name of an argument": "its value"}')
 
 
-def with_tools(messages: Sequence[Message], tools: Sequence[object], of: ToolFormat) -> list[Message]:
+def with_tools(messages: Sequence[Message], tools: Sequence[object], tool_format: ToolFormat) -> list[Message]:
     """Return messages in the form that the template accepts: for most, arguments are objects that it renders as JSON.
 
     If the template does not render calls, or does not describe the tools, they are written as text instead.
     """
-    if of.native:
-        plain = [_with_null(message) if of.text_arguments else _with_objects(message) for message in messages]
+    if tool_format.native:
+        plain = [_with_null(message) if tool_format.text_arguments else _with_objects(message) for message in messages]
     else:
-        plain = list(_in_words(messages, of))
-    if not tools or of.tells:
+        plain = list(_in_words(messages, tool_format))
+    if not tools or tool_format.tells:
         return plain
-    how = (_IN_ITS_FORM if of.native else _IN_WORDS).format(example=of.syntax.calls([_EXAMPLE]))
+    how = (_IN_ITS_FORM if tool_format.native else _IN_WORDS).format(example=tool_format.syntax.calls([_EXAMPLE]))
     instructions = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool) for tool in tools), how=how)
     if plain and plain[0]["role"] == "system":
         return [{**plain[0], "content": f"{_text(plain[0])}\n\n{instructions}"}, *plain[1:]]
@@ -58,7 +58,7 @@ def _with_object(function: Mapping[str, str]) -> dict[str, object]:
     return {**function, "arguments": arguments if isinstance(arguments, dict) else function["arguments"]}
 
 
-def _in_words(messages: Sequence[Message], of: ToolFormat) -> Iterator[Message]:
+def _in_words(messages: Sequence[Message], tool_format: ToolFormat) -> Iterator[Message]:
     """Yield messages with calls as text of the assistant, and results as one user message."""
     results: list[str] = []
     for message in messages:
@@ -72,7 +72,7 @@ def _in_words(messages: Sequence[Message], of: ToolFormat) -> Iterator[Message]:
         if not isinstance(calls, list):
             yield message
             continue
-        calls_text = of.syntax.calls(
+        calls_text = tool_format.syntax.calls(
             [(call["function"]["name"], call["function"]["arguments"] or "{}") for call in calls]
         )
         content = "\n".join(filter(None, (_text(message), calls_text)))

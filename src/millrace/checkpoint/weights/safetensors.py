@@ -256,7 +256,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 def _read_header(path: Path, names: Mapping[str, str]) -> tuple[FileState, list[TensorInfo]]:
     """Return the file's state and its tensors, each checked against the file's size."""
     with path.open("rb") as file:
-        state = FileState.of(file)
+        state = FileState.from_file(file)
         size = state.nbytes
         first = file.read(8)
         length = int.from_bytes(first, "little")

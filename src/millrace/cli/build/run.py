@@ -58,7 +58,7 @@ def run(
             check_new(path)
         for path, settings, by in engines:
             checkpoint = Checkpoint.open(folder)
-            Builder.of(
+            Builder.from_settings(
                 name, checkpoint, settings, env.cache, precisions, report, pricing, for_gpu=for_gpu
             ).write(path)  # fmt: skip
             engine = Engine.open(path)

@@ -153,10 +153,9 @@ def _show(result: SearchResult, out: Path, seconds: float) -> None:
 def _loss_text(result: SearchResult, loss: Loss) -> str:
     """Format a loss with its error, and whether it exceeds the bound."""
     bound, off = result.goal.bound, "" if loss.kl_error is None else f" ± {loss.kl_error:.1g}"
-    beyond = "" if bound.of(loss) <= bound.bound else ", BEYOND THE BOUND"
-    return (
-        f"{bound.format_value(bound.of(loss))} ({bound.kind}{beyond}), KL {loss.kl:.3g}{off} on {loss.tokens:,} tokens"
-    )
+    beyond = "" if bound.loss_value(loss) <= bound.bound else ", BEYOND THE BOUND"
+    value = bound.format_value(bound.loss_value(loss))
+    return f"{value} ({bound.kind}{beyond}), KL {loss.kl:.3g}{off} on {loss.tokens:,} tokens"
 
 
 def _frontier(result: SearchResult, cost: Callable[[float], str]) -> None:

@@ -144,7 +144,7 @@ def _report(results: DemoReport) -> dict[str, Any]:
         [p for h in heard for p in h.pauses_s],
     )
     n_context = sum(h.n_prompt + h.n_output // 2 for h in heard) // len(heard)
-    bound = DecodeWork.of(results.tables.engine).bound(results.roofline, CONCURRENCY, CONCURRENCY * n_context)
+    bound = DecodeWork.from_engine(results.tables.engine).bound(results.roofline, CONCURRENCY, CONCURRENCY * n_context)
     rate = sum(h.n_output for h in heard) / results.load_s
     limit = CONCURRENCY / bound.seconds
     return {

@@ -196,7 +196,7 @@ def _decode_clock(model: RunningModel, budget: TokenBudget, env: Env) -> DecodeR
     if not isinstance(model.executor, NativeExecutor):
         return None
     roofline = kept_roofline(env.cache, model.isa, model.native.threads)
-    return None if roofline is None else DecodeRoofline(DecodeWork.of(model.engine), roofline, budget)
+    return None if roofline is None else DecodeRoofline(DecodeWork.from_engine(model.engine), roofline, budget)
 
 
 def _text_model(

@@ -254,8 +254,8 @@ def manifest_of(
     section = CpuSection(
         n_calls=0, weights_bytes=needs.weights_bytes, activation_bytes=needs.step_bytes + needs.graphs_bytes,
         activation_lower_bound=0, caches=[],
-        inputs=[slot_entry(Slot.of(port)) for port in model.lowered.graph.inputs],
-        outputs=[slot_entry(Slot.of(port)) for port in model.lowered.graph.outputs],
+        inputs=[slot_entry(Slot.from_port(port)) for port in model.lowered.graph.inputs],
+        outputs=[slot_entry(Slot.from_port(port)) for port in model.lowered.graph.outputs],
     )  # fmt: skip
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=sanitize(name), architecture=about.architecture,

@@ -66,7 +66,7 @@ def engine_from_folder(
             "run it on the CPU",
         )  # fmt: skip
     alone = GpuPrecision(manifest.gpu.precision)
-    weights = EngineWeights.of(engine)
+    weights = EngineWeights.from_engine(engine)
     with _as_written(folder):
         alone.check_built(manifest.precision)
         graph = weights.as_packed(read_graph(msgspec.to_builtins(read_graph_table(folder)), operators()))

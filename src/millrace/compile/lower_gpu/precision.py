@@ -75,9 +75,11 @@ class GpuPrecision:
         if self.name == "fp8":
             head = head_of(traced)
             layers = [n for n in traced.nodes if n.op == "linear"]
-            yield from (n.origin[0] for n in layers if chosen.of(n.origin[0], is_head=n is head) == Precision.FP8A16)
+            yield from (
+                n.origin[0] for n in layers if chosen.precision_of(n.origin[0], is_head=n is head) == Precision.FP8A16
+            )
         for name, matrix in stored.items():
-            precision = chosen.of(name)
+            precision = chosen.precision_of(name)
             if matrix.fp8_rows and precision == Precision.FP8A16 and chosen.stored_format(matrix.codes, precision):
                 yield name
 

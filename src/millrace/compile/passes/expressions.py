@@ -45,7 +45,7 @@ def gather_early(graph: Graph) -> Graph:
             return None
         x, *weights = norm.inputs
         rows = make_node(GATHER_ROWS, (x, node.inputs[1]), {}, norm.origin)
-        return Replacement.of(rows, make_node(norm.operator, (rows.output, *weights), norm.attrs, norm.origin))
+        return Replacement.from_nodes(rows, make_node(norm.operator, (rows.output, *weights), norm.attrs, norm.origin))
 
     return rewrite(graph, rule)
 
@@ -59,7 +59,7 @@ def fuse_elementwise(graph: Graph) -> Graph:
         grown = node
         while fused := _grown(grown, live):
             grown = fused
-        return None if grown is node else Replacement.of(grown)
+        return None if grown is node else Replacement.from_nodes(grown)
 
     return rewrite(graph, rule)
 

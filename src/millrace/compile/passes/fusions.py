@@ -25,7 +25,7 @@ def fuse_epilogue(graph: Graph) -> Graph:
         if not live.read_once(linear.output):
             return None
         attrs = {**linear.attrs, "tree": tree_of(node)}
-        return Replacement.of(make_node(LINEAR, linear.inputs, attrs, joined_origins(linear)))
+        return Replacement.from_nodes(make_node(LINEAR, linear.inputs, attrs, joined_origins(linear)))
 
     return rewrite(graph, rule)
 
@@ -42,7 +42,7 @@ def fuse_residual(graph: Graph) -> Graph:
                 continue
             if live.read_once(product) and not other.constant and _alike(other, product):
                 attrs = {**linear.attrs, "residual": True}
-                return Replacement.of(make_node(LINEAR, (*linear.inputs, other), attrs, joined_origins(linear)))
+                return Replacement.from_nodes(make_node(LINEAR, (*linear.inputs, other), attrs, joined_origins(linear)))
         return None
 
     return rewrite(graph, rule)
@@ -64,7 +64,7 @@ def fuse_rope_attention(graph: Graph) -> Graph:
         if q.inputs[1] is not node.inputs[3] or not (live.read_once(q.output) and live.read_once(k.output)):
             return None
         inputs = (q.inputs[0], k.inputs[0], *node.inputs[2:], q.inputs[2])
-        return Replacement.of(make_node(ROPE_ATTENTION, inputs, node.attrs, joined_origins(node)))
+        return Replacement.from_nodes(make_node(ROPE_ATTENTION, inputs, node.attrs, joined_origins(node)))
 
     return rewrite(graph, rule)
 
@@ -97,7 +97,7 @@ def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
             fresh = [converted[x, storage]]
         inputs = (converted[x, storage].output, *node.inputs[1:])
         attrs = {**node.attrs, "group": own if precision.quantised else 0}
-        return Replacement.of(*fresh, make_node(node.operator, inputs, attrs, node.origin))
+        return Replacement.from_nodes(*fresh, make_node(node.operator, inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -118,9 +118,9 @@ def fuse_convert(graph: Graph) -> Graph:
             return None
         packed = make_node(result.operator, result.inputs, {**result.attrs, "storage": storage}, joined_origins(result))
         if view is None:
-            return Replacement.of(packed)
+            return Replacement.from_nodes(packed)
         attrs = {**view.attrs, "storage": storage}
-        return Replacement.of(packed, make_node(view.operator, (packed.output,), attrs, view.origin))
+        return Replacement.from_nodes(packed, make_node(view.operator, (packed.output,), attrs, view.origin))
 
     return rewrite(graph, rule)
 
@@ -140,6 +140,6 @@ def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
             return None
         rough = make_node(LINEAR, (x, w), node.attrs, node.origin)
         attrs = {"precision": Precision.W8A8, "count": RESCORED}
-        return Replacement.of(rough, make_node(RESCORE, (rough.output, x, w), attrs, node.origin))
+        return Replacement.from_nodes(rough, make_node(RESCORE, (rough.output, x, w), attrs, node.origin))
 
     return rewrite(graph, rule)

@@ -30,8 +30,8 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
             return None
         name, is_head = node.origin[0], bool(head and node.output is head.output)
         own = {"x_group": group} if (group := precisions.x_group_of(name, is_head=is_head)) else {}
-        attrs = {**node.attrs, "precision": precisions.of(name, is_head=is_head), **own}
-        return Replacement.of(make_node(LINEAR, node.inputs, attrs, node.origin))
+        attrs = {**node.attrs, "precision": precisions.precision_of(name, is_head=is_head), **own}
+        return Replacement.from_nodes(make_node(LINEAR, node.inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -53,7 +53,7 @@ def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
             return None
         attrs = {"tree": tree_of(node), **_requested(gate)}
         inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
-        return Replacement.of(make_node(GATED_LINEAR, inputs, attrs, joined_origins(gate, up)))
+        return Replacement.from_nodes(make_node(GATED_LINEAR, inputs, attrs, joined_origins(gate, up)))
 
     return rewrite(graph, rule)
 

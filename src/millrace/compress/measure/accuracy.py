@@ -80,7 +80,9 @@ class Reference:
     read: ReadText
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, text: Windows, progress: Progress = lambda *_: None) -> "Reference":
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, text: Windows, progress: Progress = lambda *_: None
+    ) -> "Reference":
         source = Source.from_checkpoint(checkpoint)
         options = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
         pieces = pieces_of(source, text, options)
@@ -157,7 +159,7 @@ def measure(source: Checkpoint, compressed: Checkpoint, text: Windows, progress:
 
     raises MachineError if the logits are not finite
     """
-    return loss_of(Reference.of(source, text, progress), compressed, progress)
+    return loss_of(Reference.from_checkpoint(source, text, progress), compressed, progress)
 
 
 def loss_of(

@@ -43,7 +43,7 @@ def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS
     best = np.empty((N, tried[0].scales.shape[1]), np.intp)
     for rows in slabs(N, K, _PRODUCT // len(tried)):
         part = w[rows].astype(np.float32, copy=False)
-        off = np.stack([nearest(part, one.of(rows), grid) - part for one in tried])
+        off = np.stack([nearest(part, one.select_rows(rows), grid) - part for one in tried])
         best[rows] = _least(off, gram, grid.group_of(K), _TURNS if per_row else 0)
     return _chosen(tried, best)
 

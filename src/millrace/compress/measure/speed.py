@@ -28,7 +28,7 @@ class StepRate(msgspec.Struct, frozen=True):
     high: float
 
     @classmethod
-    def of(cls, tokens: int, samples_s: Sequence[float]) -> "StepRate":
+    def from_samples(cls, tokens: int, samples_s: Sequence[float]) -> "StepRate":
         return cls(tokens / median(samples_s), tokens / max(samples_s), tokens / min(samples_s))
 
 
@@ -73,7 +73,7 @@ def paces(
     for number, (name, tokens, work) in enumerate(works):
         progress("measuring speed", number, len(works))
         samples = in_turns([work(source), work(compressed)], rounds)
-        result.append(TimedRun(name, *(StepRate.of(tokens, each) for each in samples)))
+        result.append(TimedRun(name, *(StepRate.from_samples(tokens, each) for each in samples)))
     return result
 
 

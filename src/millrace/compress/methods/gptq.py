@@ -71,7 +71,7 @@ def gptq(
     search: of ranges; scales: fixed scales to use instead of its own
     raises as `fitted`
     """
-    task = Task.of(w, gram, settings)
+    task = Task.from_weights(w, gram, settings)
     if scales is None and (settings.order or grid.group == WHOLE_ROW):
         scales = fitted(task.weights, grid, search, task.energy)
     if scales is None:
@@ -84,7 +84,7 @@ def gptq(
 
 def gptq_e4m3(w: Array, gram: Array, settings: Gptq = LLM_COMPRESSOR) -> tuple[Fp8Matrix, float]:
     """Round to FP8, columns with the most energy first, with the scales of `scales_for`. Also returns the damping."""
-    task = Task.of(w, gram, settings)
+    task = Task.from_weights(w, gram, settings)
     scales = scales_for(task.weights, task.energy)
     codes, row = np.empty(task.columns.shape, E4M3), scales[:, 0]
     _by_blocks(task.columns, task.feedback, codes, lambda _, column: rounded_to(column, row))
@@ -108,7 +108,7 @@ class Task:
     damping: float
 
     @classmethod
-    def of(cls, w: Array, gram: Array, settings: Gptq) -> "Task":
+    def from_weights(cls, w: Array, gram: Array, settings: Gptq) -> "Task":
         energy = gram.diagonal().astype(np.float64)
         dead = energy <= 0
         weights = np.where(dead, np.float32(0), w.astype(np.float32, copy=False))

@@ -117,7 +117,7 @@ class Scales:
         lows = self.minimums.astype(np.float32)
         return steps, np.rint(np.divide(-lows, steps, out=np.zeros_like(steps), where=steps != 0))
 
-    def of(self, rows: slice) -> "Scales":
+    def select_rows(self, rows: slice) -> "Scales":
         return Scales(self.scales[rows], None if self.minimums is None else self.minimums[rows])
 
 

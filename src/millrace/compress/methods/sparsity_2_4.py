@@ -54,7 +54,7 @@ def prune_2_4_magnitude(w: Array) -> Floats:
 
 def sparsegpt(w: Array, gram: Array, damping: float = DAMPING) -> Floats:
     """Prune with SparseGPT. damping: doubled until the matrix has a Cholesky factor"""
-    K, task = w.shape[1], Task.of(w, gram, Gptq(damping, order=False))
+    K, task = w.shape[1], Task.from_weights(w, gram, Gptq(damping, order=False))
     columns, feedback, diagonal = task.columns, task.feedback, task.diagonal  # columns are overwritten by their errors
     result = np.empty_like(columns)
     for begin in range(0, K, _BLOCK):

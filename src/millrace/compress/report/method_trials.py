@@ -120,7 +120,12 @@ def measure_methods(
             work = stack.enter_context(staging_folder(options.folder / "methods", "search"))
             source = stack.enter_context(_engine(checkpoint.folder, work / "source", options.batch, progress))
             trial = _Trial(
-                checkpoint, Reference.of(checkpoint, text, progress), source, statistics, work, options.batch
+                checkpoint,
+                Reference.from_checkpoint(checkpoint, text, progress),
+                source,
+                statistics,
+                work,
+                options.batch,
             )
             for number, name in enumerate(missing):
                 progress(name, number, len(missing))

@@ -47,7 +47,7 @@ class MaxLoss:
             '"1%", growth of perplexity up to 1000%, or "kl:0.01", nats a token up to 10', "correct it",
         )  # fmt: skip
 
-    def of(self, loss: Loss) -> float:
+    def loss_value(self, loss: Loss) -> float:
         if self.kind == KL:
             return loss.kl
         return max(loss.perplexity / loss.source_perplexity, math.exp(min(loss.kl, _MAX_NATS))) - 1

@@ -38,7 +38,7 @@ class Mix:
     chosen: Mapping[str, Candidate]
 
     @classmethod
-    def of(cls, chosen: Mapping[str, Candidate]) -> "Mix":
+    def from_candidates(cls, chosen: Mapping[str, Candidate]) -> "Mix":
         return cls(sum(c.cost for c in chosen.values()), sum(c.loss for c in chosen.values()), chosen)
 
 
@@ -77,11 +77,11 @@ def frontier(layers: Layers, most: int) -> list[Mix]:
     """
     chosen, steps = _steps(layers)
     every = max(1, -(-len(steps) // max(most - 1, 1)))
-    result = [Mix.of(dict(chosen))]
+    result = [Mix.from_candidates(dict(chosen))]
     for number, step in enumerate(steps, 1):
         chosen[step.layer] = step.to
         if number % every == 0 or number == len(steps):
-            result.append(Mix.of(dict(chosen)))
+            result.append(Mix.from_candidates(dict(chosen)))
     return result
 
 

@@ -42,7 +42,7 @@ class SearchGoal:
 class SearchWindows:
     """Windows of one text for choosing a mix, and held-out ones to verify it; None if there are no more."""
 
-    of: Calibration
+    calibration: Calibration
     choice: Windows
     proof: Windows | None
 
@@ -79,7 +79,7 @@ def search(
     """Write the folder `out`, which must not exist, with the recipe that reproduces it.
 
     plan: determines the layers; texts: to measure losses on, different from the text of the statistics
-    store: for rounded matrices; None: they are not kept
+    store: of rounded matrices; None: they are not kept
     raises ConfigError if no mix is within the bound, and as `compress`
     """
     with staging_folder(out, "search") as work:
@@ -88,13 +88,19 @@ def search(
         costs = cost.seconds(plan, goal.rows, goal.isa, goal.threads, progress) if goal.rows else cost.nbytes(plan)
         mixes = compressed(frontier(candidates(losses, costs), MAX_MIXES), FLOAT)
         trials = _Trials(
-            plan, goal.bound, (store, work), Reference.of(plan.checkpoint, texts.choice, progress), progress
+            plan,
+            goal.bound,
+            (store, work),
+            Reference.from_checkpoint(plan.checkpoint, texts.choice, progress),
+            progress,
         )
         result = searched(mixes, goal.bound, trials.measure)
         best_result, choice = trials.finished[result.cheapest]
         proof = _proven(plan.checkpoint, best_result.folder, texts, progress)
-        floats = sum(of[FLOAT] for of in costs.values())
-        outcome = SearchResult(goal, replace(best_result, folder=out), result, choice.on(texts.of), proof, floats)
+        floats = sum(cost_of_layer[FLOAT] for cost_of_layer in costs.values())
+        outcome = SearchResult(
+            goal, replace(best_result, folder=out), result, choice.on(texts.calibration), proof, floats
+        )
         _record(best_result.folder, outcome, statistics)
         put_in_place(best_result.folder, out)
     return outcome
@@ -103,7 +109,8 @@ def search(
 def _proven(source: Checkpoint, folder: Path, texts: "SearchWindows", progress: Progress) -> Loss | None:
     if texts.proof is None:
         return None
-    return loss_of(Reference.of(source, texts.proof, progress), Checkpoint.open(folder), progress).on(texts.of)
+    reference = Reference.from_checkpoint(source, texts.proof, progress)
+    return loss_of(reference, Checkpoint.open(folder), progress).on(texts.calibration)
 
 
 def max_bytes(plan: CompressionPlan) -> int:
@@ -142,7 +149,7 @@ class _Trials:
         plan = plan_compression(self.plan.checkpoint, recipe_of(formats))
         compressed = compress(plan, work / f"mix-{number}", store.method(formats), report)
         loss = loss_of(self.reference, Checkpoint.open(compressed.folder), report)
-        result = self.bound.of(loss)
+        result = self.bound.loss_value(loss)
         if result > self.bound.bound:
             shutil.rmtree(compressed.folder)
             return result
@@ -173,5 +180,6 @@ def described(result: SearchResult) -> dict[str, Any]:
     return {"search": {
         "loss": goal.bound.kind, "bound": goal.bound.bound, "target": str(goal.target), **timed,
         "unit": "s" if goal.rows else "bytes", "floats": result.floats, "found": search_.cheapest, "mixes": mixes,
-        "choice": asdict(result.choice), "proven": None if result.proof is None else goal.bound.of(result.proof),
+        "choice": asdict(result.choice),
+        "proven": None if result.proof is None else goal.bound.loss_value(result.proof),
     }}  # fmt: skip

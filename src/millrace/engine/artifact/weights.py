@@ -98,7 +98,7 @@ class EngineWeights:
     rows: Mapping[Names, Weight]
 
     @classmethod
-    def of(cls, engine: Engine) -> "EngineWeights":
+    def from_engine(cls, engine: Engine) -> "EngineWeights":
         """Index the weights. raises EngineError if the program table is invalid"""
         table, nbytes = read_program_table(engine.folder), engine.manifest.cpu.weights_bytes
         if nbytes != engine.manifest.files[WEIGHTS].bytes:

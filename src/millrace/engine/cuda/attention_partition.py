@@ -40,7 +40,7 @@ class SmGeometry(NamedTuple):
     many_rows: int = SOME_ROWS
 
     @classmethod
-    def of(cls, number: int, capability: tuple[int, int], head_bytes: int, element: int = 2) -> "SmGeometry":
+    def from_device(cls, number: int, capability: tuple[int, int], head_bytes: int, element: int = 2) -> "SmGeometry":
         """Return a device's geometry. element: bytes of a float
 
         Before Hopper, and with wide heads anywhere, blocks of 128 rows spill their sums.
@@ -63,7 +63,7 @@ class Sequences(NamedTuple):
     tables: Integers
 
     @classmethod
-    def of(cls, step: StepInputs, tables: Integers) -> "Sequences":
+    def from_step(cls, step: StepInputs, tables: Integers) -> "Sequences":
         begins = step.starts[:-1]
         at = step.positions[np.minimum(begins, len(step.positions) - 1)]
         return cls(begins, np.diff(step.starts), at, tables)

@@ -30,7 +30,7 @@ class CudaNetwork(GraphExecutor):
     def __init__(self, lowered: LoweredGraph, most: Mapping[str, int], *, device: str, load: Load = load) -> None:
         check_runs(lowered.graph, None)
         super().__init__(lowered, device=device, load=load)
-        self._inputs = tuple(map(Slot.of, lowered.graph.inputs))
+        self._inputs = tuple(map(Slot.from_port, lowered.graph.inputs))
         self._most = {Symbol(name): n for name, n in most.items()}
         self._lengths: NDArray[np.int32]
         self._texts: dict[int, TextTables] = {}  # of this run, by query heads per KV head
@@ -49,7 +49,7 @@ class CudaNetwork(GraphExecutor):
         with torch.inference_mode(), on_device_context(self.device):
             tensors = {name: on_device(np.asarray(x), self.device) for name, x in inputs.items()}
             result = {name: y.float() for name, y in self._computed(tensors).items()}
-            arrived = AsyncCopy.of(tuple(result.values())).arrived()
+            arrived = AsyncCopy.start(tuple(result.values())).arrived()
         return dict(zip(result, arrived, strict=True))
 
     def warm(self, longest: int) -> None:

@@ -118,7 +118,7 @@ class CudaExecutor(GraphExecutor, Executor):
                 self._copy_pages(step)
                 tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)
                 result = tokens_alone(tokens)
-            self._flights.append(AsyncCopy.of(result))
+            self._flights.append(AsyncCopy.start(result))
         self._last_tokens = result.tokens
 
     def wait(self) -> StepOutputs:
@@ -167,7 +167,7 @@ class CudaExecutor(GraphExecutor, Executor):
         return inputs, cache(tables), cache(slots), rows
 
     def _drawn_at_once(self, step: StepInputs, way: SamplingMode) -> Tensor:
-        rows = Rows.of(step.sampling, self.device)
+        rows = Rows.copy_to_device(step.sampling, self.device)
         return self._plainly(self._logits(*self._eager(step)), rows, way)
 
     def _plainly(self, logits: Tensor, rows: Rows, way: SamplingMode) -> Tensor:
@@ -248,7 +248,7 @@ class CudaExecutor(GraphExecutor, Executor):
 def _processors(device: torch.device, graph: Graph, element: int) -> SmGeometry:
     result = torch.cuda.get_device_properties(device)
     capability = result.major, result.minor
-    return SmGeometry.of(result.multi_processor_count, capability, head_bytes(graph, element), element)
+    return SmGeometry.from_device(result.multi_processor_count, capability, head_bytes(graph, element), element)
 
 
 def _layer_of(node: Node) -> int:

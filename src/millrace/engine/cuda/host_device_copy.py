@@ -91,7 +91,7 @@ class AsyncCopy:
     done: torch.cuda.Event | None  # None: the copies are complete
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "AsyncCopy":
+    def start(cls, tensors: Sequence[Tensor]) -> "AsyncCopy":
         """Queue copies after the tensors' computation, before later work. Host tensors are kept as they are."""
         if all(x.device.type == "cpu" for x in tensors):
             return cls(tuple(tensors), None)

@@ -79,7 +79,7 @@ class Rows:
         self.device, self._lines = table.device, dict(zip(FIELDS, table, strict=True))
 
     @classmethod
-    def of(cls, rows: NDArray[np.void], device: torch.device) -> "Rows":
+    def copy_to_device(cls, rows: NDArray[np.void], device: torch.device) -> "Rows":
         """Copy rows to the device at once."""
         table = np.empty((len(FIELDS), len(rows)), np.float64)
         as_lines(rows, table)
@@ -122,7 +122,7 @@ def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> Sam
 
     Log probabilities are computed only if a row needs them, and random draws only if a row has a temperature.
     """
-    rows, params = Rows.of(step.sampling, logits.device), step.sampling
+    rows, params = Rows.copy_to_device(step.sampling, logits.device), step.sampling
     V = logits.shape[1]
     finite = logits.isfinite().all(1)
     masked = logits if step.masks is None else logits.masked_fill(~allowed(step, rows, V), -torch.inf)

@@ -33,7 +33,7 @@ def step_tables(
     group, kv_heads, window = kind
     if view is None:
         view = WindowPages(step.pages, step.page_starts, np.zeros(len(step.starts) - 1, np.int32))
-    sequences = Sequences.of(step, view.page_starts[:-1] - view.first)
+    sequences = Sequences.from_step(step, view.page_starts[:-1] - view.first)
     owner = np.repeat(np.arange(len(sequences.lengths)), sequences.lengths)
     pages = view.pages[sequences.tables[owner] + step.positions // page_tokens]
     is_few = sequences.lengths * group <= FEW_ROWS

@@ -140,7 +140,7 @@ def product(
 
 def _coded(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tiles: Tiles) -> Tensor:
     if goes_by_kernel(x, w, dtype):
-        return by_kernel(x, w, dtype, tiles.of(x, w))
+        return by_kernel(x, w, dtype, tiles.select_tile(x, w))
     if isinstance(x, Tensor):
         return _as_floats(x, w, dtype)
     return scaled_mm(x, w) if scaled_mm_takes(x, w, dtype) else _as_floats(x.dense(), w, dtype)

@@ -85,7 +85,7 @@ class Tiles:
 
     result: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
 
-    def of(self, x: Matrix, w: QuantizedRows) -> Tile:
+    def select_tile(self, x: Matrix, w: QuantizedRows) -> Tile:
         n = rows_of(x)
         for most, tile in self.result.get(region_of(x, w), ()) if self.result else ():
             if n <= most:  # except a tile for one row when there are none

@@ -31,7 +31,7 @@ class EmbeddedPrompt:
         return len(self.rows)
 
     @classmethod
-    def of(cls, rows: Rows, limits: ExecutorLimits) -> "EmbeddedPrompt":
+    def from_rows(cls, rows: Rows, limits: ExecutorLimits) -> "EmbeddedPrompt":
         """Check and copy the rows of a prompt. raises RequestError if this engine does not take them"""
         check_shape(rows.shape[0], rows.shape[1], limits)
         if not np.isfinite(rows).all():
@@ -49,7 +49,7 @@ def parse_prompt(
     """Return the tokens of a prompt (N,), and its embedding rows if it is given as rows. raises RequestError"""
     value: Any = prompt
     if isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype == np.float32:
-        value = EmbeddedPrompt.of(value, limits)
+        value = EmbeddedPrompt.from_rows(value, limits)
     if not isinstance(value, EmbeddedPrompt):
         return check_prompt(value, limits), None
     _check_params(params)

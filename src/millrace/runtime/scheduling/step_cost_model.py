@@ -80,7 +80,7 @@ class StepCost:
 
         return seconds
 
-    def of(self, work: StepWork) -> float:
+    def work_s(self, work: StepWork) -> float:
         return self.seconds(work.prompts, work.starts, work.rows, work.contexts / max(1, work.rows))
 
     def between(self, sequences: int) -> float:
@@ -196,5 +196,5 @@ def predicted_vs_measured(profile: StepProfile, steps: Sequence[StepRecord]) -> 
     last = steps[-_COMPARED_STEPS:]
     if not last:
         return None
-    predicted_s = profile.mean * sum(profile.cost.of(StepWork.of(step.parts)) for step in last)
+    predicted_s = profile.mean * sum(profile.cost.work_s(StepWork.from_parts(step.parts)) for step in last)
     return sum(step.took_s for step in last) / len(last), predicted_s / len(last)

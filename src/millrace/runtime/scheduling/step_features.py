@@ -21,7 +21,7 @@ class StepWork(NamedTuple):
     contexts: int
 
     @classmethod
-    def of(cls, parts: Parts) -> "StepWork":
+    def from_parts(cls, parts: Parts) -> "StepWork":
         n, start = parts["n"], parts["start"]
         prompts, rows = n > 1, n == 1
         return cls(

@@ -69,7 +69,7 @@ class StepTime:
     def is_known(self) -> bool:
         return self.row_s > 0
 
-    def of(self, rows: float) -> float:
+    def step_s(self, rows: float) -> float:
         """Return the seconds that a step of so many rows takes."""
         return self.overhead_s + self.row_s * rows
 
@@ -80,7 +80,7 @@ class StepTime:
         """
         overhead_variance, covariance, row_variance = self._covariance
         difference = max(overhead_variance + row_variance - 2 * covariance, 0.0)
-        deviation = self.overhead_s / self.of(rows) * sqrt(difference)
+        deviation = self.overhead_s / self.step_s(rows) * sqrt(difference)
         return self.row_s * exp(-_OPTIMISM * max(deviation - _DOUBT, 0.0))
 
     def assume(self, overhead_s: float, row_s: float, variances: tuple[float, float]) -> None:
@@ -104,7 +104,7 @@ class StepTime:
         row_variance = min(row_variance + _PACE_NOISE**2 + _ROW_NOISE**2, _MAX_VARIANCE)
         limit = sqrt(overhead_variance * row_variance)
         covariance = min(max(covariance + _PACE_NOISE**2, -limit), limit)
-        expected_s = self.of(rows)
+        expected_s = self.step_s(rows)
         error = min(log(measured_s / expected_s), log(OUTLIER))
         share = self.overhead_s / expected_s  # of the overhead: the derivative by its logarithm
         with_overhead = overhead_variance * share + covariance * (1 - share)  # covariances with the step's time
@@ -195,7 +195,7 @@ class TokenBudget:
         if not self.model.is_known:
             return self.chunk_low
         rows, alone = _DECODE_ROW * n_decode, n_pending == 1
-        plain_s = self.model.of(rows)
+        plain_s = self.model.step_s(rows)
         row_s = self.model.row_s if alone else self.model.optimistic_row_s(rows)
         stretched = (self.stretch - 1) * plain_s / row_s
         within_gap = (self.gap_limit_s - plain_s) / row_s

@@ -112,7 +112,7 @@ def _visible_steps(loop: EngineLoop, call: RequestContext) -> tuple[StepRecord, 
 
 
 def _step_entry(step: StepRecord, turn_s: float | None) -> StepEntry:
-    work = StepWork.of(step.parts)
+    work = StepWork.from_parts(step.parts)
     prompts = list(zip(work.starts, work.prompts, strict=True))
     return StepEntry(
         step.number, step.began_s, step.took_s, turn_s, step.waiting, prompts, work.rows, work.contexts

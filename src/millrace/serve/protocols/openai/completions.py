@@ -266,7 +266,7 @@ async def _rows(request: CompletionRequest, call: RequestContext, backend: TextB
         )
     limits = backend.model.engine.limits
     return await backend.off_loop(
-        call.body_bytes > LARGE_BODY, lambda: EmbeddedPrompt.of(embedding_rows(embeds, limits), limits)
+        call.body_bytes > LARGE_BODY, lambda: EmbeddedPrompt.from_rows(embedding_rows(embeds, limits), limits)
     )
 
 

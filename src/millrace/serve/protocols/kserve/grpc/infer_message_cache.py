@@ -107,7 +107,9 @@ class InferMessageCache:
         proto.raw_input_contents.extend(raws)
         request, options = read_infer(proto, model, shared)
         cached = InferMessage(options)
-        if len(cache_key[1]) <= MAX_MESSAGE_BYTES and not (options.inputs or options.shared):  # whose regions may change
+        if len(cache_key[1]) <= MAX_MESSAGE_BYTES and not (
+            options.inputs or options.shared
+        ):  # whose regions may change
             cached.template = InferTemplate.from_request(request, model.checker, sum(map(len, raws)))
         if cached.template is not None:
             self._messages[cache_key] = cached
