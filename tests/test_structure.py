@@ -26,6 +26,7 @@ ORDER = [
     "env",
     "settings",
     "prometheus",
+    "protobuf",
     "machine",
     "report",
     "checkpoint",

@@ -17,8 +17,8 @@ import pytest
 
 from millrace.checkpoint.chat import chat_template
 from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate, normalised
-from millrace.checkpoint.worker_process import FrameProcess, WorkerDiedError, WorkerProcess
 from millrace.errors import CheckpointError, RequestError
+from millrace.machine.worker_process import FrameProcess, WorkerDiedError, WorkerProcess
 from tests.support.vocabularies import CHATML, INSTRUCT, save_byte_fallback
 
 WORKER = Path(chat_template.__file__).with_name("chat_worker.py")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.gguf.sentencepiece_model import VocabularyPiece, encode_model
-from millrace.checkpoint.protobuf import bytes_field
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError
+from millrace.protobuf import bytes_field
 from tests.support.vocabularies import save_byte_level, save_sentencepiece
 
 # Opens every prefix of the file named, in one process that may take so many bytes more than it has.

@@ -12,12 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.api.offline_generate import generate
-from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
-from millrace.runtime.structured_output import grammar
+from millrace.runtime.structured_output import grammar, grammar_limits
 from millrace.runtime.structured_output.grammar import GrammarCompiler, Matcher, ReasoningSpan
 from tests.runtime.fakes import EOS, VOCAB, FakeTokenizer, limits, make_loop
 from tests.serve.support import VOCABULARY, tokenizer

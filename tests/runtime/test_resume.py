@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from millrace.api.offline_generate import RequestOutput, generate
-from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output import grammar_limits
 from tests.runtime.fakes import EOS, VOCAB, limits, make_loop
 
 PROMPT = [5, 6, 7, 8, 9, 10]

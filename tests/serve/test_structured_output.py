@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
+from millrace.runtime.structured_output import grammar_limits
 from millrace.runtime.structured_output.grammar import GrammarCompiler
 from millrace.serve.llm.request_decoding import chat_params, completion_params, decode
 from millrace.serve.llm.request_types import ChatRequest, CompletionRequest

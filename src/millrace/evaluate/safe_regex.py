@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from millrace.checkpoint.grammar_limits import parser_limits
 from millrace.errors import ConfigError
+from millrace.runtime.structured_output.grammar_limits import parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.checkpoint.worker_process import (
+from millrace.errors import CheckpointError, RequestError
+from millrace.machine.worker_process import (
     FrameProcess,
     WorkerDiedError,
     WorkerProcess,
     WorkerTimeoutError,
     unavailable,
 )
-from millrace.errors import CheckpointError, RequestError
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
 _START_S = 30.0  # to start the interpreter and import Jinja2 on a busy machine

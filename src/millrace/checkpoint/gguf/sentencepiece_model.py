@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from millrace.checkpoint.protobuf import FIXED32, VARINT, bytes_field, key, varint
+from millrace.protobuf import FIXED32, VARINT, bytes_field, key, varint
 
 UNKNOWN, UNUSED = 2, 5
 _BPE = 2

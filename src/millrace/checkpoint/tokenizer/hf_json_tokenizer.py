@@ -15,10 +15,10 @@ import msgspec
 import tokenizers
 from tokenizers import normalizers
 
-from millrace.checkpoint.address_space import check_address_space
 from millrace.checkpoint.tokenizer.sentencepiece_tokenizer import MAX_GROWTH, grows, longest_replacement
 from millrace.checkpoint.tokenizer.tokenizer import SpecialTokens, TokenizerConfig, VocabularyTokenizer, check_unicode
 from millrace.errors import CheckpointError
+from millrace.machine.address_space import check_address_space
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 

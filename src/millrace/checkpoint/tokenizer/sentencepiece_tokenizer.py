@@ -7,10 +7,10 @@ from pathlib import Path
 
 import sentencepiece
 
-from millrace.checkpoint.address_space import check_address_space
-from millrace.checkpoint.protobuf import BYTES, WireError, fields
 from millrace.checkpoint.tokenizer.tokenizer import AddedToken, SpecialTokens, TokenizerConfig, VocabularyTokenizer
 from millrace.errors import CheckpointError
+from millrace.machine.address_space import check_address_space
+from millrace.protobuf import BYTES, WireError, fields
 
 _MARK = "\u2581"  # SentencePiece's visible space
 # ModelProto.normalizer_spec (3) { add_dummy_prefix (3): false }: appended to a model it overrides the model's own

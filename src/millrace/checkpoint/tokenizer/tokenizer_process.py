@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_FILES, Files, read_files
-from millrace.checkpoint.worker_process import FrameProcess, WorkerDiedError, WorkerProcess, WorkerTimeoutError
 from millrace.errors import CheckpointError
+from millrace.machine.worker_process import FrameProcess, WorkerDiedError, WorkerProcess, WorkerTimeoutError
 
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
 

@@ -48,8 +48,8 @@ def _serve(owner: Connection) -> None:
     sys.path[:] = opened["path"]  # the parent's: it may run from a source tree
     import numpy as np
 
-    from millrace.checkpoint.address_space import limit_address_space
     from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer
+    from millrace.machine.address_space import limit_address_space
 
     files = {name: base64.b64decode(data) for name, data in opened["files"].items()}
     tokenizer = make_tokenizer(files, Path(opened["folder"]))

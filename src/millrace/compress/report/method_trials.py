@@ -119,14 +119,8 @@ def measure_methods(
         if missing:
             work = stack.enter_context(staging_folder(options.folder / "methods", "search"))
             source = stack.enter_context(_engine(checkpoint.folder, work / "source", options.batch, progress))
-            trial = _Trial(
-                checkpoint,
-                Reference.from_checkpoint(checkpoint, text, progress),
-                source,
-                statistics,
-                work,
-                options.batch,
-            )
+            reference = Reference.from_checkpoint(checkpoint, text, progress)
+            trial = _Trial(checkpoint, reference, source, statistics, work, options.batch)
             for number, name in enumerate(missing):
                 progress(name, number, len(missing))
                 for measured_row in trial.rows(name, missing[name], seconds, progress):

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.grammar_limits import parser_limits
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import MachineError, RequestError
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output.grammar_limits import parser_limits
 from millrace.runtime.structured_output.grammar_process import GrammarProcess, in_deep_stack
 from millrace.runtime.structured_output.grammar_source import LIMITED, shortened, stopped_because
 from millrace.runtime.structured_output.grammar_source import in_one_layout as in_one_layout

@@ -17,16 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from millrace.checkpoint.grammar_limits import limits
-from millrace.checkpoint.worker_process import (
+from millrace.errors import MachineError, RequestError
+from millrace.machine.worker_process import (
     FrameProcess,
     WorkerDiedError,
     WorkerProcess,
     WorkerTimeoutError,
     unavailable,
 )
-from millrace.errors import MachineError, RequestError
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output.grammar_limits import limits
 from millrace.runtime.structured_output.grammar_worker import MEMORY_BYTES, STACK_BYTES
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """The process that compiles grammars first, because a hostile schema may crash native code.
 
-It is started as a script, and its stdin is a connection to its owner (see `checkpoint/worker_process.py`). The messages
+It is started as a script, and its stdin is a connection to its owner (see `machine/worker_process.py`). The messages
 are JSON. First {"path", "n_vocab", "special", "ends", "bos"}, special being [[token id, bytes in Latin-1], ...]; the
 answer is {}. Then, any number of times,
 
@@ -58,7 +58,7 @@ def _serve(owner: Connection) -> None:
 
 
 def _limit_memory() -> None:
-    from millrace.checkpoint.address_space import limit_address_space
+    from millrace.machine.address_space import limit_address_space
 
     limit_address_space(MEMORY_BYTES)
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import objects
+from millrace.protobuf import varint
 from millrace.serve.protocols.kserve.grpc.infer import FINAL, GrpcOutputOptions, fill_response, set_parameter
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 from millrace.serve.protocols.kserve.grpc.stream_responses import Deadline, StreamResponses

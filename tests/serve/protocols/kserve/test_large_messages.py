@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.request import request_validation
+from millrace.protobuf import varint
 from millrace.serve.protocols.kserve.grpc import message_scan
 from millrace.serve.protocols.kserve.grpc.message_scan import LARGE, MAX_OTHER_BYTES, MAX_TYPED_BYTES
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, message

@@ -18,13 +18,13 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from millrace.bench.run.server_process import ServerProcess
-from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.python_backend.stub import bytes_tensors
 from millrace.model_repository.request import concatenation
 from millrace.model_repository.request.concatenation import concatenate
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import BYTES, DTYPES, InferTensor, objects
+from millrace.protobuf import varint
 from millrace.serve.protocols.kserve.grpc import infer, message_scan, packed_numbers
 from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, response_bytes
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, SERVICE, field_numbers, message

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.python_backend.stub.bytes_tensors import join_in_pieces
 from millrace.model_repository.request.concatenation import concatenate
@@ -18,6 +17,7 @@ from millrace.model_repository.request.infer_request import InferRequest, InferR
 from millrace.model_repository.request.request_validation import DeferredData, RawInput, check_shape, format_shape
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import BYTES, DTYPES
+from millrace.protobuf import varint
 from millrace.serve.protocols.kserve.grpc.message_scan import PackedField, SplitInferRequest, contents_pieces
 from millrace.serve.protocols.kserve.grpc.packed_numbers import unpack_numbers
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, message

@@ -8,11 +8,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checkpoint.protobuf import BYTES, key, varint
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.infer_template import InferTemplate, OutputSignature, output_signature
 from millrace.model_repository.request.request_validation import RequestValidator
+from millrace.protobuf import BYTES, key, varint
 from millrace.serve.protocols.kserve.grpc.infer import (
     RAW_OUTPUT,
     GrpcOutputOptions,

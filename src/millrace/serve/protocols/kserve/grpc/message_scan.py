@@ -7,9 +7,9 @@ large; the typed contents of inputs are split off too, and decoded in pieces.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from millrace.checkpoint.protobuf import BYTES, MAX_VARINT, WireError, fields, key, varint
 from millrace.model_repository.request.status_code import StatusError, invalid
 from millrace.model_repository.request.tensors import MAX_STRINGS
+from millrace.protobuf import BYTES, MAX_VARINT, WireError, fields, key, varint
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import field_numbers
 
 LARGE = 64 << 10  # bytes of a message: smaller ones are not scanned

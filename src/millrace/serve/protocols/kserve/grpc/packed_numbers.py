@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.protobuf import MAX_VARINT
+from millrace.protobuf import MAX_VARINT
 
 CONTINUES = 0x80  # set in every byte of a varint but its last
 

@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.concatenation import LARGE, concatenate
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import BYTES, Array, InferTensor
+from millrace.protobuf import varint
 from millrace.serve.protocols.kserve.grpc.infer import (
     FINAL,
     RAW_OUTPUT,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint import worker_process
-from millrace.checkpoint.worker_process import FrameProcess, WorkerDiedError, WorkerProcess
 from millrace.errors import MachineError
+from millrace.machine import worker_process
+from millrace.machine.worker_process import FrameProcess, WorkerDiedError, WorkerProcess
 
 _SCRIPT = """
 import time
