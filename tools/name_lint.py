@@ -2,8 +2,8 @@
 
 python -m tools.name_lint
 
-A participle or pronoun alone (`told`, `asked`, `beside`) names nothing: a class, function, parameter or variable is
-called by the noun of its domain.
+A participle or pronoun (`told`, `asked`, `beside`) names nothing: a class, function, parameter or variable is called by
+the noun of its domain.
 """
 
 import ast
@@ -39,6 +39,8 @@ WORDS = frozenset(
         "whoever",
     ]
 )
+IN_COMPOUNDS = frozenset(("told", "asked", "said", "wanted", "beside", "brought", "somebody"))
+AS_PARAMETERS = frozenset(("of", "one", "why", "how", "most", "says", "keeps"))
 # Names of external interfaces: Triton's protobuf messages, its Python API, schemas of openapi.json.
 EXTERNAL = (
     "serve/llm/response_types.py",
@@ -65,8 +67,20 @@ def names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, "parameter", node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, "variable", node.id
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.lineno, "variable", node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, "import", alias.asname) for alias in node.names if alias.asname)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.lineno, "attribute", node.attr
+
+
+def is_vague(kind: str, name: str) -> bool:
+    """Return whether a name says nothing about its object."""
+    words = name.strip("_").lower()
+    if words in WORDS or (kind == "parameter" and words in AS_PARAMETERS):
+        return True
+    return not IN_COMPOUNDS.isdisjoint(words.split("_"))
 
 
 def main() -> None:
@@ -76,7 +90,7 @@ def main() -> None:
         wrong += [
             f"{path}:{line}: {kind} {name}: name it by the noun of its domain"
             for line, kind, name in names(tree)
-            if name.strip("_").lower() in WORDS
+            if is_vague(kind, name)
         ]
         if path.relative_to(PACKAGE).as_posix().startswith(EXTERNAL):
             continue

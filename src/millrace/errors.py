@@ -103,10 +103,10 @@ class BusyError(MillraceError):
         self.retry_after_s = retry_after_s
 
 
-def engine_stopped_error(why: str) -> BusyError:
-    """why: "" where the loop is only being closed"""
-    what = f"the engine has stopped: {why or 'it is being closed'}"
-    return BusyError(what, "a running engine", "restart it; its log says more" if why else "ask again when it runs")
+def engine_stopped_error(reason: str) -> BusyError:
+    """reason: "" where the loop is only being closed"""
+    what = f"the engine has stopped: {reason or 'it is being closed'}"
+    return BusyError(what, "a running engine", "restart it; its log says more" if reason else "ask again when it runs")
 
 
 def check_names(names: Iterable[object], valid_names: Collection[str], where: str, param: str) -> None:

@@ -61,11 +61,11 @@ def test_lines_of_a_trace_and_of_a_result_are_their_own_lengths(tmp_path: Path) 
 def test_what_a_result_writes_is_read_again(tmp_path: Path, n_lengths: int) -> None:
     rng = random.Random(2)
     lengths = [(rng.randint(1, n_lengths) * 7, rng.randint(1, n_lengths)) for _ in range(3000)]
-    answers = [BenchRecord(n_prompt=n, n_told=m) for n, m in lengths]
+    answers = [BenchRecord(n_prompt=n, n_reported=m) for n, m in lengths]
     answers += [
-        BenchRecord(n_prompt=9999, n_told=5, failure=Failure.TIMEOUT),
-        BenchRecord(n_told=5),
-        BenchRecord(n_prompt=5, n_told=0),
+        BenchRecord(n_prompt=9999, n_reported=5, failure=Failure.TIMEOUT),
+        BenchRecord(n_reported=5),
+        BenchRecord(n_prompt=5, n_reported=0),
     ]
     found_in = histogram_to_dict(answers)
     assert found_in is not None
@@ -77,7 +77,7 @@ def test_what_a_result_writes_is_read_again(tmp_path: Path, n_lengths: int) -> N
         assert n == sum(low <= a <= high and out_low <= b <= out_high for a, b in lengths)
     if n_lengths == 3:
         assert {(b[0], b[2]): n for b, n in counted.items()} == Counter(lengths), "few lengths are kept as they are"
-    assert histogram_to_dict([BenchRecord(n_told=5)]) is None
+    assert histogram_to_dict([BenchRecord(n_reported=5)]) is None
 
 
 def test_sessions_have_the_lengths_of_the_file_and_of_the_seed(tmp_path: Path) -> None:

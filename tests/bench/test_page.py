@@ -77,7 +77,7 @@ def test_the_drift_along_an_answer() -> None:
 
 def test_gaps_are_by_token() -> None:
     a = answer(0, 1, 0.1, [0.03, 0.01])
-    a.chunk_tokens, a.n_told = [2, 5, 6], 6
+    a.chunk_tokens, a.n_reported = [2, 5, 6], 6
     at, gaps = gaps_by_position([a])
     assert at.tolist() == [5, 6] and gaps.tolist() == pytest.approx([10, 10])
 

@@ -52,7 +52,7 @@ def kept_by_another(path: Path, seconds: float = 60) -> Iterator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_module, "REMOVING_S", 0.3)
-    monkeypatch.setattr(hold_module, "_SAID_S", 0.1)
+    monkeypatch.setattr(hold_module, "_REPORT_AFTER_S", 0.1)
     monkeypatch.setattr(cache, "BUILDING_S", 0.3)
     monkeypatch.setattr(timing_cache, "WRITING_S", 0.3)
 

@@ -40,7 +40,8 @@ def test_a_text_is_cut_as_llama_perplexity_does(text: Windows) -> None:
     )
     for number, window in enumerate(text.ids.tolist()):
         assert window[0] == 1 and window[1:] == ids[number * LENGTH + 1 : (number + 1) * LENGTH]
-    assert len(windows(tokenizer, TEXT, LENGTH, most=2).ids) == 2 and text.n_scored == len(text.ids) * (LENGTH // 2 - 1)
+    assert len(windows(tokenizer, TEXT, LENGTH, max_windows=2).ids) == 2
+    assert text.n_scored == len(text.ids) * (LENGTH // 2 - 1)
     with pytest.raises(RequestError, match=r"has \d+ tokens"):
         windows(tokenizer, "too short", LENGTH)
 

@@ -110,7 +110,7 @@ def test_a_repository_that_is_away_for_a_moment_is_looked_at_again(
     write_models(root, {"m": BATCHES % ""})
     caplog.set_level(logging.WARNING)
 
-    def n_told() -> int:
+    def n_reported() -> int:
         return sum("cannot look at the model repository" in r.getMessage() for r in caplog.records)
 
     async def run() -> None:
@@ -118,9 +118,9 @@ def test_a_repository_that_is_away_for_a_moment_is_looked_at_again(
         repository = ModelRepository(flags)
         assert await repository.start() == []
         root.rename(away)
-        await becomes(lambda: n_told() > 0)
+        await becomes(lambda: n_reported() > 0)
         await asyncio.sleep(0.25)
-        assert n_told() == 1, "once, however often it looks"
+        assert n_reported() == 1, "once, however often it looks"
         assert repository.get("m").version == 1, "what is served stays"
         write_models(away, {"second": BATCHES % ""})
         away.rename(root)

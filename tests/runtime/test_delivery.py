@@ -82,12 +82,12 @@ LONG = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0)
 @pytest.mark.parametrize("at", range(1, 7))
 def test_a_callback_that_raises_loses_no_step(depth: int, at: int) -> None:
     """Stepped by hand, as with Ctrl-C: the step under way is waited for by the next one, and its tokens are told."""
-    loop, n_told = make_loop(limits(page_tokens=PAGE), depth=depth), 0
+    loop, n_reported = make_loop(limits(page_tokens=PAGE), depth=depth), 0
 
     def deliver(deltas: list[Delta]) -> None:
-        nonlocal n_told
-        n_told += 1
-        if n_told == at:
+        nonlocal n_reported
+        n_reported += 1
+        if n_reported == at:
             raise KeyboardInterrupt
 
     before = Client(loop, [4, 5], LONG)
@@ -99,7 +99,7 @@ def test_a_callback_that_raises_loses_no_step(depth: int, at: int) -> None:
     while loop.step(defer_delivery=True):
         pass
     assert before.outputs == solo(before.prompt, LONG) and behind.outputs == solo(behind.prompt, LONG)
-    assert loop.stats().pages_used == 0 and loop.stats().healthy and n_told == 9
+    assert loop.stats().pages_used == 0 and loop.stats().healthy and n_reported == 9
 
 
 def test_stopped_after_a_callback_that_raised() -> None:

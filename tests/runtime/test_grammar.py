@@ -156,7 +156,7 @@ def grammars() -> GrammarCompiler:
 @pytest.mark.parametrize("given, says", BAD, ids=[str(given)[:60] for given, _ in BAD])
 def test_what_cannot_be_held_to_is_refused_by_name(grammars: GrammarCompiler, given: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=re.escape(says)) as error:
-        grammars.matchers(StructuredOutputsParams(**given, asked_as="guided_json"), 1)
+        grammars.matchers(StructuredOutputsParams(**given, field_name="guided_json"), 1)
     assert error.value.param == "guided_json" and "\n" not in error.value.what and "start:" not in error.value.what
     assert len(error.value.what) < 500
 

@@ -69,7 +69,7 @@ CHAINS: dict[str, Callable[[int], Forms]] = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_of_references_is_bounded(grammars: GrammarCompiler, name: str) -> None:
     with pytest.raises(RequestError, match=r"chain of more than|rules and terminals") as error:
-        grammars.matchers(StructuredOutputsParams(**CHAINS[name](1500), asked_as="guided_json"), 1)
+        grammars.matchers(StructuredOutputsParams(**CHAINS[name](1500), field_name="guided_json"), 1)
     assert error.value.param == "guided_json"
     grammars.matchers(StructuredOutputsParams(**CHAINS[name](MAX_CHAIN // 8)), 1)
 
@@ -154,7 +154,7 @@ def test_what_ends_the_compiling_process_is_refused(name: str, tmp_path: Path, m
             RequestError,
             match=r"its regex cannot be compiled: (the process|it takes)",
         ) as error:
-            compiling.lark(StructuredOutputsParams(regex="fault", asked_as="guided_regex"), "fault")
+            compiling.lark(StructuredOutputsParams(regex="fault", field_name="guided_regex"), "fault")
         assert error.value.param == "guided_regex"
         for _ in range(2):
             assert compiling.lark(StructuredOutputsParams(regex="ok"), "ok") == "ok"

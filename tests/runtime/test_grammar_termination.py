@@ -159,7 +159,7 @@ def grammars() -> GrammarCompiler:
 def test_properties_that_could_be_one_twice_are_not_counted(
     grammars: GrammarCompiler, schema: dict[str, Any], taken: bool
 ) -> None:
-    asked = StructuredOutputsParams(json=schema, asked_as="guided_json")
+    asked = StructuredOutputsParams(json=schema, field_name="guided_json")
     if taken:
         assert len(grammars.matchers(asked, 1)) == 1
         return

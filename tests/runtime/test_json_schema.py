@@ -16,7 +16,7 @@ from millrace.runtime.structured_output.grammar import GrammarCompiler
 from millrace.runtime.structured_output.json_schema import simplify
 from tests.serve.support import VOCABULARY, tokenizer
 
-REQUEST = StructuredOutputsParams(json={}, asked_as="guided_json")
+REQUEST = StructuredOutputsParams(json={}, field_name="guided_json")
 WORDS = tokenizer()
 
 

@@ -204,17 +204,17 @@ def test_many_that_wait_cost_little_each_step(monkeypatch: pytest.MonkeyPatch) -
     loop = make_loop(limits(page_tokens=PAGE, max_step_tokens=8, max_context=1024, n_pages=1024))
     prompt = [i % 90 for i in range(900)]
     clients = [Client(loop, prompt, replace(GREEDY, max_tokens=1)) for _ in range(50)]
-    n_asked = []
+    n_requested = []
     find = PrefixIndex.find
 
     def counted(index: PrefixIndex, keys: list[bytes]) -> tuple[int, ...]:
-        n_asked.append(len(keys))
+        n_requested.append(len(keys))
         return find(index, keys)
 
     monkeypatch.setattr(PrefixIndex, "find", counted)
     run_all(loop)
     assert all(client.reasons == [FinishReason.LENGTH] for client in clients)
-    assert len(n_asked) <= 3 * len(clients)
+    assert len(n_requested) <= 3 * len(clients)
     assert loop.stats().step_tokens_total == 900 + 49, "all but the last token is found, a page of it in part"
 
 

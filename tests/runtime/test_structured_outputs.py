@@ -55,7 +55,7 @@ TOO_MUCH: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("given, says", MISTAKES, ids=[says for _, says in MISTAKES])
 def test_mistakes_are_named_at_once(given: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says) as error:
-        StructuredOutputsParams(**given, asked_as="guided_json")
+        StructuredOutputsParams(**given, field_name="guided_json")
     assert error.value.param == "guided_json" and error.value.what.startswith("guided_json: ")
 
 
@@ -85,7 +85,7 @@ def test_sampling_params_take_it_by_name_or_as_a_dict() -> None:
         ("a+", "structured_outputs is of type str"),
         ({"regexp": "a"}, 'did you mean "regex"'),
         ({3: "a"}, "structured_outputs has no 3"),
-        ({"asked_as": "x", "regex": "a"}, "structured_outputs has no 'asked_as'"),
+        ({"field_name": "x", "regex": "a"}, "structured_outputs has no 'field_name'"),
     ],
 )
 def test_other_things_are_not_taken(given: object, says: str) -> None:

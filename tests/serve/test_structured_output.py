@@ -51,7 +51,7 @@ def form(**described: Any) -> dict[str, Any]:
 )
 def test_each_way_to_say_it(fields: dict[str, Any], kind: str) -> None:
     held = asked(**fields)
-    assert held.kind == kind and held.asked_as in fields and held.text()
+    assert held.kind == kind and held.field_name in fields and held.text()
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": None}, {"response_format": {"type": "text"}}], ids=str)

@@ -123,7 +123,7 @@ def test_what_a_call_that_must_be_is_held_to() -> None:
 
 
 def test_forms_beside_tools() -> None:
-    schema = StructuredOutputsParams(json={"type": "object", "title": "T"}, asked_as="response_format")
+    schema = StructuredOutputsParams(json={"type": "object", "title": "T"}, field_name="response_format")
     both = lark(HERMES, tools(), beside=schema)
     assert both.startswith("start: calls | answer\nanswer: %json ") and '"title": "T"' in both
     for choice, beside in (("required", schema), (None, StructuredOutputsParams(regex="a"))):

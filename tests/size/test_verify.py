@@ -23,7 +23,7 @@ OWN = MeasuredStepTimes(LAW, (1.0,), 0.0, SCHEDULE)
 
 
 def record(sent_s: float, first_s: float, last_s: float, n_input: int, n_output: int) -> TurnRecord:
-    answer = BenchRecord(intended_s=sent_s, sent_s=sent_s, n_prompt=n_input, n_told=n_output)
+    answer = BenchRecord(intended_s=sent_s, sent_s=sent_s, n_prompt=n_input, n_reported=n_output)
     between = np.linspace(first_s, last_s, n_output).tolist()
     answer.chunk_s, answer.chunk_tokens, answer.end_s = between, list(range(1, n_output + 1)), last_s
     return TurnRecord(Turn("", n_output), answer, 0, 0)

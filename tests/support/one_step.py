@@ -10,7 +10,7 @@ from millrace.engine.native.executor import NativeNetwork, NativeProgram
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import numbered
 from millrace.kernels.declare import MAX_KNOBS, Param, Space
-from millrace.kernels.encode import Ref, encode, operand_bytes
+from millrace.kernels.encode import SIZE_FUNCTIONS, Ref, encode
 from millrace.kernels.layout import up
 
 GUARD = 0xA5  # bytes between operands: nothing may be written there
@@ -80,6 +80,13 @@ def run_kernel(
     finally:
         network.close()
     return _collect(kernel, operands, refs, before, after)
+
+
+def operand_bytes(name: str, params: Mapping[str, Param], sizes: Sequence[int]) -> dict[str, int]:
+    """Return the bytes that each operand of a call may access."""
+    _, kernel = numbered()[name]
+    scope = {**SIZE_FUNCTIONS, **params, "most": sizes.__getitem__}
+    return {o.name: int(eval(o.size, {"__builtins__": {}}, scope)) for o in kernel.operands}
 
 
 def _collect(

@@ -128,16 +128,16 @@ class Lines:
     EVERY_S = 10.0
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._said_s = clock, 0.0
+        self._clock, self._reported_s = clock, 0.0
         self._what, self._done, self._total = "", 0, -1
 
     def __call__(self, label: str, done: int, total: int) -> None:
         counts_on = total == self._total and done >= self._done
         if not counts_on and label != self._what:
-            self._what, self._said_s = label, self._clock()
+            self._what, self._reported_s = label, self._clock()
             note(f"{sanitize(label)} ...")
-        elif self._clock() - self._said_s >= self.EVERY_S:
-            self._said_s = self._clock()
+        elif self._clock() - self._reported_s >= self.EVERY_S:
+            self._reported_s = self._clock()
             note(f"  {sanitize(label)}: {_so_far(done, total)}")
         self._done, self._total = done, total
 

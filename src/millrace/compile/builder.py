@@ -72,7 +72,7 @@ class Builder:
                 build = replace(build, precision=alone.built.value)
             if alone.name == "fp16" and kv_format is None:  # float32 on a CPU, which keeps them so unless it is asked
                 kv_format = source.kv_format
-        precision = asked_precision(build, source.own_precision, precisions)
+        precision = requested_precision(build, source.own_precision, precisions)
         if for_gpu:
             alone.check_built((precision or source.own_precision).described(HEAD))
         else:
@@ -185,7 +185,7 @@ def _rows(build: BuildSettings, options: BuildOptions, context: int) -> TunedRow
     return TunedRows.parse(build.tune_rows, options.max_batch, min(options.max_step_tokens, context))
 
 
-def asked_precision(
+def requested_precision(
     build: BuildSettings, own: PrecisionMap, precisions: Mapping[str, str] | None = None
 ) -> PrecisionMap | None:
     """Return the requested precision, from `precisions` or `build.precision`; None: the model's own.

@@ -331,7 +331,7 @@ def precision_map(
     default, rows = _parse_layer(requested["default"])
     layers = {pattern: _parse_layer(value) for pattern, value in requested.items() if pattern != "default"}
     patterns = tuple((pattern, precision) for pattern, (precision, _) in layers.items())
-    asked_rows = {"": rows, **{pattern: own for pattern, (_, own) in layers.items()}}
+    requested_rows = {"": rows, **{pattern: own for pattern, (_, own) in layers.items()}}
     usual = 0 if stored_groups else group  # the default, left out
-    x_groups = tuple((pattern, own) for pattern, own in asked_rows.items() if own not in (0, usual))
+    x_groups = tuple((pattern, own) for pattern, own in requested_rows.items() if own not in (0, usual))
     return PrecisionMap(default, patterns, group, of_head, x_groups, stored_groups)

@@ -175,7 +175,7 @@ def _digest_of(arrays: list[Any]) -> bytes:
 
 
 def _write_small(
-    plan: CompressionPlan, path: Path, errors: Mapping[str, float], why: Mapping[str, LayerDiagnostics]
+    plan: CompressionPlan, path: Path, errors: Mapping[str, float], diagnostics: Mapping[str, LayerDiagnostics]
 ) -> None:
     checkpoint = plan.checkpoint
     for name, content in checkpoint.files.items():
@@ -197,7 +197,7 @@ def _write_small(
         "recipe": {"name": plan.recipe.name, **recipe_of(plan.recipe)}, "bits_per_weight": plan.bits_per_weight,
         "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "notes": list(plan.notes), "errors": errors,
         "forms": msgspec.to_builtins({name: _form(*of) for name, of in plan.layers.items()}),
-        "figures": msgspec.to_builtins(why),
+        "figures": msgspec.to_builtins(diagnostics),
     })  # fmt: skip
     write_page(path)
 

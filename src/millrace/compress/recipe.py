@@ -209,14 +209,14 @@ def _kv(raw: object, prune: Prune | None) -> str | None:
     return None if raw == _FLOAT else raw
 
 
-def _prune(raw: object, usual: LayerRecipe, layers: list[object]) -> Prune:
+def _prune(raw: object, default: LayerRecipe, layers: list[object]) -> Prune:
     """Parse the prune table. raises ConfigError if a share is invalid, or if layers have another treatment, too"""
     if not isinstance(raw, dict) or not raw or not raw.keys() <= {"mlp", "heads"}:
         raise _wrong("prune", raw, "a table with mlp, heads, or both")
     for key, value in raw.items():
         if type(value) not in (int, float) or not 0 < value < 1:
             raise _wrong(f"prune.{key}", value, "a share that goes, such as 0.25")
-    if usual.method != "none" or layers:
+    if default.method != "none" or layers:
         raise ConfigError(
             "the recipe prunes and rounds", 'method = "none" and no layers, beside prune',
             "prune first, and compress what comes out with another recipe",
@@ -233,9 +233,9 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return {"version": VERSION, **_plain(recipe.usual), **more}
 
 
-def _plain(one: LayerRecipe) -> dict[str, Any]:
-    values = {f.name: getattr(one, f.name) for f in fields(one)}
-    return {**values, "group": one.group or ROW, "scales": str(one.scales)}
+def _plain(recipe: LayerRecipe) -> dict[str, Any]:
+    values = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
+    return {**values, "group": recipe.group or ROW, "scales": str(recipe.scales)}
 
 
 _CHOICES: Mapping[str, tuple[object, ...]] = {
@@ -245,7 +245,7 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def _treatment(raw: Mapping[str, Any], usual: LayerRecipe, where: str) -> LayerRecipe:
+def _treatment(raw: Mapping[str, Any], default: LayerRecipe, where: str) -> LayerRecipe:
     for key, value in raw.items():
         if key == "alpha":
             if type(value) not in (int, float) or not 0 <= value <= 1:
@@ -272,7 +272,7 @@ def _treatment(raw: Mapping[str, Any], usual: LayerRecipe, where: str) -> LayerR
         }
     if values.get("method") in SPARSE:  # the recipe's other values do not apply to these
         values = {"smooth": "none", "search": "none", "minimums": False, "activations": 16, **values}
-    treatment = replace(usual, **values)
+    treatment = replace(default, **values)
     _check(treatment, where)
     return treatment
 

@@ -105,20 +105,20 @@ def answer(
                 progress("answering", len(results.records), n)
 
 
-def _judge(one: Numbered) -> Judge:
-    assert isinstance(one.line, GenerationLine)
-    answers = one.line.answers
-    match one.line.match:
+def _judge(numbered: Numbered) -> Judge:
+    assert isinstance(numbered.line, GenerationLine)
+    answers = numbered.line.answers
+    match numbered.line.match:
         case "exact":
             return partial(_is_exactly, [answer.strip() for answer in answers])
         case "contains":
             if not all(answers):
-                raise _cannot(one, "is empty, which every text contains", "a text")
+                raise _cannot(numbered, "is empty, which every text contains", "a text")
             return partial(_contains, answers)
         case "number":
-            return partial(_ends_with_number, [_as_number(one, answer) for answer in answers])
+            return partial(_ends_with_number, [_as_number(numbered, answer) for answer in answers])
         case "regex":
-            return partial(_matches, [Pattern(answer, one.where) for answer in answers])
+            return partial(_matches, [Pattern(answer, numbered.where) for answer in answers])
 
 
 def _is_exactly(answers: Sequence[str], text: str) -> bool:
@@ -140,10 +140,10 @@ def _ends_with_number(answers: Sequence[Decimal], text: str) -> bool:
     return bool(result) and _value(result[-1]) in answers
 
 
-def _as_number(one: Numbered, answer: str) -> Decimal:
+def _as_number(numbered: Numbered, answer: str) -> Decimal:
     result = _NUMBER.fullmatch(answer.strip())
     if result is None:
-        raise _cannot(one, f"is {answer!r:.60}", "a number, like -1,234.5")
+        raise _cannot(numbered, f"is {answer!r:.60}", "a number, like -1,234.5")
     return _value(result[0])
 
 
@@ -151,5 +151,5 @@ def _value(number: str) -> Decimal:
     return Decimal(number.replace(",", "").replace("\N{MINUS SIGN}", "-"))
 
 
-def _cannot(one: Numbered, what: str, expected: str) -> ConfigError:
-    return ConfigError(f"{one.where}: the answer {what}", expected, "correct the line")
+def _cannot(numbered: Numbered, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"{numbered.where}: the answer {what}", expected, "correct the line")

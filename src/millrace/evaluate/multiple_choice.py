@@ -43,10 +43,14 @@ def digest(what: object) -> str:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
 
-def cut_at_the_left(one: LikelihoodQuestion, room: int) -> tuple[LikelihoodQuestion, bool]:
+def cut_at_the_left(question: LikelihoodQuestion, room: int) -> tuple[LikelihoodQuestion, bool]:
     """Like lm-eval, keep only the end of a prompt that does not fit together with its longest ending."""
-    most = room - max(map(len, one.endings)) + 1
-    return (one, False) if len(one.context) <= most else (LikelihoodQuestion(one.context[-most:], one.endings), True)
+    most = room - max(map(len, question.endings)) + 1
+    return (
+        (question, False)
+        if len(question.context) <= most
+        else (LikelihoodQuestion(question.context[-most:], question.endings), True)
+    )
 
 
 def answer(
@@ -69,11 +73,13 @@ def answer(
                 progress(group.name, done, total)
 
 
-def _chosen(group: str, one: PreparedQuestion, logprobs: list[float]) -> ChosenAnswer:
+def _chosen(group: str, question: PreparedQuestion, logprobs: list[float]) -> ChosenAnswer:
     if not all(map(math.isfinite, logprobs)):  # no choice is the likeliest, and JSON cannot represent it
         raise not_finite()
-    per_byte = _best([p / n for p, n in zip(logprobs, one.n_bytes, strict=True)]) if one.n_bytes else None
-    return ChosenAnswer(group, one.number, one.answer, _best(logprobs), logprobs, one.cut, per_byte, one.id)
+    per_byte = _best([p / n for p, n in zip(logprobs, question.n_bytes, strict=True)]) if question.n_bytes else None
+    return ChosenAnswer(
+        group, question.number, question.answer, _best(logprobs), logprobs, question.cut, per_byte, question.id
+    )
 
 
 def _best(logprobs: Sequence[float]) -> int:

@@ -93,7 +93,7 @@ def cut(definition: str, text: str, tokenizer: Tokenizer, window: int | None, co
     return _CUTS[definition](text, tokenizer, length)
 
 
-def window_of(requested: int | None, usual: int, context: int) -> int:
+def window_of(requested: int | None, default: int, context: int) -> int:
     """Return the window length. raises ConfigError if the requested one exceeds the context"""
     if context < SHORTEST:
         raise ConfigError(
@@ -105,7 +105,7 @@ def window_of(requested: int | None, usual: int, context: int) -> int:
             f"--window {requested} is longer than the engine's context", f"at most {context} tokens",
             "choose a shorter one, or build for a longer --max-context",
         )  # fmt: skip
-    return requested or min(usual, context)
+    return requested or min(default, context)
 
 
 def measure(

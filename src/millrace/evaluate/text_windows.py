@@ -29,18 +29,18 @@ class Windows:
         return replace(self, ids=self.ids[windows])
 
 
-def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, most: int | None = None) -> Windows:
+def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, max_windows: int | None = None) -> Windows:
     """Split a text like llama-perplexity: full windows only, each with BOS as its first token if the model has one.
 
     The first half of each is not scored, so that every prediction has context.
 
-    most: maximum number of windows. raises RequestError if the text is shorter than one
+    max_windows: maximum number of windows. raises RequestError if the text is shorter than one
     source: https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity
     """
-    return windows_of(tokenizer, tokenizer.encode(text), length, most)
+    return windows_of(tokenizer, tokenizer.encode(text), length, max_windows)
 
 
-def windows_of(tokenizer: Tokenizer, ids: Sequence[int], length: int, most: int | None = None) -> Windows:
+def windows_of(tokenizer: Tokenizer, ids: Sequence[int], length: int, max_windows: int | None = None) -> Windows:
     """Split a text's tokens like `windows`."""
     result = len(ids) // length
     if not result:
@@ -48,7 +48,7 @@ def windows_of(tokenizer: Tokenizer, ids: Sequence[int], length: int, most: int 
             f"the text has {len(ids):,} tokens", f"at least {length:,}, one window",
             "give a longer text, or a shorter --window",
         )  # fmt: skip
-    windows = np.asarray(ids[: min(result, most or result) * length], np.int32).reshape(-1, length)
+    windows = np.asarray(ids[: min(result, max_windows or result) * length], np.int32).reshape(-1, length)
     if tokenizer.bos_token_id is not None and tokenizer.special_around[0]:
         windows[:, 0] = tokenizer.bos_token_id
     return Windows(windows, length // 2)

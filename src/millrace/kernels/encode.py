@@ -1,14 +1,14 @@
 """Encodes one call of a program, checked by the declaration from which the C++ decoder is generated."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.kernels.catalogue import numbered
 from millrace.kernels.declare import Param, Space
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, type_bytes, up
 
-_FUNCTIONS = {f.__name__: f for f in (byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, type_bytes, up)}
+SIZE_FUNCTIONS = {f.__name__: f for f in (byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, type_bytes, up)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +22,12 @@ class Ref:
         return int(self.space) << 56 | self.offset
 
 
-def operand_bytes(name: str, params: Mapping[str, Param], most: Sequence[int]) -> dict[str, int]:
-    """Return the bytes that each operand of a call may access. most: bounds of the program's sizes"""
-    _, kernel = numbered()[name]
-    scope = {**_FUNCTIONS, **params, "most": most.__getitem__}
-    return {o.name: int(eval(o.size, {"__builtins__": {}}, scope)) for o in kernel.operands}
-
-
 def encode(name: str, operands: Mapping[str, Ref | None], params: Mapping[str, Param]) -> bytes:
     """Encode one call: kernel, operand references, parameters. Asserts what the C++ decoder will check."""
     number, kernel = numbered()[name]
     assert set(operands) <= {o.name for o in kernel.operands}, f"{name} has no operand among {sorted(operands)}"
     assert set(params) <= {n for _, n, _ in kernel.fields}, f"{name} has no parameter among {sorted(params)}"
-    scope = {**_FUNCTIONS, **dict.fromkeys((f for _, f, _ in kernel.fields), 0), **params}
+    scope = {**SIZE_FUNCTIONS, **dict.fromkeys((f for _, f, _ in kernel.fields), 0), **params}
     for check in kernel.checks:
         assert eval(check, {"__builtins__": {}}, scope), f"{name}: {check} does not hold for {dict(params)}"
     parts = [struct.pack("<I", number)]

@@ -224,8 +224,8 @@ class WorkerProcess:
             raise
         return process
 
-    def _unavailable(self, why: str) -> MachineError:
-        return unavailable(f"the process {self._script.stem} cannot start: {why}")
+    def _unavailable(self, reason: str) -> MachineError:
+        return unavailable(f"the process {self._script.stem} cannot start: {reason}")
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:

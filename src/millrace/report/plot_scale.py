@@ -17,9 +17,9 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 2)
 
 
-def byte_ticks(most: int, about: int = 5) -> list[int]:
-    """From 0 to at most `most`, in steps of a power of two: more than half of `about`, and at most one more than it."""
+def byte_ticks(max_value: int, about: int = 5) -> list[int]:
+    """Return ticks from 0 to at most `max_value`, a power of two apart: more than half of `about`, up to one more."""
     step = 1
-    while most // step > about:
+    while max_value // step > about:
         step *= 2
-    return list(range(0, most + 1, step))
+    return list(range(0, max_value + 1, step))

@@ -50,9 +50,9 @@ def round_ticks(low: float, high: float, about: int = 6) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def downsample(values: Sequence[float], most: int = MOST) -> list[float]:
+def downsample(values: Sequence[float], max_points: int = MOST) -> list[float]:
     """Evenly chosen, where there are more: never at random, so that a page can be made again."""
-    step = max(1, -(-len(values) // most))
+    step = max(1, -(-len(values) // max_points))
     return list(values[::step])
 
 

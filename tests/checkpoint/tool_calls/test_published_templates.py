@@ -368,7 +368,7 @@ def takes(of: ToolFormat, marks: tuple[str, ...], text: str) -> bool:
         token = tokenizer.token_id(mark)
         return token if token in tokenizer.special_ids else None
 
-    lark = calls_grammar(of, {name: in_json(schema) for name, schema in SCHEMAS.items()}, special, most=2)
+    lark = calls_grammar(of, {name: in_json(schema) for name, schema in SCHEMAS.items()}, special, max_calls=2)
     (matcher,) = grammars(marks).matchers(StructuredOutputsParams(grammar=lark), 1)
     assert tokenizer.eos_token_id is not None
     for token in (*tokenizer.encode(text, False), tokenizer.eos_token_id):

@@ -300,13 +300,13 @@ def _read(path: Path, number: int, line: str) -> BenchRecord:
         if stamps_ms != sorted(stamps_ms):
             raise ValueError('"chunk_ms" goes back')
         tokens = [_count("chunk_tokens", n) for n in record["chunk_tokens"]]
-        n_prompt, n_told = (
+        n_prompt, n_reported = (
             None if record[name] is None else _count(name, record[name]) for name in ("n_prompt", "n_output_told")
         )
         end_s = sent_s + _time("end_ms", record["end_ms"]) / 1e3
         chunks = [sent_s + ms / 1e3 for ms in stamps_ms]
         return BenchRecord(
-            str(record["id"]), intended_s, sent_s, chunks, tokens, end_s, n_prompt, n_told, failure=failure
+            str(record["id"]), intended_s, sent_s, chunks, tokens, end_s, n_prompt, n_reported, failure=failure
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(

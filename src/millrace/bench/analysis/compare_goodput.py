@@ -62,7 +62,7 @@ def _counts(answers: Iterable[BenchRecord], limits: GoodputLimits) -> Counts:
     return sum(map(limits.meets, counted)), len(counted)
 
 
-def compare_shares(says: str, rounds: Sequence[tuple[Counts, ...]]) -> GoodputDifference | None:
+def compare_shares(limits: str, rounds: Sequence[tuple[Counts, ...]]) -> GoodputDifference | None:
     """Compare shares of requests. rounds: counts of A and B in each round
 
     Takes the wider of two intervals: Newcombe's for independent requests, and Student's t over the rounds, because a
@@ -81,7 +81,7 @@ def compare_shares(says: str, rounds: Sequence[tuple[Counts, ...]]) -> GoodputDi
         low, high = newcombe(a, b, z)
         half = of_rounds * error
         bounds.append((100 * min(low, middle - half), 100 * max(high, middle + half)))
-    return GoodputDifference(says, a[0] / a[1], b[0] / b[1], 100 * middle, bounds[0], bounds[1], wilson(*b))
+    return GoodputDifference(limits, a[0] / a[1], b[0] / b[1], 100 * middle, bounds[0], bounds[1], wilson(*b))
 
 
 def newcombe(a: Counts, b: Counts, z: float) -> Interval:

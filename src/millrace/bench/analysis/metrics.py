@@ -155,7 +155,7 @@ def compute_metrics(records: Sequence[TurnRecord]) -> RunMetrics:
     spans_s = [(r.answer.sent_s, _over_s(r.answer)) for r in records if r.answer.failure not in NOT_COUNTED]
     start_s = min((begin_s for begin_s, _ in spans_s), default=0.0)
     end_s = max((until_s for _, until_s in spans_s), default=0.0)
-    n_with_usage = sum(a.n_told is not None for a in answers)
+    n_with_usage = sum(a.n_reported is not None for a in answers)
     busy_s = sum(until_s - begin_s for begin_s, until_s in spans_s)
     return RunMetrics(
         len(answers),

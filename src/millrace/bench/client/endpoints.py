@@ -136,9 +136,9 @@ def _take_usage(answer: BenchRecord, usage: _Usage | None) -> None:
     n_prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
     n_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
     answer.n_prompt = answer.n_prompt if n_prompt is None else n_prompt
-    if n_output is not None and n_output < (answer.n_told or 0):
-        answer.fail(Failure.MALFORMED, f"its usage went from {answer.n_told} output tokens back to {n_output}")
-    answer.n_told = answer.n_told if n_output is None else n_output
+    if n_output is not None and n_output < (answer.n_reported or 0):
+        answer.fail(Failure.MALFORMED, f"its usage went from {answer.n_reported} output tokens back to {n_output}")
+    answer.n_reported = answer.n_reported if n_output is None else n_output
 
 
 def _take_completion(answer: BenchRecord, data: bytes) -> str | None:
@@ -153,8 +153,8 @@ def _take_completion(answer: BenchRecord, data: bytes) -> str | None:
         text = choice.text if message is None else _text_of(message)
         if text is not None and (text or (message is not None and message.tool_calls)):
             new_text = (new_text or "") + text
-    if new_text is not None and event.usage is not None and answer.n_told is not None:
-        answer.chunk_tokens.append(answer.n_told)
+    if new_text is not None and event.usage is not None and answer.n_reported is not None:
+        answer.chunk_tokens.append(answer.n_reported)
     return new_text
 
 
@@ -191,7 +191,7 @@ def _take_embeddings(answer: BenchRecord, data: bytes) -> str | None:
     if not reply.data:
         answer.fail(Failure.MALFORMED, "the answer holds no embedding")
     _take_usage(answer, reply.usage)
-    answer.finish_reason, answer.n_told = "stop", 0
+    answer.finish_reason, answer.n_reported = "stop", 0
     return None
 
 

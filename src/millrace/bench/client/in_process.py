@@ -21,7 +21,7 @@ class EngineClient:
 
     def __init__(self, loop: EngineLoop, seed: int) -> None:
         self._engine = AsyncEngine(loop, ServiceOptions(max_queued=MAX_AT_A_TIME))
-        self._random_tokens, self._n_asked, self._ids = (
+        self._random_tokens, self._n_requests, self._ids = (
             RandomTokens(seed, self._engine.limits.vocab_size),
             0,
             request_ids(),
@@ -39,10 +39,10 @@ class EngineClient:
     async def ask(self, question: BenchRequest, answer: BenchRecord | None = None) -> BenchRecord:
         """Run one request. A request with a length becomes random tokens, with equal prefixes for equal text prefixes;
         otherwise its text is encoded without a template. The answer is exactly `max_tokens` long."""
-        self._n_asked += 1
+        self._n_requests += 1
         answer = answer or BenchRecord()
         answer.id = next(self._ids)
-        params = SamplingParams(max_tokens=question.max_tokens or 16, ignore_eos=True, seed=self._n_asked)
+        params = SamplingParams(max_tokens=question.max_tokens or 16, ignore_eos=True, seed=self._n_requests)
         ids = self._tokens(question)
         answer.sent_s, answer.n_prompt = time.perf_counter(), len(ids)
         answer.intended_s = answer.intended_s or answer.sent_s
@@ -54,21 +54,21 @@ class EngineClient:
         return answer
 
     async def _collect(self, ids: list[int], params: SamplingParams, answer: BenchRecord) -> None:
-        n_told = 0
+        n_reported = 0
         async with self._engine.submit([ids], [params], answer.id) as handle:
             async for deltas in handle:
                 n_new = sum(len(delta.token_ids) for delta in deltas)
                 if n_new:
-                    n_told += n_new
+                    n_reported += n_new
                     answer.chunk_s.append(time.perf_counter())
-                    answer.chunk_tokens.append(n_told)
+                    answer.chunk_tokens.append(n_reported)
                 answer.text += "".join(delta.text for delta in deltas)
                 for delta in deltas:
                     if delta.finish_reason in _FAILED:
                         answer.fail(Failure.SERVER_ERROR, delta.error or str(delta.finish_reason))
                     elif delta.finish_reason is not None:
                         answer.finish_reason = str(delta.finish_reason.value)
-        answer.n_told = n_told
+        answer.n_reported = n_reported
 
     def _tokens(self, question: BenchRequest) -> list[int]:
         if question.n_input is None:

@@ -60,7 +60,7 @@ class BenchRecord:
     chunk_tokens: list[int] = field(default_factory=list)  # cumulative output tokens at each chunk, if reported
     end_s: float = 0.0  # end of the answer or of the attempt
     n_prompt: int | None = None  # reported by the server
-    n_told: int | None = None  # output tokens reported by the server
+    n_reported: int | None = None  # output tokens reported by the server
     text: str = ""
     finish_reason: str | None = None
     status: int = 0  # HTTP status; 0 if there was no response
@@ -71,7 +71,7 @@ class BenchRecord:
     @property
     def n_output(self) -> int:
         """Return the output tokens: reported by the server, otherwise one per chunk."""
-        return len(self.chunk_s) if self.n_told is None else self.n_told
+        return len(self.chunk_s) if self.n_reported is None else self.n_reported
 
     @property
     def n_first(self) -> int:

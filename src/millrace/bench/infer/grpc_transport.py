@@ -48,7 +48,7 @@ class GrpcTransport:
 
     def __init__(self, target: InferTarget, at_a_time: int) -> None:
         scheme, place = _place(target.url)
-        self._target, self._n_asked, self._ids = target, 0, request_ids()
+        self._target, self._n_requests, self._ids = target, 0, request_ids()
         self._headers = [(name.lower(), value) for name, value in target.headers.items()]
         n = min(MAX_CONNECTIONS, -(-at_a_time // EACH))
         self._channels = [
@@ -129,9 +129,9 @@ class GrpcTransport:
         return body
 
     async def send(self, body: bytes, answer: BenchRecord) -> None:
-        self._n_asked += 1
+        self._n_requests += 1
         answer.id = next(self._ids)
-        call = self._infer[self._n_asked % len(self._infer)]
+        call = self._infer[self._n_requests % len(self._infer)]
         headers = (*self._headers, ("x-request-id", answer.id))
         answer.sent_s = time.perf_counter()
         answer.intended_s = answer.intended_s or answer.sent_s
@@ -162,7 +162,7 @@ def _take(answer: BenchRecord, reply: Any) -> None:
                 check_count(output.datatype, output.shape, len(getattr(output.contents, listed)) if listed else 0)
         except ValueError as error:
             raise ValueError(f'output "{output.name:.80}": {error}') from None
-    answer.n_told = n_items([output.shape for output in reply.outputs])
+    answer.n_reported = n_items([output.shape for output in reply.outputs])
 
 
 def _place(url: str) -> tuple[str, str]:

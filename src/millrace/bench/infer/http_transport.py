@@ -60,7 +60,7 @@ def _take(answer: BenchRecord, data: bytes) -> None:
         n_raw += size or 0
     if n + n_raw != len(data):
         raise msgspec.DecodeError(f"{len(data) - n} bytes of tensors, where binary_data_size says {n_raw}")
-    answer.n_told = n_items([o.shape for o in reply.outputs])
+    answer.n_reported = n_items([o.shape for o in reply.outputs])
 
 
 def _check_listed(output: _Output) -> None:

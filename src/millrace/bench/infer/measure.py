@@ -158,10 +158,10 @@ class _LoadWorker:
         answer = answer or BenchRecord()
         await self.server.send(self._bodies[next(self._number) % len(self._bodies)], answer)
         if answer.failure is None:
-            if self._in_batches and answer.n_told != self._batch:
-                n = "not the same" if answer.n_told is None else answer.n_told
+            if self._in_batches and answer.n_reported != self._batch:
+                n = "not the same" if answer.n_reported is None else answer.n_reported
                 answer.fail(Failure.MALFORMED, f"its outputs' first dimension is {n}, for a batch of {self._batch}")
-            answer.n_told = self._batch
+            answer.n_reported = self._batch
         return answer
 
 

@@ -23,22 +23,22 @@ _PERCENTILES = (50, 90, 95, 99)
 _KINDS = 5  # colours of the style sheet
 
 
-def report(done: InferResults) -> dict[str, Any]:
+def report(result: InferResults) -> dict[str, Any]:
     """Convert results to JSON data. Times in ms."""
-    model = asdict(done.model)
+    model = asdict(result.model)
     return {
-        "schema": SCHEMA, "url": done.target.url, "protocol": done.target.protocol, "model": model,
+        "schema": SCHEMA, "url": result.target.url, "protocol": result.target.protocol, "model": model,
         "definitions": {
             "inferences_per_s": "items of whole answers, from the first sending to the last answer or failure",
             "latency_ms": DEFINITIONS[LATENCY][1] + ", of a request with its whole batch",
             "server": "means of the server's own statistics, for each request",
         },
-        "valid": done.valid, "ended_early": done.ended or None,
-        "certificate": None if done.certificate is None else {
-            **asdict(done.certificate), "holds": done.certificate.holds,
+        "valid": result.valid, "ended_early": result.ended or None,
+        "certificate": None if result.certificate is None else {
+            **asdict(result.certificate), "holds": result.certificate.holds,
         },
-        "points": [_point(p, done.certificate) for p in done.points], "verdict": verdict(done.points),
-        "notes": notes(done),
+        "points": [_point(p, result.certificate) for p in result.points], "verdict": verdict(result.points),
+        "notes": notes(result),
     }  # fmt: skip
 
 
@@ -89,34 +89,34 @@ def verdict(points: Sequence[LevelMeasurement]) -> str:
     return " ".join(sentences)
 
 
-def notes(done: InferResults) -> list[str]:
-    sentences = [f"It ended early: {done.ended}."] if done.ended else []
-    slow = [p.level.description for p in done.points if not p.effort.keeps_up]
-    sentences += doubts(done.certificate, [p.effort for p in done.points], f"at {'; '.join(slow) or 'most'}")
-    failed = {kind: n for p in done.points for kind, n in p.metrics.failures.items()}
+def notes(result: InferResults) -> list[str]:
+    sentences = [f"It ended early: {result.ended}."] if result.ended else []
+    slow = [p.level.description for p in result.points if not p.effort.keeps_up]
+    sentences += doubts(result.certificate, [p.effort for p in result.points], f"at {'; '.join(slow) or 'most'}")
+    failed = {kind: n for p in result.points for kind, n in p.metrics.failures.items()}
     if failed:
-        total = sum(p.metrics.n_failed for p in done.points)
+        total = sum(p.metrics.n_failed for p in result.points)
         sentences.append(
             f"{total} requests failed ({', '.join(failed)}); they are in no latency, and in rates by their time alone."
         )
-    if done.points and all(p.server is None for p in done.points):
+    if result.points and all(p.server is None for p in result.points):
         sentences.append("The server tells no statistics of its own: what is queue and what is computing is not known.")
     return sentences
 
 
 def write_results(
-    folder: Path, done: InferResults, with_picture: bool = False, earlier_curves: Sequence[LatencyCurve] = ()
+    folder: Path, result: InferResults, with_picture: bool = False, earlier_curves: Sequence[LatencyCurve] = ()
 ) -> list[str]:
     """Create the folder, write all files and return their names. with_picture: the plot as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"report.html": infer_page(done, earlier_curves), "summary.json": json.dumps(report(done), indent=2)}
-    for size in sorted({p.level.batch for p in done.points}):
-        text = perf_analyzer_csv([p for p in done.points if p.level.batch == size])
+    files = {"report.html": infer_page(result, earlier_curves), "summary.json": json.dumps(report(result), indent=2)}
+    for size in sorted({p.level.batch for p in result.points}):
+        text = perf_analyzer_csv([p for p in result.points if p.level.batch == size])
         if text:
             files[f"perf_analyzer_b{size}.csv"] = text
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    svg = plot([*curves_of(report(done)), *earlier_curves]) if with_picture else None
+    svg = plot([*curves_of(report(result)), *earlier_curves]) if with_picture else None
     if svg is None:
         return list(files)
     (folder / PICTURE).write_bytes(png(svg))
@@ -154,12 +154,12 @@ def perf_analyzer_csv(points: Sequence[LevelMeasurement]) -> str:
     return text.getvalue()
 
 
-def infer_page(done: InferResults, earlier_curves: Sequence[LatencyCurve] = ()) -> str:
+def infer_page(result: InferResults, earlier_curves: Sequence[LatencyCurve] = ()) -> str:
     """Render the page. earlier_curves: of earlier results, drawn behind this one's"""
-    document = report(done)
+    document = report(result)
     lines = [*curves_of(document), *earlier_curves]
     return render(
-        Path(__file__).with_name("infer_page.html"), report=document, model=done.model, svg=plot(lines),
+        Path(__file__).with_name("infer_page.html"), report=document, model=result.model, svg=plot(lines),
         key=[(i % _KINDS, label) for i, label in enumerate(labels(lines))],
     )  # fmt: skip
 

@@ -102,7 +102,7 @@ class _Connection(asyncio.Protocol):
         except ValueError:
             return self._write(replies.plain(400, {"error": {"message": "the body is not JSON"}}))
         ledger, number = self._ledger, len(self._ledger.truth)
-        n = 1 if kind == "embeddings" else replies.n_asked(request)
+        n = 1 if kind == "embeddings" else replies.n_requested(request)
         sent, fault = ledger.record_request(name, kind, replies.prompt_of(request), n), ledger.fault_of(number)
         if fault == "status":
             return self._write(replies.plain(500, {"error": {"message": "as it was told to"}}))

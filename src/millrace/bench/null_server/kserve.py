@@ -55,7 +55,7 @@ class NullModel:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     max_batch: int = MAX_BATCH
 
-    def tensors_told(self, prefix: str) -> list[dict[str, Any]]:
+    def tensor_metadata(self, prefix: str) -> list[dict[str, Any]]:
         batch = [-1] if self.max_batch else []
         return [
             {"name": f"{prefix}{i}", "datatype": datatype, "shape": [*batch, *dims]}
@@ -64,8 +64,8 @@ class NullModel:
 
     def metadata(self) -> dict[str, Any]:
         return {
-            "name": self.name, "versions": [VERSION], "platform": "null", "inputs": self.tensors_told("INPUT"),
-            "outputs": self.tensors_told("OUTPUT"),
+            "name": self.name, "versions": [VERSION], "platform": "null", "inputs": self.tensor_metadata("INPUT"),
+            "outputs": self.tensor_metadata("OUTPUT"),
         }  # fmt: skip
 
     def config(self, instances: int) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class NullModel:
         """Return the outputs and the batch size. raises RefusedError with Triton's wording"""
         if self.name == "any":
             return [NullTensor("OUTPUT", t.datatype, t.shape, t.data) for t in inputs[:1]], inputs[0].shape[0]
-        expected = {t["name"]: t for t in self.tensors_told("INPUT")}
+        expected = {t["name"]: t for t in self.tensor_metadata("INPUT")}
         if {t.name for t in inputs} != expected.keys() or len(inputs) != len(expected):
             n = len(expected)
             raise RefusedError(f"expected number of inputs between {n} and {n} but got {len(inputs)}")

@@ -25,7 +25,7 @@ def words_in(content: Any) -> int:
     return 0
 
 
-def n_asked(body: dict[str, Any]) -> int:
+def n_requested(body: dict[str, Any]) -> int:
     """Return the output tokens: exactly as many as requested, 16 by default."""
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         if isinstance(n := body.get(name), int):

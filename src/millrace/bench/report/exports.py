@@ -42,34 +42,34 @@ NAMES = (
 )  # fmt: skip
 
 
-def write_results(folder: Path, done: RunResult, with_pictures: bool = False) -> list[str]:
+def write_results(folder: Path, result: RunResult, with_pictures: bool = False) -> list[str]:
     """Create the folder, write all files and return their names, sources of the others first.
 
     with_pictures: plots as PNG. raises OSError
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = []
-    for name, text in _files(done):
+    for name, text in _files(result):
         (folder / name).write_text(text, encoding="utf-8", newline="")
         names.append(name)
-    for name, data in pictures(done).items() if with_pictures else ():
+    for name, data in pictures(result).items() if with_pictures else ():
         (folder / name).write_bytes(data)
         names.append(name)
     return names
 
 
-def _files(done: RunResult) -> Iterator[tuple[str, str]]:
+def _files(result: RunResult) -> Iterator[tuple[str, str]]:
     """Yield names and contents of the files, in the order of NAMES."""
-    records = sorted(done.run.records, key=lambda r: r.answer.sent_s)
-    yield REQUESTS, "".join(line_of(r, done.epoch_s) + "\n" for r in records)
-    yield SUMMARY, json.dumps(report(done), indent=2)
-    yield PAGE, bench_page(done)
-    genai, aiperf = genai_perf(done), aiperf_metrics(done)
-    yield f"{GENAI_PERF}.json", json.dumps({**genai, "input_config": _config(done)}, indent=2)
+    records = sorted(result.run.records, key=lambda r: r.answer.sent_s)
+    yield REQUESTS, "".join(line_of(r, result.epoch_s) + "\n" for r in records)
+    yield SUMMARY, json.dumps(report(result), indent=2)
+    yield PAGE, bench_page(result)
+    genai, aiperf = genai_perf(result), aiperf_metrics(result)
+    yield f"{GENAI_PERF}.json", json.dumps({**genai, "input_config": _config(result)}, indent=2)
     yield f"{GENAI_PERF}.csv", _genai_csv(genai)
-    yield f"{AIPERF}.json", json.dumps(aiperf_json(done, aiperf), indent=2)
+    yield f"{AIPERF}.json", json.dumps(aiperf_json(result, aiperf), indent=2)
     yield f"{AIPERF}.csv", _aiperf_csv(aiperf)
-    yield "profile_export.jsonl", "".join(json.dumps(aiperf_record(r, done.epoch_s)) + "\n" for r in records)
+    yield "profile_export.jsonl", "".join(json.dumps(aiperf_record(r, result.epoch_s)) + "\n" for r in records)
     lengths = histogram_to_dict([r.answer for r in records])
     if lengths is not None:
         yield HISTOGRAM, json.dumps(lengths)
@@ -80,38 +80,38 @@ def _summary(stats: Summary, unit: str) -> dict[str, Any]:
     return {"unit": unit, "avg": stats.mean, **percentiles, "min": stats.min, "max": stats.max, "std": stats.std}
 
 
-def _shared_metrics(done: RunResult) -> dict[str, dict[str, Any]]:
-    stats = done.metrics.of_requests
+def _shared_metrics(result: RunResult) -> dict[str, dict[str, Any]]:
+    stats = result.metrics.of_requests
     return {theirs: _summary(stats[ours], unit) for theirs, ours, unit in _SHARED if ours in stats}
 
 
-def _good_rate(done: RunResult) -> float | None:
-    if not done.limits:
+def _good_rate(result: RunResult) -> float | None:
+    if not result.limits:
         return None
-    return goodput(done.run.records, done.limits[0], done.metrics.duration_s).requests_per_s
+    return goodput(result.run.records, result.limits[0], result.metrics.duration_s).requests_per_s
 
 
-def genai_perf(done: RunResult) -> dict[str, dict[str, Any]]:
-    metrics, good = done.metrics, _good_rate(done)
+def genai_perf(result: RunResult) -> dict[str, dict[str, Any]]:
+    metrics, good = result.metrics, _good_rate(result)
     goodputs = {} if good is None else {"request_goodput": {"unit": "requests/sec", "avg": good}}
     return {
         "request_throughput": {"unit": "requests/sec", "avg": metrics.requests_per_s.value},
-        **_shared_metrics(done),
+        **_shared_metrics(result),
         "output_token_throughput": {"unit": "tokens/sec", "avg": metrics.output_tokens_per_s.value},
         **goodputs,
         "request_count": {"unit": "count", "avg": float(metrics.n)},
     }
 
 
-def aiperf_metrics(done: RunResult) -> dict[str, dict[str, Any]]:
+def aiperf_metrics(result: RunResult) -> dict[str, dict[str, Any]]:
     """Return the metrics like GenAI-Perf's, with count and sum of each."""
-    metrics, good = done.metrics, _good_rate(done)
+    metrics, good = result.metrics, _good_rate(result)
     shared = {
         theirs: {**_summary(stats, unit), "count": stats.n, "sum": stats.mean * stats.n}
         for theirs, ours, unit in (*_SHARED, (CHUNK_GAP, CHUNK_GAP, "ms"))
         if (stats := metrics.of_requests.get(ours)) is not None
     }
-    answers = [r.answer for r in done.run.records if r.answer.failure is None]
+    answers = [r.answer for r in result.run.records if r.answer.failure is None]
     single = {
         "request_throughput": ("requests/sec", metrics.requests_per_s.value),
         "output_token_throughput": ("tokens/sec", metrics.output_tokens_per_s.value),
@@ -125,27 +125,27 @@ def aiperf_metrics(done: RunResult) -> dict[str, dict[str, Any]]:
     return {**shared, **{name: {"unit": unit, "avg": value} for name, (unit, value) in single.items()}}
 
 
-def aiperf_json(done: RunResult, metrics: Table) -> dict[str, Any]:
-    records = done.run.records
+def aiperf_json(result: RunResult, metrics: Table) -> dict[str, Any]:
+    records = result.run.records
     counts: dict[tuple[int, str, str], int] = {}
     for record in records:
         if record.answer.failure is not None:
             error = _error(record)
             key = (error["code"], error["type"], error["message"])
             counts[key] = counts.get(key, 0) + 1
-    start_s = min((r.answer.sent_s for r in records), default=done.run.started_s)
+    start_s = min((r.answer.sent_s for r in records), default=result.run.started_s)
     end_s = max((r.answer.end_s for r in records), default=start_s)
     return {
         "schema_version": AIPERF_SCHEMA,
         **metrics,
-        "millrace": _config(done),  # not `input_config`, which AIPerf parses as its own
-        "was_cancelled": bool(done.run.ended),
+        "millrace": _config(result),  # not `input_config`, which AIPerf parses as its own
+        "was_cancelled": bool(result.run.ended),
         "error_summary": [
             {"error_details": dict(zip(("code", "type", "message"), key, strict=True)), "count": n}
             for key, n in counts.items()
         ],
-        "start_time": datetime.fromtimestamp(done.epoch_s + start_s).isoformat(),
-        "end_time": datetime.fromtimestamp(done.epoch_s + end_s).isoformat(),
+        "start_time": datetime.fromtimestamp(result.epoch_s + start_s).isoformat(),
+        "end_time": datetime.fromtimestamp(result.epoch_s + end_s).isoformat(),
     }
 
 
@@ -178,8 +178,8 @@ def _error(record: TurnRecord) -> dict[str, Any]:
     return {"code": code, "type": answer.failure.value, "message": answer.detail}
 
 
-def _config(done: RunResult) -> dict[str, Any]:
-    document = report(done)
+def _config(result: RunResult) -> dict[str, Any]:
+    document = report(result)
     return {
         "written_by": "millrace bench",
         **{name: document[name] for name in ("url", "endpoint", "model", "engine", "load")},

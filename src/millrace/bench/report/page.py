@@ -23,23 +23,24 @@ _BINS, _POSITIONS, _LANES = 24, 60, 300
 _BOX = (5, 25, 50, 75, 95)
 
 
-def bench_page(done: RunResult) -> str:
+def bench_page(result: RunResult) -> str:
     """Render the page of a run."""
-    return render(Path(__file__).with_name("bench_page.html"), report=report(done), plots=plots_of(done))
+    return render(Path(__file__).with_name("bench_page.html"), report=report(result), plots=plots_of(result))
 
 
-def plots_of(done: RunResult) -> list[dict[str, Any]]:
+def plots_of(result: RunResult) -> list[dict[str, Any]]:
     """Return all plots in order, each with `title`, `svg` and `verdict`."""
-    records, answers = done.run.records, good(done.run.records)
+    records, answers = result.run.records, good(result.run.records)
     plots = [
-        lengths(answers), ttft(answers), positions(answers), *boxes(records), waterfall(done.waterfall), timeline(done)
+        lengths(answers), ttft(answers), positions(answers), *boxes(records), waterfall(result.waterfall),
+        timeline(result),
     ]  # fmt: skip
     return [p for p in plots if p is not None]
 
 
-def pictures(done: RunResult) -> dict[str, bytes]:
+def pictures(result: RunResult) -> dict[str, bytes]:
     """Return the plots as PNG, by file name."""
-    return {f"{p['title'].lower().replace(' ', '-')}.png": png(p["svg"]) for p in plots_of(done)}
+    return {f"{p['title'].lower().replace(' ', '-')}.png": png(p["svg"]) for p in plots_of(result)}
 
 
 def _plot_entry(title: str, svg: Markup, verdict: str) -> dict[str, Any]:
@@ -167,12 +168,12 @@ def waterfall(breakdown: Waterfall | None) -> dict[str, Any] | None:
     return _plot_entry("Where the time went", plot.svg("stages of the usual and of the slowest requests"), verdict)
 
 
-def timeline(done: RunResult) -> dict[str, Any] | None:
+def timeline(result: RunResult) -> dict[str, Any] | None:
     """Plot each request as a line: delay in the client, time to first token, decoding; failures end in a dot."""
-    records = some_records(sorted(done.run.records, key=lambda r: r.answer.sent_s))
+    records = some_records(sorted(result.run.records, key=lambda r: r.answer.sent_s))
     if not records:
         return None
-    start_s = done.run.started_s
+    start_s = result.run.started_s
     ends = [max(last_s(r.answer), r.answer.end_s) - start_s for r in records]
     plot = Plot(Axis.over("seconds", ends), Axis("request", -1, len(records)), height=min(900, 90 + 3 * len(records)))
     for lane, record in enumerate(records):
@@ -183,16 +184,18 @@ def timeline(done: RunResult) -> dict[str, Any] | None:
                 plot.box((max(begin - start_s, 0), lane - 0.4), (end - start_s, lane + 0.4), kind)
         if a.failure is not None:
             plot.dots([end_s - start_s], [float(lane)], 1)
-    shown = "" if len(records) == len(done.run.records) else f" {len(records)} of {len(done.run.records)} are drawn."
+    shown = (
+        "" if len(records) == len(result.run.records) else f" {len(records)} of {len(result.run.records)} are drawn."
+    )
     verdict = (
-        f"{_later_is_slower(done)} Orange waits for its first token, blue is being answered, grey waited here.{shown}"
+        f"{_later_is_slower(result)} Orange waits for its first token, blue is being answered, grey waited here.{shown}"
     )
     return _plot_entry("Timeline", plot.svg("timeline of requests"), verdict)
 
 
-def _later_is_slower(done: RunResult) -> str:
-    answers = good(done.run.records)
-    x = np.array([a.sent_s - done.run.started_s for a in answers], dtype=np.float64)
+def _later_is_slower(result: RunResult) -> str:
+    answers = good(result.run.records)
+    x = np.array([a.sent_s - result.run.started_s for a in answers], dtype=np.float64)
     fit = fit_line(x, np.array([latency_ms(a) for a in answers]))
     if fit is None:
         return ""

@@ -71,29 +71,29 @@ class RunResult:
         return kept_up(self.certificate, [self.effort])
 
 
-def report(done: RunResult) -> dict[str, Any]:
+def report(result: RunResult) -> dict[str, Any]:
     """Convert a result to JSON data. Times in ms, each metric with its definition."""
     return {
         "schema": SCHEMA,
-        **_target_to_dict(done.plan),
-        "load": _load(done.plan),
-        "started": _iso(done.epoch_s + done.run.started_s),
-        "ended_early": done.run.ended or None,
-        "valid": done.valid,
+        **_target_to_dict(result.plan),
+        "load": _load(result.plan),
+        "started": _iso(result.epoch_s + result.run.started_s),
+        "ended_early": result.run.ended or None,
+        "valid": result.valid,
         "client": {
-            "cpu_share": done.run.share.mean,
-            **asdict(done.effort),
+            "cpu_share": result.run.share.mean,
+            **asdict(result.effort),
             "certificate": None
-            if done.certificate is None
-            else {**asdict(done.certificate), "holds": done.certificate.holds},
+            if result.certificate is None
+            else {**asdict(result.certificate), "holds": result.certificate.holds},
         },
-        **_figures(done.run.records, done.metrics, done.limits),
+        **_figures(result.run.records, result.metrics, result.limits),
         "patterns": {
-            label: _figures(records, compute_metrics(records), done.limits)
-            for label, records in patterns(done.run.records).items()
+            label: _figures(records, compute_metrics(records), result.limits)
+            for label, records in patterns(result.run.records).items()
         },
-        "waterfall": None if done.waterfall is None else breakdown_text(done.waterfall),
-        "notes": notes(done),
+        "waterfall": None if result.waterfall is None else breakdown_text(result.waterfall),
+        "notes": notes(result),
     }
 
 
@@ -146,26 +146,26 @@ def _load(plan: BenchPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def notes(done: RunResult) -> list[str]:
+def notes(result: RunResult) -> list[str]:
     """Return the caveats of a result."""
-    answers = [r for r in done.run.records if r.answer.failure is None]
-    sentences = [f"The run ended early: {done.run.ended}."] if done.run.ended else []
-    sentences += doubts(done.certificate, [done.effort], "in the run")
+    answers = [r for r in result.run.records if r.answer.failure is None]
+    sentences = [f"The run ended early: {result.run.ended}."] if result.run.ended else []
+    sentences += doubts(result.certificate, [result.effort], "in the run")
     kinds: dict[str, str] = {}
-    for r in done.run.records:
+    for r in result.run.records:
         if r.answer.failure is not None and r.answer.failure not in NOT_COUNTED:
             kinds.setdefault(str(r.answer.failure), r.answer.detail)
     sentences += [
-        f"{done.metrics.failures[kind]} requests failed ({kind}), the first: {why}" for kind, why in kinds.items()
+        f"{result.metrics.failures[kind]} requests failed ({kind}), the first: {why}" for kind, why in kinds.items()
     ]
-    has_output = done.plan.target.endpoint.streams  # embeddings have none
+    has_output = result.plan.target.endpoint.streams  # embeddings have none
     lengths = [(r.turn.max_tokens, r.answer.n_output) for r in answers if r.turn.max_tokens and has_output]
     off = sum(abs(got - n_expected) > OSL_OFF * n_expected for n_expected, got in lengths)
     if off > len(lengths) / 2:
         sentences.append(
             f"{off} of {len(lengths)} answers were not of the length asked for; --ignore-eos asks for exactly it."
         )
-    if done.contradicted:
+    if result.contradicted:
         sentences.append(
             "Where the time went is left out: the server tells of requests that took longer than we waited."
         )
@@ -177,8 +177,8 @@ def notes(done: RunResult) -> list[str]:
         sentences.append(
             f"{n_chunks / n_reads:.1f} chunks came in one read: times between chunks tell little, ITL is by tokens."
         )
-    if done.metrics.n and done.metrics.token_source != "the server's usage" and has_output:
-        sentences.append(f"Output tokens are from {done.metrics.token_source}.")
+    if result.metrics.n and result.metrics.token_source != "the server's usage" and has_output:
+        sentences.append(f"Output tokens are from {result.metrics.token_source}.")
     return sentences
 
 
@@ -191,7 +191,7 @@ def line_of(record: TurnRecord, epoch_s: float) -> str:
             "sent": round(epoch_s + a.sent_s, 6), "intended_ms": _ms(a.intended_s - a.sent_s),
             "chunk_ms": [_ms(at_s - a.sent_s) for at_s in a.chunk_s], "chunk_tokens": a.chunk_tokens,
             "end_ms": _ms(a.end_s - a.sent_s), "n_prompt": a.n_prompt, "n_prompt_asked": record.turn.n_input,
-            "n_output": a.n_output, "n_output_told": a.n_told, "n_output_asked": record.turn.max_tokens,
+            "n_output": a.n_output, "n_output_told": a.n_reported, "n_output_asked": record.turn.max_tokens,
             "finish_reason": a.finish_reason, "status": a.status,
             "failure": None if a.failure is None else str(a.failure), "detail": a.detail,
         }

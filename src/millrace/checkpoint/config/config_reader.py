@@ -39,18 +39,18 @@ class ConfigKeys:
     def get(self, key: str) -> object:
         return self.raw.get(key)
 
-    def positive_int(self, key: str, missing: int | None = None, most: int = 2**31 - 1) -> int:
+    def positive_int(self, key: str, missing: int | None = None, high: int = 2**31 - 1) -> int:
         """Return a positive integer. missing: the value if the key is null; without it null is an error."""
         value = self.get(key)
         if value is None and missing is not None:
             return missing
-        return self._integer(key, value, 1, most)
+        return self._integer(key, value, 1, high)
 
-    def first_int(self, *keys: str, default: int | None = None, low: int = 1, most: int = 2**31 - 1) -> int:
+    def first_int(self, *keys: str, default: int | None = None, low: int = 1, high: int = 2**31 - 1) -> int:
         """Return the integer of the first key that is there: families use several names for one size."""
         for key in keys:
             if (value := self.get(key)) is not None:
-                return self._integer(key, value, low, most)
+                return self._integer(key, value, low, high)
         if default is None:
             raise CheckpointError(f"{self.source} has no {keys[0]}", "the sizes of a decoder", "complete it")
         return default
@@ -81,9 +81,9 @@ class ConfigKeys:
             raise self._wrong(key, value, "a list of names")
         return value or []
 
-    def _integer(self, key: str, value: object, low: int, most: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
-            raise self._wrong(key, value, f"an integer from {low} to {most}")
+    def _integer(self, key: str, value: object, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._wrong(key, value, f"an integer from {low} to {high}")
         return value
 
     def _wrong(self, key: str, value: object, expected: str) -> CheckpointError:

@@ -121,11 +121,11 @@ def read_sizes(raw: Raw, name: str) -> DecoderSizes:
 
 
 def _size(keys: ConfigKeys, *names: str, default: int | None = None) -> int:
-    return keys.first_int(*names, default=default, most=_MOST)
+    return keys.first_int(*names, default=default, high=_MOST)
 
 
 def _count(keys: ConfigKeys, *names: str, default: int = 0) -> int:
-    return keys.first_int(*names, default=default, low=0, most=_MOST)
+    return keys.first_int(*names, default=default, low=0, high=_MOST)
 
 
 def _window(keys: ConfigKeys) -> int | None:

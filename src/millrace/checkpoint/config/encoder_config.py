@@ -61,7 +61,7 @@ def read_encoder(raw: Raw) -> EncoderConfig:
     return EncoderConfig(
         architecture=family.architecture, hidden_size=hidden_size,
         intermediate_size=read.positive_int("intermediate_size"),
-        n_layers=read.positive_int("num_hidden_layers", most=MAX_LAYERS), n_heads=n_heads,
+        n_layers=read.positive_int("num_hidden_layers", high=MAX_LAYERS), n_heads=n_heads,
         vocab_size=read.positive_int("vocab_size"), max_positions=max_positions,
         n_types=read.positive_int("type_vocab_size"), norm_eps=read.positive_float("layer_norm_eps"),
         activation=ENCODER_ACTIVATIONS[activation], dtype=read_dtype(raw), notes=notes, max_context=max_positions,

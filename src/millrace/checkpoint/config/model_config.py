@@ -94,7 +94,7 @@ def read_config(raw: Raw) -> ModelConfig:
     assert not family.is_encoder, family  # read by checkpoint/config/encoder_config.py
     notes = check_keys(raw, family)
     read = ConfigReader(raw, family)
-    n_layers = read.positive_int("num_hidden_layers", most=MAX_LAYERS)
+    n_layers = read.positive_int("num_hidden_layers", high=MAX_LAYERS)
     n_heads = read.positive_int("num_attention_heads")
     hidden_size = read.positive_int("hidden_size")
     vocab_size = read.positive_int("vocab_size")
@@ -299,7 +299,7 @@ def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, Ro
     return (result[0], result[1]), tuple(notes)
 
 
-def _rope(raw: Raw, max_positions: int, usual: float = 10_000.0) -> tuple[RopeConfig, tuple[str, ...]]:
+def _rope(raw: Raw, max_positions: int, default_theta: float = 10_000.0) -> tuple[RopeConfig, tuple[str, ...]]:
     """Return the rotary embedding, and a note on keys that transformers does not read for its type.
 
     If a value is given in both spellings, they must agree.
@@ -328,7 +328,7 @@ def _rope(raw: Raw, max_positions: int, usual: float = 10_000.0) -> tuple[RopeCo
             f"{key}.rope_type", kind, "one of " + ", ".join(ROPE_KINDS), "choose a checkpoint without this scaling"
         )
     flat_theta = raw.get("rope_theta")
-    theta = rope.get("rope_theta", usual if flat_theta is None else flat_theta)
+    theta = rope.get("rope_theta", default_theta if flat_theta is None else flat_theta)
     if flat_theta is not None and flat_theta != theta:
         raise wrong("rope_theta", flat_theta, f"the same as in {key}, which is {theta!r}", "remove one of the two")
     valid_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_KEYS[kind]}

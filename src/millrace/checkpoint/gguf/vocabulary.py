@@ -166,7 +166,7 @@ def _original(keys: MetadataKeys, tokens: list[str], ids: Mapping[str, int | Non
     for token, i in vocabulary.items():
         if type(i) is not int or not 0 <= i < len(tokens) or tokens[i] != token:
             raise keys.wrong(ORIGINAL, f"the vocabulary of tokenizer.ggml.tokens, which lacks {token!r} as {i}")
-    for i in _ids_beside(raw):
+    for i in _other_ids(raw):
         if type(i) is not int or not 0 <= i < len(tokens):
             raise keys.wrong(ORIGINAL, f"ids below {len(tokens)}, the number of tokens, which {i} is not")
     if keys.values.keys().isdisjoint(_AROUND):
@@ -176,7 +176,7 @@ def _original(keys: MetadataKeys, tokens: list[str], ids: Mapping[str, int | Non
     return json.dumps({**raw, "post_processor": _template(tokens, before, after)}, ensure_ascii=False).encode()
 
 
-def _ids_beside(raw: Mapping[str, object]) -> list[object]:
+def _other_ids(raw: Mapping[str, object]) -> list[object]:
     """Return all ids that a tokenizer.json mentions outside its vocabulary."""
     added, processor = raw.get("added_tokens"), raw.get("post_processor")
     result = [token.get("id") for token in _dicts(added)]

@@ -36,7 +36,7 @@ class JsonTokenizer(VocabularyTokenizer):
         _check_normalizer(data, path)
         _check_prefix(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
-        with _failures_told(path):
+        with _reported_failures(path):
             library = tokenizers.Tokenizer.from_buffer(data)
             library.no_truncation()  # set for training; a prompt is never truncated silently
             library.no_padding()
@@ -65,7 +65,7 @@ class JsonTokenizer(VocabularyTokenizer):
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # as a batch of one: `encode` holds the interpreter lock, for 0.1 s for a text of 100 KB
-        with _failures_told(self._path):
+        with _reported_failures(self._path):
             ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -102,7 +102,7 @@ class JsonTokenizer(VocabularyTokenizer):
 
 
 @contextmanager
-def _failures_told(path: Path) -> Iterator[None]:
+def _reported_failures(path: Path) -> Iterator[None]:
     """Convert the library's errors to CheckpointError: for a bad file it raises bare Exception or ValueError.
 
     On some files it panics; the panic's class is not an Exception and cannot be imported.
@@ -115,8 +115,8 @@ def _failures_told(path: Path) -> Iterator[None]:
         raise _unreadable(path, str(error)) from error
 
 
-def _unreadable(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: {why}", "a tokenizer.json", "download or copy the file again")
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {reason}", "a tokenizer.json", "download or copy the file again")
 
 
 class _Outline(msgspec.Struct):

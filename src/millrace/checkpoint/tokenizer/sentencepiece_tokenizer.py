@@ -183,8 +183,10 @@ def _pieces(model: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str
     return result
 
 
-def _unreadable(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: {why}", "a SentencePiece model", "download or copy the file again")
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {reason}", "a SentencePiece model", "download or copy the file again"
+    )
 
 
 def _named(model: sentencepiece.SentencePieceProcessor, config: TokenizerConfig) -> dict[str, str]:

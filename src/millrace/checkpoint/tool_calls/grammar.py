@@ -18,18 +18,18 @@ def calls_grammar(
     tools: Schemas,
     special: Special,
     *,
-    most: int,
+    max_calls: int,
     or_json: Mapping[str, object] | None = None,
 ) -> str:
     """Return the grammar of answers that are calls.
 
-    tools: name -> schema of the arguments; most: maximum number of calls; or_json: schema of JSON allowed instead
+    tools: name -> schema of the arguments; max_calls: maximum number of calls; or_json: schema of JSON allowed instead
     """
     start = ["start: calls"] if or_json is None else ["start: calls | answer", f"answer: %json {json.dumps(or_json)}"]
-    return "\n".join([*start, *_calls(tool_format, tools, special, most, "")])
+    return "\n".join([*start, *_calls(tool_format, tools, special, max_calls, "")])
 
 
-def free_grammar(tool_format: ToolFormat, tools: Schemas, special: Special, *, most: int) -> str:
+def free_grammar(tool_format: ToolFormat, tools: Schemas, special: Special, *, max_calls: int) -> str:
     """Return the grammar of answers that are text and may contain calls: what begins like a call must be one."""
     opening = tool_format.syntax.prologue + tool_format.syntax.before
     trigger = next((text for text in tool_format.opens if opening.startswith(text)), "")
@@ -40,14 +40,14 @@ def free_grammar(tool_format: ToolFormat, tools: Schemas, special: Special, *, m
     else:
         head = f"head[lazy]: TEXT {json.dumps(trigger)}"
         rules = ["start: TEXT | head calls TEXT", head, r"TEXT: /(.|\n)*/"]
-    return "\n".join([*rules, *_calls(tool_format, tools, special, most, trigger)])
+    return "\n".join([*rules, *_calls(tool_format, tools, special, max_calls, trigger)])
 
 
-def _calls(tool_format: ToolFormat, tools: Schemas, special: Special, most: int, text_rule: str) -> list[str]:
+def _calls(tool_format: ToolFormat, tools: Schemas, special: Special, max_calls: int, text_rule: str) -> list[str]:
     """Return the rule `calls` and its dependencies, except `said`, with which the first call begins."""
     w = tool_format.syntax
     first = _terms((w.prologue + w.before).removeprefix(text_rule), special)
-    further = f"({_terms(w.joiner + w.before, special)} one){{0,{most - 1}}}" if most > 1 else ""
+    further = f"({_terms(w.joiner + w.before, special)} one){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     each = [
         f"call_{i}: {_terms(quoted(name) + w.middle, special)} %json {json.dumps(schema)} {_terms(w.after, special)}"
         for i, (name, schema) in enumerate(tools.items())

@@ -16,7 +16,7 @@ from millrace.cli.console import heading, print_json, table
 from millrace.cli.options import make_settings
 from millrace.errors import ConfigError, MachineError
 
-_MAX_BESIDE = 16
+_MAX_COMPARED = 16
 NAMES = ("report.html", "summary.json", PICTURE)  # files that would be overwritten
 
 
@@ -57,8 +57,8 @@ def _read_earlier(paths: Sequence[Path], output: Path | None) -> list[LatencyCur
     """Read earlier results before measuring. raises ConfigError"""
     if paths and output is None:
         raise ConfigError("--beside without -o", "a folder for the page that they are drawn on", "give -o FOLDER")
-    if len(paths) > _MAX_BESIDE:
-        raise ConfigError(f"--beside {len(paths)} times", f"at most {_MAX_BESIDE}", "leave some out")
+    if len(paths) > _MAX_COMPARED:
+        raise ConfigError(f"--beside {len(paths)} times", f"at most {_MAX_COMPARED}", "leave some out")
     return [line for path in paths for line in read_curves(path)]
 
 

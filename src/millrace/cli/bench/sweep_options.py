@@ -33,7 +33,9 @@ Examples:
     show_default=True,
     help="First level; each further level is twice as high.",
 )
-@click.option("--most", type=click.FloatRange(1e-6, 65_536), default=256.0, show_default=True, help="Last level.")
+@click.option(
+    "--most", "max_level", type=click.FloatRange(1e-6, 65_536), default=256.0, show_default=True, help="Last level."
+)
 @click.option("--ttft-ms", type=click.FloatRange(0.001), metavar="X", help="Limit on the time to the first token.")
 @click.option("--itl-ms", type=click.FloatRange(0.001), metavar="X", help="Limit on the time between tokens.")
 @click.option(
@@ -48,7 +50,7 @@ Examples:
 @png_option
 @json_option
 def command(
-    url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **options: Any
+    url: str, by: str, first: float, max_level: float, output: Path | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
     """Raise the load until a limit breaks, and find the best below.
 
@@ -57,4 +59,4 @@ def command(
     """
     from millrace.cli.bench.sweep import run  # imported when it runs: --help needs none of it
 
-    run(url=url, by=by, first=first, max_level=most, output=output, as_json=as_json, **options)
+    run(url=url, by=by, first=first, max_level=max_level, output=output, as_json=as_json, **options)

@@ -119,7 +119,7 @@ def measure_again(
 
 
 @contextmanager
-def said_if_ended(model: str, out: Path) -> Iterator[None]:
+def note_if_interrupted(model: str, out: Path) -> Iterator[None]:
     """Print how to measure a complete folder later if measuring is interrupted."""
     try:
         yield

@@ -13,7 +13,7 @@ from millrace.cli.compress.advise import run_advice
 from millrace.cli.compress.budget import run_search
 from millrace.cli.compress.engine import build_output, check_engine
 from millrace.cli.compress.output import WORST, about, notes, show_plan, sizes, worst
-from millrace.cli.compress.proof import AccuracyProofOptions, measure_again, rows_of, said_if_ended
+from millrace.cli.compress.proof import AccuracyProofOptions, measure_again, note_if_interrupted, rows_of
 from millrace.cli.compress.request import CompressOptions, command_line, open_checkpoint
 from millrace.cli.console import heading, pairs, print_json, progress
 from millrace.cli.signals import raise_on_sigterm
@@ -93,12 +93,12 @@ def _by_recipe(options: CompressOptions, /, recipe: str, dry_run: bool, **more: 
                 result = compress(plan, output, way, report)
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**used, "command": command_line(model), "seconds": seconds})
-            with said_if_ended(model, output):
+            with note_if_interrupted(model, output):
                 losses = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
         show_plan(plan, samples, more["evaluate"] and not unmeasurable_reason(checkpoint), options.as_json)
         return
-    with said_if_ended(model, output):
+    with note_if_interrupted(model, output):
         losses |= proof.more(model, output, options.env, options.as_json)
     seconds, engine = time.perf_counter() - started_s, build_output(options)
     document = {**about(plan), "folder": str(output), "seconds": seconds, **losses, "worst": dict(result.worst[:WORST])}

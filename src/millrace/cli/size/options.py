@@ -36,7 +36,7 @@ class _GroupedHelpCommand(click.Group):
         self.format_commands(ctx, formatter)
 
 
-def _is_said(ctx: click.Context, name: str) -> bool:
+def _is_set(ctx: click.Context, name: str) -> bool:
     """Whether the flag is on the command line."""
     return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
 
@@ -61,7 +61,7 @@ def command(
     Six inputs: the model; input tokens; output tokens; requests per second at the peak; latency limits; the hardware.
     Every figure comes with its source and its uncertainty.
     """
-    flags = {name: value for name, value in options.items() if _is_said(ctx, name)}
+    flags = {name: value for name, value in options.items() if _is_set(ctx, name)}
     if ctx.invoked_subcommand is not None:
         if answers or report or as_json or flags:
             raise ConfigError(f"answers before `{ctx.invoked_subcommand}`", "its own flags behind it", "move them")

@@ -16,7 +16,7 @@ from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.tokenizer.tokenizer_files import no_tokenizer
 from millrace.compile.accuracy_pricing import AUTO
 from millrace.compile.build import SCORED_ROWS, BuildOptions, ResolvedOptions, notes_of, resolve_options, slot_entry
-from millrace.compile.builder import ENCODER_PRECISIONS, asked_precision, check_encoder
+from millrace.compile.builder import ENCODER_PRECISIONS, check_encoder, requested_precision
 from millrace.compile.cache.file_digests import checkpoint_identity
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.lower_gpu.lower import lower_for_gpu
@@ -116,7 +116,7 @@ def engine_from_checkpoint(
 
     raises CheckpointError, ConfigError for settings that a GPU does not have or this one lacks, EngineError
     """
-    check_asked(build)
+    check_build_settings(build)
     if not checkpoint.has_tokenizer:
         raise no_tokenizer(checkpoint.folder)
     is_random = not checkpoint.tensors
@@ -166,13 +166,13 @@ def _about(source: Source, identity: Callable[[], str]) -> GpuBuildInfo:
 
 def _options(build: BuildSettings, source: Source, precisions: Mapping[str, str] | None) -> BuildOptions:
     return BuildOptions(
-        precision=asked_precision(build, source.own_precision, precisions), max_batch=build.max_batch or GPU_BATCH,
+        precision=requested_precision(build, source.own_precision, precisions), max_batch=build.max_batch or GPU_BATCH,
         max_step_tokens=GPU_STEP_TOKENS,
         kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
     )  # fmt: skip
 
 
-def check_asked(build: BuildSettings) -> None:
+def check_build_settings(build: BuildSettings) -> None:
     """Check for settings of CPUs. raises ConfigError"""
     if requested := [name for name in build.changed_fields if name in _OF_CPUS]:
         raise ConfigError(

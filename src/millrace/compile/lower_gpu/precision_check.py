@@ -5,7 +5,7 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, resolve_options
-from millrace.compile.builder import asked_precision
+from millrace.compile.builder import requested_precision
 from millrace.compile.lower_gpu.precision import gpu_precision
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
@@ -30,7 +30,7 @@ def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | 
     kv = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
     alone, build = gpu_precision(build, source, precisions)
     alone.check_kept(build.kv_cache_dtype)
-    requested = asked_precision(build, source.own_precision, precisions)
+    requested = requested_precision(build, source.own_precision, precisions)
     chosen = resolve_options(source, BuildOptions(precision=requested, kv_format=kv))
     check_keeps(None if chosen.kv_format == KvFormat[chosen.table.upper()] else chosen.kv_format)
     dtype = alone.floats(chosen.table)

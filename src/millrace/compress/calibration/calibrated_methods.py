@@ -197,8 +197,8 @@ def _thinned(
     return CompressedPiece({}, {name: rounded.error}, {name + WEIGHT: rounded.weights}, {name: why})
 
 
-def errors_of(why: Mapping[str, LayerDiagnostics]) -> dict[str, float]:
-    return {name: one.error for name, one in why.items()}
+def errors_of(diagnostics: Mapping[str, LayerDiagnostics]) -> dict[str, float]:
+    return {name: one.error for name, one in diagnostics.items()}
 
 
 def same_file(a: str, b: str) -> bool:

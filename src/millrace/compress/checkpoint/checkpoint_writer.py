@@ -80,11 +80,11 @@ class TensorWriter:
         self._places |= {name: (file, start + offset) for name, offset in offsets.items()}
 
 
-def _shards(specs: Mapping[str, StoredTensorSpec], most: int) -> list[dict[str, StoredTensorSpec]]:
+def _shards(specs: Mapping[str, StoredTensorSpec], max_bytes: int) -> list[dict[str, StoredTensorSpec]]:
     result: list[dict[str, StoredTensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():
-        if size and size + spec.nbytes > most:
+        if size and size + spec.nbytes > max_bytes:
             result.append({})
             size = 0
         result[-1][name] = spec

@@ -103,17 +103,17 @@ def usual(layers: Mapping[str, LayerDiagnostics]) -> LayerDiagnostics:
     )  # fmt: skip
 
 
-def reasons(one: LayerDiagnostics, of_all: LayerDiagnostics) -> list[str]:
+def reasons(layer: LayerDiagnostics, of_all: LayerDiagnostics) -> list[str]:
     """Return the figures that stand out compared with the model's medians; none if nothing does."""
     result = []
-    if one.heavy is not None and of_all.heavy is not None and one.heavy >= max(_HEAVY * of_all.heavy, _LEAST_HEAVY):
+    if layer.heavy is not None and of_all.heavy is not None and layer.heavy >= max(_HEAVY * of_all.heavy, _LEAST_HEAVY):
         result.append(
-            f"1 % of its inputs carry {one.heavy:.0%} of their energy (usual here: {of_all.heavy:.0%}): what their "
+            f"1 % of its inputs carry {layer.heavy:.0%} of their energy (usual here: {of_all.heavy:.0%}): what their "
             "weights lose counts that much more"
         )
-    if one.peak >= _PEAKED * of_all.peak:
+    if layer.peak >= _PEAKED * of_all.peak:
         result.append(
-            f"the largest weights of its groups are {one.peak:.1f} times the root mean square (usual here: "
+            f"the largest weights of its groups are {layer.peak:.1f} times the root mean square (usual here: "
             f"{of_all.peak:.1f}): steps are as large as they ask for"
         )
     return result

@@ -195,9 +195,9 @@ def fitted(
     return Scales(scales, minimums if grid.minimums else None)
 
 
-def slabs(N: int, K: int, most: int = _SLAB) -> Iterator[slice]:
-    """Yield slabs of rows to process together: at most `most` weights, or one row."""
-    rows = max(most // K, 1)
+def slabs(N: int, K: int, max_elements: int = _SLAB) -> Iterator[slice]:
+    """Yield slabs of rows to process together: at most `max_elements` weights, or one row."""
+    rows = max(max_elements // K, 1)
     return (slice(start, min(N, start + rows)) for start in range(0, N, rows))
 
 

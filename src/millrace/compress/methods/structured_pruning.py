@@ -151,7 +151,7 @@ def _parts(config: ModelConfig, left: Sizes) -> list[tuple[str, int, int]]:
     return result + [(part, d, heads * config.head_dim) for part, d in _HEADS if heads < config.n_heads]
 
 
-def _too_little(key: str, share: float, of: str) -> ConfigError:
+def _too_little(key: str, share: float, quantity: str) -> ConfigError:
     return ConfigError(
-        f"the recipe's prune.{key} of {share:g} leaves all", f"a share of {of}", "prune more, or nothing"
+        f"the recipe's prune.{key} of {share:g} leaves all", f"a share of {quantity}", "prune more, or nothing"
     )

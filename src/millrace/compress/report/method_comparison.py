@@ -238,10 +238,10 @@ def _best(rows: Sequence[MethodRow], target: Target) -> MethodRow:
     return min((row for row in rows if _relative(row, target).high >= low), key=_kl)
 
 
-def _ahead(one: MethodRow, other: MethodRow, target: Target) -> bool:
+def _ahead(row: MethodRow, other: MethodRow, target: Target) -> bool:
     if not target.work:
-        return _AS_SMALL * one.bytes < other.bytes
-    return _relative(one, target).low > _relative(other, target).high
+        return _AS_SMALL * row.bytes < other.bytes
+    return _relative(row, target).low > _relative(other, target).high
 
 
 def _relative(row: MethodRow, target: Target) -> StepRate:

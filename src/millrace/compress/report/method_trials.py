@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.builder import asked_precision, build_engine
+from millrace.compile.builder import build_engine, requested_precision
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics
@@ -186,7 +186,7 @@ class _Trial:
 
     def _loss(self, out: Path, precision: str, progress: Progress) -> Loss:
         compressed, build = Checkpoint.open(out), BuildSettings(precision=precision or None)
-        precision_map = asked_precision(build, Source.from_checkpoint(compressed).own_precision)
+        precision_map = requested_precision(build, Source.from_checkpoint(compressed).own_precision)
         return loss_of(self.reference, compressed, progress, precision_map)
 
     def _speed(self, out: Path, precision: str, folder: Path, progress: Progress) -> Speeds:

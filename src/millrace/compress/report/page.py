@@ -66,20 +66,20 @@ def applied(form: AppliedMethod) -> str:
     return ", ".join(filter(None, (*parts, "with zero points" if form.minimums else "")))
 
 
-def rescue(one: LayerDiagnostics) -> str:
+def rescue(layer: LayerDiagnostics) -> str:
     """Describe how much of a layer's loss the method avoided, if known."""
-    if one.nearest is None or not one.nearest:
+    if layer.nearest is None or not layer.nearest:
         return ""
-    moved = "" if one.moved is None else f"; factors within {one.moved:.3g} times of each other"
-    how = f"by {one.plain[:_LONGEST]}" if one.plain else "to nearest"
-    return f"{_percent(one.error)} rather than {_percent(one.nearest)} {how}{moved}"
+    moved = "" if layer.moved is None else f"; factors within {layer.moved:.3g} times of each other"
+    how = f"by {layer.plain[:_LONGEST]}" if layer.plain else "to nearest"
+    return f"{_percent(layer.error)} rather than {_percent(layer.nearest)} {how}{moved}"
 
 
-def _row(record: Record, layer: str, of_all: LayerDiagnostics, most: str) -> dict[str, str]:
+def _row(record: Record, layer: str, of_all: LayerDiagnostics, energy_unit: str) -> dict[str, str]:
     one, form = record.figures.get(layer), record.forms.get(layer)
     why = reasons(one, of_all) if one else []
     return {
-        "name": layer[:_LONGEST], "error": _percent(record.errors[layer]) + _unit(one, most),
+        "name": layer[:_LONGEST], "error": _percent(record.errors[layer]) + _unit(one, energy_unit),
         "applied": applied(form) if form else "",
         "rescue": rescue(one) if one else "",
         "why": "; ".join(why) or ("nothing of it stands out: it is what its format costs" if one else ""),
@@ -94,9 +94,9 @@ def _usual_unit(record: Record) -> str:
     return max(units, key=units.count) if units else "output" if record.statistics else "weights"
 
 
-def _unit(one: LayerDiagnostics | None, most: str) -> str:
+def _unit(layer: LayerDiagnostics | None, energy_unit: str) -> str:
     """Return the unit if it differs from most layers'."""
-    return f" of {_ENERGY[one.of]}" if one and one.of and one.of != most else ""
+    return f" of {_ENERGY[layer.of]}" if layer and layer.of and layer.of != energy_unit else ""
 
 
 def _kinds(record: Record) -> Iterator[dict[str, str]]:

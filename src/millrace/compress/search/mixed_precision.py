@@ -69,14 +69,14 @@ def mixed(layers: Layers, budget: float, unit: str = "bits") -> dict[str, Candid
     return chosen
 
 
-def frontier(layers: Layers, most: int) -> list[Mix]:
-    """Return at most `most` mixes, from the cheapest to the one with the least loss, evenly spaced by number of steps.
+def frontier(layers: Layers, max_mixes: int) -> list[Mix]:
+    """Return at most `max_mixes` mixes, from the cheapest to the one with the least loss, spaced by number of steps.
 
     Each is optimal for its cost: no other choice has at most that cost and less loss (the hull of all choices is the
     sum of the layers' hulls). Each mix keeps or improves every layer's format of the previous one.
     """
     chosen, steps = _steps(layers)
-    every = max(1, -(-len(steps) // max(most - 1, 1)))
+    every = max(1, -(-len(steps) // max(max_mixes - 1, 1)))
     result = [Mix.from_candidates(dict(chosen))]
     for number, step in enumerate(steps, 1):
         chosen[step.layer] = step.to

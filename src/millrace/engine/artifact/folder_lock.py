@@ -21,7 +21,7 @@ from millrace.errors import MachineError
 
 REMOVING_S = 30.0  # an engine's folder is locked exclusively only while its files are removed
 WRITING_S = 30.0  # a table of timings or tactics is locked only while it is merged
-_SAID_S = 1.0  # after which a wait is reported
+_REPORT_AFTER_S = 1.0  # after which a wait is reported
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ def lock(file: int, kind: int, what: str, limit_s: float) -> None:
                 f"waited {limit_s:g} s for {what}", "a lock that its holder gives back",
                 "see what that process does (lslocks names it), or end it",
             )  # fmt: skip
-        if waited_s >= _SAID_S and not waited:
+        if waited_s >= _REPORT_AFTER_S and not waited:
             log.warning("waiting for %s (at most %g s)", what, limit_s)
             waited = True
         time.sleep(pause_s)

@@ -27,11 +27,11 @@ class CudaNetwork(GraphExecutor):
     raises as GraphExecutor; EngineError for an operator without a kernel here
     """
 
-    def __init__(self, lowered: LoweredGraph, most: Mapping[str, int], *, device: str, load: Load = load) -> None:
+    def __init__(self, lowered: LoweredGraph, max_sizes: Mapping[str, int], *, device: str, load: Load = load) -> None:
         check_runs(lowered.graph, None)
         super().__init__(lowered, device=device, load=load)
         self._inputs = tuple(map(Slot.from_port, lowered.graph.inputs))
-        self._most = {Symbol(name): n for name, n in most.items()}
+        self._most = {Symbol(name): n for name, n in max_sizes.items()}
         self._lengths: NDArray[np.int32]
         self._texts: dict[int, TextTables] = {}  # of this run, by query heads per KV head
 

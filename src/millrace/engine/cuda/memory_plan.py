@@ -118,11 +118,11 @@ def plan_device(
     raise _too_little(needs, free_bytes, kv_memory, fits, smaller)
 
 
-def _with_windows(needs: MemoryNeeds, budget: int, max_pages: int, is_asked: bool) -> tuple[int, ...]:
+def _with_windows(needs: MemoryNeeds, budget: int, max_pages: int, use_all: bool) -> tuple[int, ...]:
     """Return the pages, then those of each window, for so many bytes; 0 if not enough for one sequence."""
     page = {0: needs.page_bytes, **{w.tokens: w.page_bytes for w in needs.windows}}
     one = {0: needs.least_pages, **{w.tokens: w.least_pages for w in needs.windows}}
-    return split_budget(budget, page, one, max_pages // needs.least_pages - 1, use_all=is_asked)
+    return split_budget(budget, page, one, max_pages // needs.least_pages - 1, use_all=use_all)
 
 
 def _too_little(

@@ -64,8 +64,8 @@ def rotate_and_keep(
         stored = tl.load(v + token * v_row + kv_head * DV + column, mask=column < DV, other=0.0)
         if keys.dtype.element_ty.primitive_bitwidth == 8:
             stored = stored.to(tl.float32)
-            most = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0)) + tl.sum(a * 0.0, 0) + tl.sum(b * 0.0, 0)
-            scale, inverse = _scale(most, keys.dtype.element_ty)
+            peak = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0)) + tl.sum(a * 0.0, 0) + tl.sum(b * 0.0, 0)
+            scale, inverse = _scale(peak, keys.dtype.element_ty)
             tl.store(key_scales + line, scale)
             first = codes(first * inverse, keys.dtype.element_ty)
             second = codes(second * inverse, keys.dtype.element_ty)
@@ -78,13 +78,13 @@ def rotate_and_keep(
 
 
 @triton.jit
-def _scale(most, dtype: tl.constexpr):
+def _scale(amax, dtype: tl.constexpr):
     """Return the scale for a largest magnitude, and its inverse; NaN if an element is not finite."""
     if dtype == tl.int8:
-        is_nothing, scale = most <= ZERO_GROUP_THRESHOLD, most / 127
-        inverse = 127 / tl.where(is_nothing, 1.0, most)
+        is_nothing, scale = amax <= ZERO_GROUP_THRESHOLD, amax / 127
+        inverse = 127 / tl.where(is_nothing, 1.0, amax)
     else:  # the least power of two that brings it to 448 or less
-        least = most / 448
+        least = amax / 448
         is_nothing = least <= ZERO_GROUP_THRESHOLD
         scale = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(least == least, scale, least)
@@ -120,7 +120,7 @@ def attend(
     inner = factor
     if SOFTCAP > 0:  # then scores are hyperbolic tangents
         inner, factor = factor / (LOG2E * SOFTCAP), tl.full([BLOCK_M], LOG2E * SOFTCAP, tl.float32)
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     result = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     CODED_HALVES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.float16
@@ -133,8 +133,8 @@ def attend(
         if HAS_TWO_EDGES:
             seen_from = tl.minimum(tl.maximum(tl.maximum(last - WINDOW + PAGE, 0) // PAGE, here), seen_by_all)
         for i in range(seen_from, seen_by_all):
-            result, most, total, unit = _take(
-                tables + table, i, kv_head, result, most, total, unit, query, factor, inner, sees, last, gone, keys,
+            result, peak, total, unit = _take(
+                tables + table, i, kv_head, result, peak, total, unit, query, factor, inner, sees, last, gone, keys,
                 values, key_scales, value_scales, K, D, DV, PAGE, DEEP, WIDTH, False, WINDOW, SOFTCAP,
             )  # fmt: skip
         if HAS_TWO_EDGES:
@@ -143,19 +143,19 @@ def attend(
             here = seen_by_all
     for k in range(here, end):
         i = tl.where(k < seen_from, k, k + seen_by_all - seen_from) if HAS_TWO_EDGES else k
-        result, most, total, unit = _take(
-            tables + table, i, kv_head, result, most, total, unit, query, factor, inner, sees, last, gone, keys, values,
+        result, peak, total, unit = _take(
+            tables + table, i, kv_head, result, peak, total, unit, query, factor, inner, sees, last, gone, keys, values,
             key_scales, value_scales, K, D, DV, PAGE, DEEP, WIDTH, True, WINDOW, SOFTCAP,
         )  # fmt: skip
     if values.dtype.element_ty == tl.float8e4nv and _by_words(tl.float8e4nv, query.dtype, BLOCK_M, WIDTH, True):
         result *= 256
     place = (part * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-    _write(result, total, most * factor + unit, part, place, row, mine, y, found_in, sums_in, DV, WIDTH, WINDOW)
+    _write(result, total, peak * factor + unit, part, place, row, mine, y, found_in, sums_in, DV, WIDTH, WINDOW)
 
 
 @triton.jit
 def _write(
-    result, total, most, part, place, row, mine, y, found_in, sums_in, DV: tl.constexpr, WIDTH: tl.constexpr,
+    result, total, peak, part, place, row, mine, y, found_in, sums_in, DV: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Write the rows that are `mine`: their output, or one part's sums, at `place`."""
@@ -167,7 +167,7 @@ def _write(
         tl.store(y + row[:, None] * DV + column[None, :], (result / total[:, None]).to(y.dtype.element_ty), mask=writes)
     else:
         tl.store(found_in + place[:, None] * DV + column[None, :], result, mask=writes)
-        tl.store(sums_in + 2 * place, most, mask=mine)
+        tl.store(sums_in + 2 * place, peak, mask=mine)
         tl.store(sums_in + 2 * place + 1, total, mask=mine)
 
 
@@ -193,7 +193,7 @@ def _ready(query, scale, stored_dtype: tl.constexpr):
 
 @triton.jit
 def _take(
-    table, i, kv_head, result, most, total, unit, query, factor, inner, sees, last, gone, keys, values, key_scales,
+    table, i, kv_head, result, peak, total, unit, query, factor, inner, sees, last, gone, keys, values, key_scales,
     value_scales, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr,
     WIDTH: tl.constexpr, EDGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -220,7 +220,7 @@ def _take(
         score = tl.where((first + place)[None, :] <= sees[:, None], score, float("-inf"))
         if WINDOW > 0:
             score = tl.where((first + place)[None, :] > sees[:, None] - WINDOW, score, float("-inf"))
-    top = tl.maximum(most, tl.max(score, 1))
+    top = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(top == float("-inf"), 0.0, top)  # for rows that see nothing so far
     shift, wider = base * factor, unit
     if CODED:
@@ -229,7 +229,10 @@ def _take(
         if CODED:
             wider = tl.maximum(unit, (tl.max(scales, 0).to(tl.int32, bitcast=True) >> 23) - 127.0)
         shift += wider - 14
-    weight, keep = tl.exp2(score * factor[:, None] - shift[:, None]), tl.exp2((most - base) * factor + (unit - wider))
+    weight, keep = (
+        tl.exp2(score * factor[:, None] - shift[:, None]),
+        tl.exp2((peak - base) * factor + (unit - wider)),
+    )
     total = total * keep + tl.sum(weight, 1)
     if CODED:
         weight *= scales[None, :]
@@ -319,8 +322,8 @@ def merge(
     if (parts == 0) | (token >= n):
         return
     at, is_part = ((first_part + part) * K + kv_head) * block_rows + place, part < parts
-    most = tl.load(sums_in + 2 * at, mask=is_part, other=float("-inf"))
-    keep = tl.exp2(most - tl.max(most, 0))  # the first part, at least, has seen a key
+    peak = tl.load(sums_in + 2 * at, mask=is_part, other=float("-inf"))
+    keep = tl.exp2(peak - tl.max(peak, 0))  # the first part, at least, has seen a key
     total = tl.sum(tl.load(sums_in + 2 * at + 1, mask=is_part, other=0.0) * keep, 0)
     inside = is_part[:, None] & (column < DV)[None, :]
     result = tl.load(found_in + at[:, None] * DV + column[None, :], mask=inside, other=0.0)

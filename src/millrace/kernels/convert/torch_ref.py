@@ -14,7 +14,7 @@ def coded_rows(x: Tensor, coding: RowQuantization) -> QuantizedRows:
     return coding.rows(x)
 
 
-def as_wanted(y: Tensor, dtype: torch.dtype, coding: RowQuantization | None) -> Matrix:
+def to_dtype(y: Tensor, dtype: torch.dtype, coding: RowQuantization | None) -> Matrix:
     """Convert y float32 to `dtype`, or quantize it; E4M3 is made from 16 bits: bfloat16 of float32."""
     if coding is None:
         return y.to(dtype)

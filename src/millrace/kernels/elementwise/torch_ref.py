@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from millrace.graph.expressions import Tree, as_tree
 from millrace.graph.types import DType, Node
-from millrace.kernels.convert.torch_ref import as_wanted
+from millrace.kernels.convert.torch_ref import to_dtype
 from millrace.kernels.matmul.coded import Matrix, RowQuantization
 from millrace.kernels.torch_operators import OperatorContext
 
@@ -49,7 +49,7 @@ def _unknown_operation(tree: Tree) -> str:
 
 def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: RowQuantization | None) -> Matrix:
     """gate, up (M, N) -> silu(gate) * up of `dtype`, or quantized."""
-    return as_wanted(functional.silu(gate.float()) * up.float(), dtype, coding)
+    return to_dtype(functional.silu(gate.float()) * up.float(), dtype, coding)
 
 
 def _elementwise(node: Node, run: OperatorContext) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from millrace.graph.types import Node
-from millrace.kernels.convert.torch_ref import as_wanted
+from millrace.kernels.convert.torch_ref import to_dtype
 from millrace.kernels.matmul.coded import Matrix, RowQuantization
 from millrace.kernels.operators import float_attr
 from millrace.kernels.torch_operators import OperatorContext
@@ -21,7 +21,7 @@ def add_norm(
 ) -> tuple[Tensor, Matrix]:  # fmt: skip
     """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and its norm, of `dtype` or quantized."""
     total = residual + x.float()
-    return total, as_wanted(rms_norm(total, w, eps, torch.float32), dtype, coding)
+    return total, to_dtype(rms_norm(total, w, eps, torch.float32), dtype, coding)
 
 
 def _rms_norm(node: Node, run: OperatorContext) -> Tensor:

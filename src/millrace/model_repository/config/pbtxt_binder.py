@@ -150,7 +150,7 @@ def _field(read: ParsedConfig, spec: FieldSpec, field: PbtxtField, path: Path_, 
             read.places[(*path, len(values))] = item.place
             _keep(read, spec, item, (*path, len(values)), values.append)
     else:
-        _keep(read, spec, items[0], path, lambda one: target.__setitem__(spec.name, one))
+        _keep(read, spec, items[0], path, lambda value: target.__setitem__(spec.name, value))
 
 
 def _keep(

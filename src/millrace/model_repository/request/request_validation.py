@@ -264,16 +264,16 @@ def check_shape(name: str, datatype: str, shape: Sequence[int]) -> int:
         message = f"{len(shape)} dimensions, at most {MAX_DIMENSIONS} are supported"
         raise invalid(f"invalid shape for input '{name}': {message}")
     n = prod(shape)
-    n_beside_0 = n or prod(d for d in shape if d)  # empty arrays have the same limit on dimensions
-    if n_beside_0 > MAX_BYTES:
+    n_nonzero = n or prod(d for d in shape if d)  # empty arrays have the same limit on dimensions
+    if n_nonzero > MAX_BYTES:
         raise invalid(
             f"invalid shape for input '{name}': shape {format_shape(shape)} causes total element count to exceed "
             f"maximum size of {MAX_BYTES}"
         )
     size = 8 if datatype == BYTES and not n else 1 if datatype == BYTES else np.dtype(DTYPES[datatype]).itemsize
-    if n_beside_0 * size > MAX_BYTES:
+    if n_nonzero * size > MAX_BYTES:
         raise invalid(
-            f"byte size overflow for input '{name}': element count ({n_beside_0}) * data type size ({size}) exceeds "
+            f"byte size overflow for input '{name}': element count ({n_nonzero}) * data type size ({size}) exceeds "
             f"maximum allowed size ({MAX_BYTES})"
         )
     return n

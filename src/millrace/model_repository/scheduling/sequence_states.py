@@ -12,7 +12,7 @@ import numpy as np
 
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import ModelConfig, ModelInput, ModelOutput
-from millrace.model_repository.config.model_config import State as Said
+from millrace.model_repository.config.model_config import State as StateConfig
 from millrace.model_repository.repository.tensor_files import read_tensor
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.request_validation import format_shape, wire_name
@@ -120,7 +120,7 @@ def _check(request: InferRequest, state: _StateTensor, array: Array) -> None:
     )
 
 
-def _initial(state: Said, folder: Path, batch: tuple[int, ...]) -> Array:
+def _initial(state: StateConfig, folder: Path, batch: tuple[int, ...]) -> Array:
     """Return the initial state for a first request. raises StatusError"""
     initial = state.initial_state[0] if state.initial_state else None
     dims = initial.dims if initial is not None else tuple(1 if dim == -1 else dim for dim in state.dims)

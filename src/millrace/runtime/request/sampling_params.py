@@ -147,9 +147,11 @@ class SamplingParams:
         assert self.structured_outputs is not None
         for name in ("ignore_eos", "min_tokens"):
             if value := getattr(self, name):
-                asked_as = self.structured_outputs.asked_as
-                expected = f"one of them: {asked_as} says where an answer ends"
-                raise RequestError(f"{name} is {value!r} beside {asked_as}", expected, f"leave {name} out", param=name)
+                field_name = self.structured_outputs.field_name
+                expected = f"one of them: {field_name} says where an answer ends"
+                raise RequestError(
+                    f"{name} is {value!r} beside {field_name}", expected, f"leave {name} out", param=name
+                )
 
 
 _KINDS: tuple[tuple[str, type, str], ...] = (

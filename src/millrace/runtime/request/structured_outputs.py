@@ -15,7 +15,7 @@ MAX_BYTES = 128 * 1024  # of a schema, regular expression or grammar, in UTF-8; 
 MAX_DEPTH = 32  # nested objects and lists of a schema; each level of an answer takes two
 MAX_CHOICES = 1000
 SHORT_CHARACTERS = 8 * 1024  # of names and texts, plus one for each other value
-ASKED_AS = "structured_outputs"
+FIELD_NAME = "structured_outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class StructuredOutputsParams:
     choice: the answer is one of these texts
     grammar: in Lark's syntax as llguidance reads it, or in llama.cpp's (GBNF)
     json_object: the answer is any JSON object
-    asked_as: the field that errors name
+    field_name: the field that errors name
     """
 
     json: str | Mapping[str, object] | None = None
@@ -35,7 +35,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    asked_as: str = ASKED_AS
+    field_name: str = FIELD_NAME
 
     def __post_init__(self) -> None:
         for name, (kind, expected) in _KINDS.items():
@@ -92,7 +92,9 @@ class StructuredOutputsParams:
         return parsed
 
     def refused(self, what: str, expected: str, mend: str = "") -> RequestError:
-        return RequestError(f"{self.asked_as}: {what}", expected, mend or f"correct {self.asked_as}", self.asked_as)
+        return RequestError(
+            f"{self.field_name}: {what}", expected, mend or f"correct {self.field_name}", self.field_name
+        )
 
     def _canonical(self, value: object) -> str:
         try:
@@ -143,12 +145,14 @@ def _check_choices(params: StructuredOutputsParams, choice: Sequence[object]) ->
             raise params.refused(f"its choice[{i}] {what}", expected)
 
 
-def parse_structured_outputs(value: object, asked_as: str = ASKED_AS) -> StructuredOutputsParams:
+def parse_structured_outputs(value: object, field_name: str = FIELD_NAME) -> StructuredOutputsParams:
     """Return the parameters from a dict of their names, or as they are. raises RequestError naming the field"""
     if isinstance(value, StructuredOutputsParams):
         return value
     expected = f"an object with one of {', '.join(_KINDS)}"
     if not isinstance(value, Mapping):
-        raise RequestError(f"{asked_as} is of type {type(value).__name__}", expected, f"correct {asked_as}", asked_as)
-    check_names(value, _KINDS, asked_as, asked_as)
-    return StructuredOutputsParams(**value, asked_as=asked_as)
+        raise RequestError(
+            f"{field_name} is of type {type(value).__name__}", expected, f"correct {field_name}", field_name
+        )
+    check_names(value, _KINDS, field_name, field_name)
+    return StructuredOutputsParams(**value, field_name=field_name)

@@ -151,7 +151,7 @@ class Matcher:
             return None
         params = self._handle.params
         what = f"its {params.kind} cannot be enforced any more in the middle of the answer: {error}"
-        return params.refused(what, LIMITED, f"bound what {params.asked_as} repeats, or simplify it")
+        return params.refused(what, LIMITED, f"bound what {params.field_name} repeats, or simplify it")
 
     def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
         """Complete the grammar's mask. ends: tokens that end an answer, but not its reasoning"""

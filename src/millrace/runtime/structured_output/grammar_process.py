@@ -96,7 +96,7 @@ class GrammarProcess:
 
         raises RequestError if it cannot be enforced, or ends the process; MachineError if no process can start or stay
         """
-        message = {"kind": params.kind, "text": text, "asked_as": params.asked_as, "limits": limits()}
+        message = {"kind": params.kind, "text": text, "field_name": params.field_name, "limits": limits()}
         try:
             answer = self._compiled(params.is_short, message)
         except _SlowError:
@@ -111,7 +111,7 @@ class GrammarProcess:
             ) from None
         if error := answer.get("error"):
             what, expected, fix = error
-            raise RequestError(what, expected, fix, params.asked_as)
+            raise RequestError(what, expected, fix, params.field_name)
         return str(answer["lark"])
 
     def _compiled(self, is_short: bool, message: Mapping[str, object]) -> Mapping[str, Any]:
@@ -125,7 +125,7 @@ class GrammarProcess:
 def _not_compiled(params: StructuredOutputsParams, reason: str) -> RequestError:
     return params.refused(
         f"its {params.kind} cannot be compiled: {reason}", "what can be compiled within these limits",
-        f"simplify {params.asked_as}",
+        f"simplify {params.field_name}",
     )  # fmt: skip
 
 

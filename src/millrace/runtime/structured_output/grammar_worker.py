@@ -4,7 +4,7 @@ It is started as a script, and its stdin is a connection to its owner (see `mach
 are JSON. First {"path", "n_vocab", "special", "ends", "bos"}, special being [[token id, bytes in Latin-1], ...]; the
 answer is {}. Then, any number of times,
 
-    {"kind", "text", "asked_as", "limits", "cpu_s"}  ->  {"lark"} or {"error": [what, expected, fix]}
+    {"kind", "text", "field_name", "limits", "cpu_s"}  ->  {"lark"} or {"error": [what, expected, fix]}
     {}                                               ->  {}
 
 The vocabulary is the model's special tokens and the 256 bytes. A request that takes too much time, memory or stack ends
@@ -96,7 +96,7 @@ class _Compiler:
 
         kind, text = request["kind"], request["text"]
         value: Any = json.loads(text) if kind == "choice" else True if kind == "json_object" else text
-        params = StructuredOutputsParams(**{kind: value}, asked_as=request["asked_as"])
+        params = StructuredOutputsParams(**{kind: value}, field_name=request["field_name"])
         try:
             lark, matcher = compiled(params, text, self._vocabulary, LLParserLimits(**request["limits"]))
         except RequestError as error:

@@ -47,7 +47,7 @@ def response_format(value: object) -> StructuredOutputsParams | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True, asked_as="response_format")
+        return StructuredOutputsParams(json_object=True, field_name="response_format")
     expected = "an object with a schema, and beside it name, strict and description"
     schema = _object(described, "response_format.json_schema", set(_OF_SCHEMA), expected)
     for name, field_type in _OF_SCHEMA.items():
@@ -55,7 +55,7 @@ def response_format(value: object) -> StructuredOutputsParams | None:
             raise _wrong(f"response_format.json_schema.{name} is of type {type(schema[name]).__name__}", expected)
     if schema.get("schema") is None:
         raise _wrong("response_format.json_schema.schema is missing", expected)
-    return StructuredOutputsParams(json=schema["schema"], asked_as="response_format")  # type: ignore[arg-type]
+    return StructuredOutputsParams(json=schema["schema"], field_name="response_format")  # type: ignore[arg-type]
 
 
 def _object(value: object, path: str, allowed: set[str], expected: str) -> Mapping[str, object]:

@@ -63,26 +63,27 @@ class Tools:
         if self.must:
             if text_constraint is not None:
                 raise RequestError(
-                    f"tool_choice asks for a call, and {text_constraint.asked_as} for another form", "one of them",
-                    f'leave {text_constraint.asked_as} out, or set tool_choice to "auto"', "tool_choice",
+                    f"tool_choice asks for a call, and {text_constraint.field_name} for another form", "one of them",
+                    f'leave {text_constraint.field_name} out, or set tool_choice to "auto"', "tool_choice",
                 )  # fmt: skip
             return StructuredOutputsParams(
-                grammar=calls_grammar(tool_format, arguments, special, most=self.max_calls(tool_format)),
-                asked_as="tools",
+                grammar=calls_grammar(tool_format, arguments, special, max_calls=self.max_calls(tool_format)),
+                field_name="tools",
             )
         if text_constraint is not None:
             if text_constraint.kind not in ("json", "json_object"):
                 raise RequestError(
-                    f"{text_constraint.asked_as} stands beside tools", "a JSON schema beside tools",
-                    "leave one of them out", text_constraint.asked_as,
+                    f"{text_constraint.field_name} stands beside tools", "a JSON schema beside tools",
+                    "leave one of them out", text_constraint.field_name,
                 )  # fmt: skip
             schema = in_one_layout(text_constraint.schema())
-            text = calls_grammar(tool_format, arguments, special, most=self.max_calls(tool_format), or_json=schema)
-            return StructuredOutputsParams(grammar=text, asked_as=text_constraint.asked_as)
+            text = calls_grammar(tool_format, arguments, special, max_calls=self.max_calls(tool_format), or_json=schema)
+            return StructuredOutputsParams(grammar=text, field_name=text_constraint.field_name)
         if not self.strict:
             return None
         return StructuredOutputsParams(
-            grammar=free_grammar(tool_format, arguments, special, most=self.max_calls(tool_format)), asked_as="tools"
+            grammar=free_grammar(tool_format, arguments, special, max_calls=self.max_calls(tool_format)),
+            field_name="tools",
         )
 
 

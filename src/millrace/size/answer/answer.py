@@ -114,14 +114,14 @@ def answer_question(
     check_question(question)
     limits, local_roofline = parse_limits(question.limits), cache(local_roofline)  # measuring takes seconds
     prices = read_prices(None if question.money.prices is None else Path(question.money.prices))
-    is_said = question.hardware.systems is None or any(getattr(question.load, name) is not None for name in _LOADS)
-    load = forecast_demand(question.load) if is_said else None
+    has_load = question.hardware.systems is None or any(getattr(question.load, name) is not None for name in _LOADS)
+    load = forecast_demand(question.load) if has_load else None
     recorded = None
     if load is not None and load.trace is not None:
         recorded = float(load.trace.n_input.mean()), float(load.trace.n_output.mean())
     request_calls = request_work(question.request, recorded)
     there = parse_existing_systems(question, request_calls, local_roofline)
-    check_systems(question, there, is_said)
+    check_systems(question, there, has_load)
     search = SearchBudget(question.search.search_s, tell)
     traffic = make_traffic(question, None if load is None else load.trace)
     case = Scenario(

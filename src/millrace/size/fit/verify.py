@@ -126,13 +126,13 @@ async def verify(url: str, settings: VerifySettings, model: str = "", begins: Be
         alone = await server.probe(1)
         probes = [alone.steps + (await server.probe(schedule.max_sequences)).steps + (await server.probe(3)).steps]
         capacity = _capacity(Times.fit(probes[0], probes[0], alone, schedule).own, settings)
-        asked_of = list[tuple[float, Sequence[TurnRecord]]]()
+        driven = list[tuple[float, Sequence[TurnRecord]]]()
         for share in shares * settings.rounds:
-            asked_of.append((share, await server.load(share * capacity)))
+            driven.append((share, await server.load(share * capacity)))
             probes.append((await server.probe(3)).steps)
     all_steps = [step for probe in probes for step in probe]
     parts: dict[float, list[LoadPart]] = {share: [] for share in shares}
-    for (share, records), (before, after) in zip(asked_of, pairwise(probes), strict=True):
+    for (share, records), (before, after) in zip(driven, pairwise(probes), strict=True):
         local_times = Times.fit(all_steps, [*before, *after], alone, schedule)
         parts[share].append(LoadPart(records, local_times.pace, local_times.runs(_arrivals(records))))
     loads = [

@@ -107,10 +107,10 @@ def closed_form(
     n_in, n_out = lengths
     step_s = seconds((), (), batch, n_in + n_out / 2)
     alone_s = front_s + seconds([n_in], [0], 0, 0.0)
-    beside_s = seconds([n_in], [0], batch, n_in) - seconds((), (), batch, n_in)
+    added_s = seconds([n_in], [0], batch, n_in) - seconds((), (), batch, n_in)
     together = min(batch, max(1, int(step_tokens // n_in)))
-    ttft_s = alone_s + (together - 1) * 0.75 * beside_s
-    rate = 1 / max(front_s, (alone_s if batch == 1 else beside_s) + (n_out - 1) * step_s / batch)
+    ttft_s = alone_s + (together - 1) * 0.75 * added_s
+    rate = 1 / max(front_s, (alone_s if batch == 1 else added_s) + (n_out - 1) * step_s / batch)
     e2e_s = max(concurrency / rate, alone_s + (n_out - 1) * seconds((), (), 1, n_in + n_out / 2))
     rate = concurrency / e2e_s
     ttft_s = min(e2e_s, ttft_s + max(0.0, concurrency - batch) / rate)

@@ -91,7 +91,7 @@ def _check_hardware(settings: HardwareSettings) -> None:
         "tp": settings.tp not in (None, 1),
     }
     if is_computed and settings.hardware and all(name.casefold() == THIS for name in settings.hardware):
-        for flag in (name for name, is_said in here.items() if is_said):
+        for flag in (name for name, is_set in here.items() if is_set):
             raise ConfigError(f"--{flag} with --hardware {THIS}", "this machine, which is one device",
                               f"leave --{flag} out")  # fmt: skip
 

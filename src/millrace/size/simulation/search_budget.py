@@ -31,7 +31,7 @@ class SearchBudget:
     def restart(self, limit_s: float) -> None:
         """Start a new budget of limit_s seconds."""
         self._begun_s, self.limit_s, self.over = self._clock(), limit_s, False
-        self._until_s, self._told_s = self._begun_s + limit_s, -math.inf
+        self._until_s, self._reported_s = self._begun_s + limit_s, -math.inf
 
     @property
     def has_time(self) -> bool:
@@ -56,8 +56,8 @@ class SearchBudget:
         if now_s > self._until_s:
             raise SearchTimeoutError
         passed_s = now_s - self._begun_s
-        if passed_s > self._told_s + _TELL_S:
-            self._told_s = passed_s
+        if passed_s > self._reported_s + _TELL_S:
+            self._reported_s = passed_s
             self._tell(f"Simulating {self._what} (seconds)", int(passed_s), math.ceil(min(self.limit_s, 1e9)))
 
     def cut(self, label: str, owner: Hashable = None) -> None:

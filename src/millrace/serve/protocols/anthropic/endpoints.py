@@ -102,7 +102,7 @@ def _form(request: MessagesRequest) -> StructuredOutputsParams | None:
         case None:
             return None
         case {"type": "json_schema", "schema": dict(schema)}:
-            return StructuredOutputsParams(json=schema, asked_as="output_config.format")
+            return StructuredOutputsParams(json=schema, field_name="output_config.format")
     expected = '{"type": "json_schema", "schema": ...}'
     raise RequestError(
         f"output_config.format is {output_format!r:.80}", expected, "correct output_config", "output_config"
@@ -173,8 +173,8 @@ def _messages(message: InMessage, path: str) -> Iterator[Message]:
                 thoughts.append(text)
             case {"type": "redacted_thinking"}:
                 pass  # written by another model, for itself
-            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
-                calls.append(ToolCall(CalledFunction(name, json.dumps(given)), call_id))
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
+                calls.append(ToolCall(CalledFunction(name, json.dumps(arguments)), call_id))
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
                 content = block.get("content")
                 text = "" if content is None else _text(content, f"{path}[{i}].content")

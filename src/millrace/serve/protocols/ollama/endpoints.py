@@ -248,8 +248,8 @@ def _form(response_format: str | Mapping[str, Any] | None) -> StructuredOutputsP
             raise RequestError(
                 f"format is {response_format!r:.60}", '"json", or a JSON schema', "correct format", "format"
             )
-        return StructuredOutputsParams(json_object=True, asked_as="format")
-    return StructuredOutputsParams(json=response_format, asked_as="format")
+        return StructuredOutputsParams(json_object=True, field_name="format")
+    return StructuredOutputsParams(json=response_format, field_name="format")
 
 
 def _rendering(think: bool | str | None) -> Rendering:
