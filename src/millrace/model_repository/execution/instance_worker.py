@@ -182,25 +182,13 @@ class InstanceWorker:
 
     def run_inline(self, batch: Batch) -> bool:
         """Compute a batch in the event loop's thread if that is quicker than waking another; False if it is not."""
-        sizes = (array.nbytes for r in batch.requests for array in r.inputs.values())
-        if self._instance is None or not self.is_quick(sum(sizes) if self.quick_bytes else 0):
+        instance = self._instance
+        if instance is None or not instance.quick_bytes:
             return False
-        self.compute(batch)
+        if sum([array.nbytes for r in batch.requests for array in r.inputs.values()]) > instance.quick_bytes:
+            return False
+        self._answer(instance, batch)
         return True
-
-    @property
-    def quick_bytes(self) -> int:
-        """The instance's `quick_bytes`, which may change as it computes."""
-        return self._instance.quick_bytes if self._instance is not None else 0
-
-    def compute(self, batch: Batch) -> None:
-        """Compute a batch in the calling thread, if `is_quick`."""
-        assert self._instance is not None, f"{self.name} is not loaded"
-        self._answer(self._instance, batch)
-
-    def is_quick(self, n_bytes: int) -> bool:
-        """Return whether inputs of `n_bytes` may be computed in the calling thread."""
-        return bool(self.quick_bytes) and n_bytes <= self.quick_bytes
 
     def on_cancel(self, request: InferRequest) -> None:
         if self._instance is not None:

@@ -36,7 +36,7 @@ class CloseReason(Enum):
     __hash__ = object.__hash__  # Enum's own is slow Python code, and called for every request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make creating it slower
 class Batch:
     """A batch. places: the requests passed to the instance, if empty sequence slots are filled with null requests"""
 
@@ -202,7 +202,7 @@ class BatchQueue:
         """Return the batch to compute now; None if nothing waits or more may arrive: call again at `due_ns`."""
         self._wait_until_ns = NEVER
         if not self._rules.max_size:
-            return self._pop(1, CloseReason.SINGLE)
+            return self._pop_single()
         n, closed, oldest_ns = self._choose(now_ns)
         if n and closed is None:
             self._wait_until_ns = oldest_ns + self._rules.delay_ns
@@ -256,6 +256,15 @@ class BatchQueue:
         for level in self._levels.values():
             yield from level.waiting
             yield from level.late
+
+    def _pop_single(self) -> Batch | None:
+        """Remove the first request and return it as a batch; None if there is none."""
+        for level in self._levels.values():
+            line = level.waiting or level.late
+            if line:
+                request, _ = line.popitem(last=False)
+                return Batch((request,), request.batch_size or 1, CloseReason.SINGLE)
+        return None
 
     def _pop(self, n: int, closed: CloseReason) -> Batch | None:
         """Remove the first `n` requests and return them as a batch; None if there are none."""

@@ -14,6 +14,7 @@ from millrace.model_repository.request.infer_request import InferRequest, InferR
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import objects
 from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions
+from millrace.serve.protocols.kserve.grpc.infer_message_cache import InferMessage
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget
 from millrace.serve.protocols.kserve.grpc.stream import Stream
@@ -47,15 +48,15 @@ class Front:
     def model(self, told: Any) -> Any:
         return self._model
 
-    async def check_infer(self, told: Any, *_: Any) -> tuple[InferRequest, GrpcOutputOptions]:
-        return InferRequest({}, request_id=told.id), GrpcOutputOptions()
+    async def check_infer(self, told: Any, *_: Any) -> tuple[InferRequest, InferMessage]:
+        return InferRequest({}, request_id=told.id), InferMessage(GrpcOutputOptions())
 
     async def encode_off_loop(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
         await asyncio.sleep(0)  # in a thread, say
         return write()
 
 
-SHARE = partial(SendBudget(1 << 50).lease, "somebody")
+SHARE = partial(SendBudget(1 << 50).lease, lambda: "somebody")
 
 
 class Opened:

@@ -4,7 +4,6 @@ The messages of a client are mostly the same but for the id and the data. What w
 holds for the next message, and so does the framing of the response.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,36 +23,34 @@ from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 from millrace.serve.protocols.kserve.shared_memory import TenantRegions
 
 MAX_MESSAGES, MAX_MESSAGE_BYTES = 512, 4 << 10  # about 2 MiB; bytes without data
-_ID = key(3, BYTES)  # a field of ModelInferResponse, between `_before_id` and `_after_id`
+_ID = key(3, BYTES)  # a field of ModelInferResponse, which follows the model's name and version
 
 
-@dataclass(slots=True)
-class InferMessage:
-    """A message, read and checked.
+@dataclass(frozen=True, slots=True)
+class ResponseFraming:
+    """What responses with the same outputs have in common.
 
-    template: None if the message is not cached; before_id, after_id: fields of the last response
-    raw_headers: what precedes the data of each of its outputs
+    before_id, after_id: the fields around the id; raw_headers: what precedes the data of each output
     """
 
-    output_options: GrpcOutputOptions
-    template: InferTemplate | None = None
-    signature: OutputSignature | None = None  # of the outputs that the framing describes
-    before_id: bytes = b""
-    after_id: bytes = b""
-    raw_headers: tuple[bytes, ...] = ()
+    signature: OutputSignature
+    before_id: bytes
+    after_id: bytes
+    raw_headers: tuple[bytes, ...]
 
-    def encode(self, model: Model, request: InferRequest, response: InferResponse) -> bytes:
-        """Encode a response as `response_bytes`. raises StatusError"""
-        if self.template is None or response.parameters:
-            return response_bytes(model, request, response, self.output_options)
+    @classmethod
+    def from_response(cls, model: Model, response: InferResponse, encoded: bytes) -> "ResponseFraming":
+        """Return the framing of a response. encoded: with its id and its data, which must be numbers"""
+        proto = message("ModelInferResponse")
+        names = proto(model_name=model.name, model_version=str(model.version))
+        outputs = proto.FromString(encoded)
+        for field in ("model_name", "model_version", "id", "raw_output_contents"):
+            outputs.ClearField(field)
         arrays = response.outputs
-        if output_signature(arrays) != self.signature:
-            encoded = response_bytes(model, request, response, self.output_options)
-            self._learn(model, request, response, encoded)
-            return encoded
-        return self._framed(request, response)
+        headers = tuple(RAW_OUTPUT + varint(array.nbytes) for array in arrays.values())
+        return cls(output_signature(arrays), names.SerializeToString(), outputs.SerializeToString(), headers)
 
-    def _framed(self, request: InferRequest, response: InferResponse) -> bytes:
+    def encode(self, request: InferRequest, response: InferResponse) -> bytes:
         parts = [self.before_id]
         if request.id:
             request_id = request.id.encode()
@@ -63,30 +60,34 @@ class InferMessage:
             parts += (header, array.tobytes())
         return b"".join(parts)
 
-    def _learn(self, model: Model, request: InferRequest, response: InferResponse, encoded: bytes) -> None:
-        """Remember the framing of a response whose outputs are all numbers."""
-        arrays, options = response.outputs, self.output_options
-        if options.n_classes or options.shared or any(array.dtype.hasobject for array in arrays.values()):
-            return
-        outputs = message("ModelInferResponse")()
-        outputs.MergeFromString(encoded)
-        for field in ("model_name", "model_version", "id", "raw_output_contents"):
-            outputs.ClearField(field)
-        self.before_id = message("ModelInferResponse")(
-            model_name=model.name, model_version=str(model.version)
-        ).SerializeToString()
-        self.after_id = outputs.SerializeToString()
-        self.raw_headers = tuple(RAW_OUTPUT + varint(array.nbytes) for array in arrays.values())
-        self.signature = output_signature(arrays)
-        if self._framed(request, response) != encoded:  # some outputs were not requested
-            self.signature = None
+
+@dataclass(slots=True)
+class InferMessage:
+    """A message, read and checked. template: None if it is not cached; framing: of its last response"""
+
+    output_options: GrpcOutputOptions
+    template: InferTemplate | None = None
+    framing: ResponseFraming | None = None
+
+    def encode(self, model: Model, request: InferRequest, response: InferResponse) -> bytes:
+        """Encode a response as `response_bytes`. raises StatusError"""
+        if self.template is None or response.parameters or self.output_options.n_classes:
+            return response_bytes(model, request, response, self.output_options)
+        if self.framing is not None and self.framing.signature == output_signature(response.outputs):
+            return self.framing.encode(request, response)
+        encoded = response_bytes(model, request, response, self.output_options)
+        if not any(array.dtype.hasobject for array in response.outputs.values()):
+            framing = ResponseFraming.from_response(model, response, encoded)
+            if framing.encode(request, response) == encoded:  # it is not if some outputs were not requested
+                self.framing = framing
+        return encoded
 
 
 class InferMessageCache:
-    """The cached messages of one server; the least recently used leaves first."""
+    """The cached messages of one server. If it is full, it begins anew. Thread-safe."""
 
     def __init__(self) -> None:
-        self._messages: OrderedDict[tuple[RequestValidator, bytes], InferMessage] = OrderedDict()
+        self._messages: dict[tuple[RequestValidator, bytes], InferMessage] = {}
 
     def read(
         self, proto: Any, model: Model, shared: TenantRegions | None, cut: SplitInferRequest | None
@@ -102,17 +103,14 @@ class InferMessageCache:
         proto.id = request_id
         cached = self._messages.get(cache_key)
         if cached is not None and cached.template is not None and [*map(len, raws)] == cached.template.sizes:
-            self._messages.move_to_end(cache_key)
             return cached.template.fill([(data, 0) for data in raws], request_id), cached
         proto.raw_input_contents.extend(raws)
         request, options = read_infer(proto, model, shared)
-        cached = InferMessage(options)
-        if len(cache_key[1]) <= MAX_MESSAGE_BYTES and not (
-            options.inputs or options.shared
-        ):  # whose regions may change
-            cached.template = InferTemplate.from_request(request, model.checker, sum(map(len, raws)))
-        if cached.template is not None:
-            self._messages[cache_key] = cached
-            if len(self._messages) > MAX_MESSAGES:
-                self._messages.popitem(last=False)
-        return request, cached
+        if options.inputs or options.shared or len(cache_key[1]) > MAX_MESSAGE_BYTES:  # regions may change
+            return request, InferMessage(options)
+        fresh = InferMessage(options, InferTemplate.from_request(request, model.checker, sum(map(len, raws))))
+        if fresh.template is not None:
+            if len(self._messages) >= MAX_MESSAGES:
+                self._messages.clear()
+            self._messages[cache_key] = fresh
+        return request, fresh

@@ -7,6 +7,7 @@ second one a quarter, and clients that read find room.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from millrace.model_repository.request.status_code import Code, StatusError
@@ -20,9 +21,13 @@ class SendBudget:
         self._max_bytes = max_bytes
         self._by_peer = Counter[str]()  # of connections that have any
 
-    def lease(self, peer: str) -> "SendBudgetLease":
-        """Return the lease of one call, or of a part of it. peer: its connection, as gRPC names it"""
+    def lease(self, peer: Callable[[], str]) -> "SendBudgetLease":
+        """Return the lease of one call, or of a part of it. peer: returns its connection, as gRPC names it"""
         return SendBudgetLease(self, peer)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._by_peer)
 
     def check(self, peer: str) -> None:
         """Check that a connection has room before anything is computed for it. raises StatusError if it has none"""
@@ -54,14 +59,23 @@ class SendBudget:
 class SendBudgetLease:
     """The bytes counted for one call, or for a part of it."""
 
-    __slots__ = ("_budget", "_n_bytes", "_peer")
+    __slots__ = ("_budget", "_find_peer", "_n_bytes", "_name")
 
-    def __init__(self, budget: SendBudget, peer: str) -> None:
-        self._budget, self._peer, self._n_bytes = budget, peer, 0
+    def __init__(self, budget: SendBudget, peer: Callable[[], str]) -> None:
+        self._budget, self._find_peer, self._n_bytes = budget, peer, 0
+        self._name: str | None = None
+
+    @property
+    def _peer(self) -> str:
+        """Return the name of the connection, which is found only for large responses."""
+        if self._name is None:
+            self._name = self._find_peer()
+        return self._name
 
     def check(self) -> None:
         """Check as `SendBudget.check` does. raises StatusError"""
-        self._budget.check(self._peer)
+        if self._budget.is_used:
+            self._budget.check(self._peer)
 
     def add(self, n_bytes: int) -> None:
         """Count a response. raises StatusError if it is too large"""
@@ -86,7 +100,8 @@ class SendBudgetLease:
 
     def until(self, context: Any) -> None:
         """Close the lease when the call is over."""
-        context.add_done_callback(lambda _: self.close())
+        if self._n_bytes:
+            context.add_done_callback(lambda _: self.close())
 
     def _add(self, n_bytes: int, is_computed: bool) -> None:
         if n_bytes > FREE_BYTES:

@@ -6,8 +6,8 @@ It runs in HTTP's event loop and shares models, limits and keys with it.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from millrace.serve.http.http_request import (
     log_request,
     request_id_of,
 )
+from millrace.serve.http.request_bodies import FREE_BYTES
 from millrace.serve.protocols.kserve.grpc.calls import ADJUSTED, ADMITTED, OPEN, SHARED, GrpcCallContext, GrpcFrontend
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE
 from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget, SendBudgetLease
@@ -42,17 +43,17 @@ STATUS = {
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE, Code.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     Code.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS, Code.CANCELLED: grpc.StatusCode.CANCELLED,
 }  # fmt: skip
-_OK = grpc.StatusCode.OK
 _STREAM = "ModelStreamInfer"
 _UNARY = (
     "ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics",
     "ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", *SHARED, *ADJUSTED,
 )  # fmt: skip
-_INFER = f"{SERVICE}ModelInfer"
+_INFER = "ModelInfer"
 _HEALTH = "/grpc.health.v1.Health/"
 _MAX_MESSAGE_BYTES = 2**31 - 1  # gRPC's own, of a size in its options
 _PING_TIMEOUT_S = 20
 T = TypeVar("T")
+Metadata = Iterable[tuple[str, str | bytes]]
 log = logging.getLogger(__name__)
 
 
@@ -89,15 +90,10 @@ class GrpcServer:
             ],
             maximum_concurrent_rpcs=max_connections,
         )  # fmt: skip
-        services: dict[str, dict[str, Any]] = {
-            SERVICE: {name: grpc.unary_unary_rpc_method_handler(self._unary(SERVICE, name)) for name in _UNARY},
-            _HEALTH: {"Check": grpc.unary_unary_rpc_method_handler(self._unary(_HEALTH, "Check"))},
-        }
-        services[SERVICE][_STREAM] = grpc.stream_stream_rpc_method_handler(self._stream)
-        handlers = [
-            grpc.method_handlers_generic_handler(name.strip("/"), methods) for name, methods in services.items()
-        ]
-        server.add_generic_rpc_handlers(tuple(handlers))
+        stream = {_STREAM: grpc.stream_stream_rpc_method_handler(self._stream)}
+        server.add_generic_rpc_handlers(
+            (_UnaryMethods(self._unary), grpc.method_handlers_generic_handler(SERVICE.strip("/"), stream))
+        )
         try:
             port = self._add_port(server)
         except RuntimeError:
@@ -129,28 +125,26 @@ class GrpcServer:
 
     # ------------------------------------------------------------------ calls
 
-    def _unary(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        async def handle(data: bytes, context: Any) -> bytes:
-            outcome = await self._call(service, name, context, partial(self._answer, name, data, context))
-            del data  # gRPC's context keeps what it raises to abort the call, and with it this frame
-            return await _finish_call(context, outcome)
-
-        return handle
+    async def _unary(self, service: str, name: str, metadata: Metadata, data: bytes, context: Any) -> bytes:
+        outcome = await self._call(service, name, metadata, partial(self._answer, name, data, context))
+        del data  # gRPC's context keeps what it raises to abort the call, and with it this frame
+        return await _finish_call(context, outcome)
 
     async def _answer(self, name: str, data: bytes, context: Any, call: "_OpenCall") -> bytes:
         """raises StatusError, MillraceError"""
         caller = self._caller(call)
         if name not in ADMITTED:
             return await self._front.answer(name, data, caller)
-        lease = self._send_budget.lease(context.peer())
-        with self._admitted(lease, len(data), is_control=name.startswith("Repository")):
+        lease = self._send_budget.lease(context.peer)
+        with _Admission(self._backend, lease, len(data), is_control=name.startswith("Repository")):
             answer = await self._front.answer(name, data, caller)
             lease.add(len(answer))
             lease.until(context)
             return answer
 
     async def _stream(self, _: Any, context: Any) -> None:
-        await _finish_call(context, await self._call(SERVICE, _STREAM, context, partial(self._run_stream, context)))
+        metadata = context.invocation_metadata() or ()
+        await _finish_call(context, await self._call(SERVICE, _STREAM, metadata, partial(self._run_stream, context)))
 
     async def _run_stream(self, context: Any, call: "_OpenCall") -> None:
         """raises StatusError, MillraceError"""
@@ -161,8 +155,8 @@ class GrpcServer:
 
         ends_with_error = call.metadata.get("triton_grpc_error") == "true"
         caller, write_s = self._caller(call), self._serving.settings.write_timeout_s
-        lease = partial(self._send_budget.lease, context.peer())
-        admit = partial(self._admitted, lease())
+        lease = partial(self._send_budget.lease, context.peer)
+        admit = partial(_Admission, self._backend, lease())
         stream = Stream(self._front, admit, lease, write_s, ends_with_error, caller, call.grant)
         self._streams.add(stream)
         try:
@@ -184,23 +178,12 @@ class GrpcServer:
             self._guard.forwarded_headers(metadata), self._front.parent(metadata), call.bill, tenant, owner
         )
 
-    @contextmanager
-    def _admitted(self, lease: SendBudgetLease, n_bytes: int, is_control: bool = False) -> Iterator[None]:
-        """Admit a message of n_bytes while it is answered. raises BusyError, StatusError, HttpError"""
-        if not is_control:
-            lease.check()
-        bodies = self._backend.bodies
-        with bodies.receiving("") as incoming:
-            bodies.count_decompressed(incoming, n_bytes)
-            with self._backend.admitted(is_control):
-                yield
-
     async def _call(
-        self, service: str, name: str, context: Any, work: Callable[["_OpenCall"], Awaitable[T]]
+        self, service: str, name: str, raw_metadata: Metadata, work: Callable[["_OpenCall"], Awaitable[T]]
     ) -> "T | _Refusal":
         """Run the work of one call, turn errors into a status, and log the call."""
-        began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
-        entry = RequestLog("GRPC", service + name, request_id_of(_header(metadata, "x-request-id")))
+        began_s, metadata = time.perf_counter(), _texts(raw_metadata)
+        request_id = request_id_of(_header(metadata, "x-request-id"))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
         call = _OpenCall(metadata)
         self._serving.load.n += 1
@@ -220,17 +203,24 @@ class GrpcServer:
         except grpc.aio.InternalError:  # of a write: its client is gone, and gRPC is about to cancel it
             raise asyncio.CancelledError from None
         except Exception as error:  # a bug of ours must cost one call and not the server; the log has it all
-            log.exception("call %s: a bug in the server", entry.request_id)
+            log.exception("call %s: a bug in the server", request_id)
             without_frames(error)
             code, details = grpc.StatusCode.INTERNAL, BUG.message
         finally:
             self._serving.load.n -= 1
-            entry.prompt_tokens, entry.generated_tokens = call.bill.prompt or None, call.bill.generated or None
+            total_ms, prompt, generated = (time.perf_counter() - began_s) * 1e3, call.bill.prompt, call.bill.generated
             if call.grant is not None:
                 call.grant.end(call.bill.take())
-            entry.status, entry.error = code.value[0], details or None
-            entry.total_ms = (time.perf_counter() - began_s) * 1e3
-            log_request(entry)
+            if name == _INFER and not (prompt or generated):
+                self._backend.log.add("GRPC", service + name, request_id, code.value[0], total_ms, details)
+            else:
+                entry = RequestLog("GRPC", service + name, request_id, code.value[0], total_ms)
+                entry.prompt_tokens, entry.generated_tokens, entry.error = (
+                    prompt or None,
+                    generated or None,
+                    details or None,
+                )
+                log_request(entry)
         return _Refusal(code, details)
 
     def _refusal(self, error: MillraceError) -> tuple[grpc.StatusCode, str]:
@@ -241,6 +231,55 @@ class GrpcServer:
             return grpc.StatusCode.RESOURCE_EXHAUSTED, problem.message
         busy = problem.status in (429, 503)
         return grpc.StatusCode.UNAVAILABLE if busy else grpc.StatusCode.INTERNAL, problem.message
+
+
+class _UnaryMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
+    """The unary methods. grpcio passes it the metadata of each call, which its context would copy once more."""
+
+    def __init__(self, handle: Callable[[str, str, Metadata, bytes, Any], Awaitable[bytes]]) -> None:
+        self._handle = handle
+        self._methods = {SERVICE + name: (SERVICE, name) for name in _UNARY} | {f"{_HEALTH}Check": (_HEALTH, "Check")}
+
+    def service(self, handler_call_details: Any) -> Any:
+        method = self._methods.get(handler_call_details.method)
+        if method is None:
+            return None
+        metadata = handler_call_details.invocation_metadata or ()
+        return grpc.unary_unary_rpc_method_handler(partial(self._handle, *method, metadata))
+
+
+class _Admission:
+    """Context in which a message of n_bytes is answered.
+
+    is_control: always admit it, so that a model that hangs can be unloaded
+    Entering raises BusyError, StatusError, HttpError.
+    """
+
+    __slots__ = ("_backend", "_body", "_is_control", "_lease", "_n_bytes")
+
+    def __init__(
+        self, backend: RepositoryBackend, lease: SendBudgetLease, n_bytes: int, is_control: bool = False
+    ) -> None:
+        self._backend, self._lease, self._n_bytes, self._is_control = backend, lease, n_bytes, is_control
+        self._body: ExitStack | None = None  # the count of a large message
+
+    def __enter__(self) -> None:
+        if not self._is_control:
+            self._lease.check()
+        if self._n_bytes <= FREE_BYTES:
+            self._backend.enter(self._is_control)
+            return
+        with ExitStack() as body:
+            self._backend.bodies.count_decompressed(
+                body.enter_context(self._backend.bodies.receiving("")), self._n_bytes
+            )
+            self._backend.enter(self._is_control)
+            self._body = body.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._backend.leave()
+        if self._body is not None:
+            self._body.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +315,7 @@ async def _abort(context: Any, code: grpc.StatusCode, details: str) -> NoReturn:
     raise AssertionError("it raises")
 
 
-def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+def _texts(metadata: Metadata) -> dict[str, str]:
     """Return metadata by name as text; values of names that end in -bin are bytes."""
     return combine_duplicate_headers(
         ((key, one if isinstance(one, str) else one.decode("latin-1")) for key, one in metadata), ","

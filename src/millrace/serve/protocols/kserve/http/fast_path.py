@@ -128,6 +128,8 @@ class HttpFastPath(FastPath):
     def __init__(self, backend: RepositoryBackend, keys: ApiKeys, serving: ServerContext) -> None:
         self.backend, self.keys, self.serving = backend, keys, serving
         self.heads, self.infer_headers = HeadCache(backend.bodies.max_bytes), InferHeaderCache()
+        self._dates: Sequence[Header] = ()
+        self._date_lines = b""
 
     def remember(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
         if method == "POST" and path.endswith(b"/infer"):
@@ -148,6 +150,12 @@ class HttpFastPath(FastPath):
             return None
         exchange = InferExchange(self, head, model, grant.end, dates, connection)
         return exchange.begin(packet[head.n_bytes :], grant.tenant) or exchange
+
+    def date_lines(self, dates: Sequence[Header]) -> bytes:
+        """Return the lines of headers that every response has; uvicorn makes a new list each second."""
+        if dates is not self._dates:
+            self._dates, self._date_lines = dates, header_lines(dates)
+        return self._date_lines
 
     def _grant(self, head: RequestHead) -> Grant | None:
         """Return what the credentials of a head grant; None: the normal path refuses the request, and counts that."""
@@ -302,7 +310,7 @@ class InferExchange:
         return b"".join(
             (
                 status_line(reply.status),
-                header_lines(self._dates),
+                self._fast_path.date_lines(self._dates),
                 header_lines(reply.headers),
                 b"content-length: %d\r\nx-request-id: %b\r\n\r\n" % (len(reply.body), self._id.encode()),
             )

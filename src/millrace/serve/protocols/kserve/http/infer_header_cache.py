@@ -6,7 +6,6 @@ response.
 """
 
 import re
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from millrace.model_repository.models.model_version import Model
@@ -26,44 +25,45 @@ _ID = re.compile(rb'\{\s*"id"\s*:\s*"([ !#-\[\]-~]+)"\s*,')
 class InferHeader:
     """The JSON of requests, read and checked.
 
-    template: None if the JSON is not cached; response_json: the JSON of the last response, behind its `id`
+    template: None if the JSON is not cached
+    framing: the outputs of the last response, and the JSON that describes them, behind its `id`; None before the first
     """
 
     output_options: HttpOutputOptions
     template: InferTemplate | None = None
-    signature: OutputSignature = ()  # of the outputs that `response_json` describes
-    response_json: bytes = b""
+    framing: tuple[OutputSignature, bytes] | None = None
 
     def encode(self, model: Model, request: InferRequest, response: InferResponse) -> tuple[bytes, int | None]:
         """Encode a response as `encode_response`. raises StatusError"""
-        if self.template is None:
+        if self.template is None or response.parameters:
             return encode_response(model, request, response, self.output_options)
-        arrays = response.outputs
-        if response.parameters or not self.response_json or output_signature(arrays) != self.signature:
-            encoded = encode_response(model, request, response, self.output_options)
-            self._learn(request, response, *encoded)
-            return encoded
-        start = b'{"id":"%b",' % request.id.encode() if request.id else b"{"
-        body = b"".join((start, self.response_json, *[array.tobytes() for array in arrays.values()]))
-        return body, len(start) + len(self.response_json)
+        signature = output_signature(response.outputs)
+        if self.framing is None or self.framing[0] != signature:
+            body, n_json = encode_response(model, request, response, self.output_options)
+            if n_json is not None and self._has_only_numbers(response, len(body) - n_json):
+                self.framing = signature, body[len(_start(request)) : n_json]
+            return body, n_json
+        head = _start(request) + self.framing[1]
+        return b"".join((head, *[array.tobytes() for array in response.outputs.values()])), len(head)
 
-    def _learn(self, request: InferRequest, response: InferResponse, body: bytes, n_json: int | None) -> None:
-        """Remember the JSON of a response whose outputs are all binary numbers."""
-        arrays, options = response.outputs, self.output_options
-        is_plain = n_json is not None and not (response.parameters or options.n_classes or options.shared)
-        if not is_plain or any(array.dtype.hasobject for array in arrays.values()):
-            return
-        if sum(array.nbytes for array in arrays.values()) != len(body) - n_json:  # type: ignore[operator]
-            return
-        start = b'{"id":"%b",' % request.id.encode() if request.id else b"{"
-        self.signature, self.response_json = output_signature(arrays), body[len(start) : n_json]
+    def _has_only_numbers(self, response: InferResponse, n_bytes: int) -> bool:
+        """Return whether the `n_bytes` behind a response's JSON are the values of all its outputs."""
+        arrays = response.outputs.values()
+        if self.output_options.n_classes or any(array.dtype.hasobject for array in arrays):
+            return False
+        return sum(array.nbytes for array in arrays) == n_bytes
+
+
+def _start(request: InferRequest) -> bytes:
+    """Return how the JSON of a response begins. The id needs no escapes, because its request is cached."""
+    return b'{"id":"%b",' % request.id.encode() if request.id else b"{"
 
 
 class InferHeaderCache:
-    """The cached JSON of all requests of one server; the least recently used leaves first."""
+    """The cached JSON of all requests of one server. If it is full, it begins anew."""
 
     def __init__(self) -> None:
-        self._headers: OrderedDict[tuple[RequestValidator, bytes], InferHeader] = OrderedDict()
+        self._headers: dict[tuple[RequestValidator, bytes], InferHeader] = {}
 
     def read(
         self, body: bytes, n_json: int | None, model: Model, shared: TenantRegions | None
@@ -78,7 +78,6 @@ class InferHeaderCache:
         header = self._headers.get(key)
         if header is None or header.template is None or len(body) - n_json != header.template.n_bytes:
             return self._read_anew(body, n_json, model, shared, key, has_id=id_match is not None)
-        self._headers.move_to_end(key)
         places = [(body, n_json + offset) for offset in header.template.offsets]
         return header.template.fill(places, request_id), header
 
@@ -103,7 +102,7 @@ class InferHeaderCache:
         if has_id and read_infer(b"{" + key[1] + body[n_json:], 1 + len(key[1]), model.name, model.checker)[0].id:
             return request, header  # another member `id` counts
         header.template = template
+        if len(self._headers) >= MAX_HEADERS:
+            self._headers.clear()
         self._headers[key] = header
-        if len(self._headers) > MAX_HEADERS:
-            self._headers.popitem(last=False)
         return request, header
