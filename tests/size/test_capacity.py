@@ -73,8 +73,8 @@ def test_calls_in_a_row_are_under_load_what_a_request_is() -> None:
     """Bounds, Little's law, and waits that hold all calls: of a lone request those of the calls one by one."""
     calls = (Lengths(600, 10), Lengths(300, 20))
     row = Replica(make_serving(EIGHT, profile(H100, "fp8"), replace(calls[1], before=calls[:1]), SMALL))
-    first, second = (replica(call.n_input, call.n_output).alone.mean for call in calls)
-    alone = row.alone.mean
+    first, second = (replica(call.n_input, call.n_output).single_request.mean for call in calls)
+    alone = row.single_request.mean
     assert alone.e2e_s == pytest.approx(first.e2e_s + second.e2e_s)
     assert alone.ttft_s == pytest.approx(first.e2e_s + second.ttft_s) and alone.itl_s == pytest.approx(second.itl_s)
     assert row.full.rate <= row.bound(Limits()) and row.full.calls == ((600, 10), (300, 20))

@@ -101,12 +101,12 @@ class Collector:
         for delta in deltas:
             choice = self.output.outputs[delta.index]
             if delta.prompt_logprobs is not None and self.output.prompt_logprobs is not None and choice.index == 0:
-                self.output.prompt_logprobs += map(self._named, delta.prompt_logprobs)
+                self.output.prompt_logprobs += map(self._logprobs_by_id, delta.prompt_logprobs)
             choice.text += delta.text if self._text else ""
             choice.token_ids.extend(delta.token_ids)
             for token in delta.logprobs or ():
                 choice.logprobs = [] if choice.logprobs is None else choice.logprobs
-                choice.logprobs.append(self._named(token))
+                choice.logprobs.append(self._logprobs_by_id(token))
                 choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + token.logprob
             if delta.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
@@ -115,7 +115,7 @@ class Collector:
         self.output.finished = self._n_open == 0
         return sum(len(d.token_ids) for d in deltas)
 
-    def _named(self, token: TokenLogprobs) -> dict[int, Logprob]:
+    def _logprobs_by_id(self, token: TokenLogprobs) -> dict[int, Logprob]:
         """Return the chosen token and its alternatives, best first."""
         chosen = (token.token_id, token.logprob, token.rank)
         ranked = [chosen, *((i, p, rank) for rank, (i, p) in enumerate(token.top, 1) if i != token.token_id)]

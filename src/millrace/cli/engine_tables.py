@@ -182,14 +182,14 @@ class Tables:
 def candidate_losses(tables: Tables) -> list[tuple[str, str, str, str, str]]:
     """Return (precision, KL, perplexity ratio to fp32, agreement of the most likely token, bytes) of all candidates."""
 
-    def shown(x: float | None, form: str) -> str:
+    def format_number(x: float | None, form: str) -> str:
         return "-" if x is None else format(x, form)
 
     return [
         (
             p.name,
-            shown(p.kl, ".3g"),
-            f"x {shown(p.perplexity_ratio, '.3f')}",
+            format_number(p.kl, ".3g"),
+            f"x {format_number(p.perplexity_ratio, '.3f')}",
             f"{p.agreement:.1%}",
             size(p.weights_bytes),
         )

@@ -24,7 +24,7 @@ from millrace.compress.checkpoint.checkpoint_writer import TensorWriter, check_p
 from millrace.compress.checkpoint.compression_record import AppliedMethod, write_record
 from millrace.compress.checkpoint.tensor_layout import NAMES, Matrix, TensorLayout, described
 from millrace.compress.compression_plan import WEIGHT, CompressionPlan
-from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, lost
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, relative_loss
 from millrace.compress.methods.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.methods.quantization_grid import Array, rounded
 from millrace.compress.methods.structured_pruning import config_of as pruned_config
@@ -87,8 +87,8 @@ def rounded_alone(plan: CompressionPlan, name: str, x: InputStatistics | None = 
         )
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
-    off = lost(w, matrix, x)
-    nearest = lost(w, rounded(w, treatment.grid(form.group)), x) if SEARCHES[treatment.search] else None
+    off = relative_loss(w, matrix, x)
+    nearest = relative_loss(w, rounded(w, treatment.grid(form.group)), x) if SEARCHES[treatment.search] else None
     return CompressedPiece({name: matrix}, {name: off}, figures={name: figures(w, form.group, off, x, nearest=nearest)})
 
 

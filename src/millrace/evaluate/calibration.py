@@ -48,16 +48,16 @@ class Calibration:
 
         raises as `every`
         """
-        return _some(self.every(tokenizer, max_context))
+        return _sampled(self.all_windows(tokenizer, max_context))
 
     def held_out(self, tokenizer: Tokenizer, max_context: int) -> Windows | None:
         """Return as many other windows of the text that do not overlap with those; None if there are not enough."""
-        every = self.every(tokenizer, max_context)
-        used = {ids.tobytes() for ids in _some(every).ids}
-        left = [ids for ids in every.ids if ids.tobytes() not in used]
-        return _some(replace(every, ids=np.stack(left))) if left else None
+        all_windows = self.all_windows(tokenizer, max_context)
+        used = {ids.tobytes() for ids in _sampled(all_windows).ids}
+        left = [ids for ids in all_windows.ids if ids.tobytes() not in used]
+        return _sampled(replace(all_windows, ids=np.stack(left))) if left else None
 
-    def every(self, tokenizer: Tokenizer, max_context: int) -> Windows:
+    def all_windows(self, tokenizer: Tokenizer, max_context: int) -> Windows:
         """Return all windows of the text. raises ConfigError if the text, or the context, is too short for one"""
         if max_context < SHORTEST:
             raise ConfigError(
@@ -81,5 +81,5 @@ class Calibration:
         return result
 
 
-def _some(every: Windows) -> Windows:
+def _sampled(every: Windows) -> Windows:
     return every.spread(min(len(every.ids), TOKENS // int(every.ids.shape[1])))

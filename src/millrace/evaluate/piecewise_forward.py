@@ -68,7 +68,7 @@ def answers(read_text: ReadText, vocab_size: int) -> Iterator[Answers]:
     with closing(loaded(read_text.last, text, vocab_size)) as executor:
 
         def of(window: int) -> LogProbs:
-            piece = Piece(read_text.last, executor, _of(read_text.carried, window))
+            piece = Piece(read_text.last, executor, _carried_rows(read_text.carried, window))
             return log_probabilities(piece, text.ids[window], text.first)
 
         yield of
@@ -94,12 +94,12 @@ def _windows(
 ) -> Iterable[NDArray[np.float32]]:
     """Yield the piece's outputs for each window."""
     for window, ids in enumerate(text.ids):
-        piece = Piece(program, executor, _of(carried, window))
+        piece = Piece(program, executor, _carried_rows(carried, window))
         piece.run(step_of(ids, 0, len(ids), ()))
         yield piece.output(CARRIED).astype(np.float32, copy=False)
 
 
-def _of(carried: NDArray[np.float32] | None, window: int) -> NDArray[np.float32] | None:
+def _carried_rows(carried: NDArray[np.float32] | None, window: int) -> NDArray[np.float32] | None:
     return None if carried is None else carried[window]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from millrace.errors import GraphError
 from millrace.graph.dims import parse_dim
 from millrace.graph.expressions import tuples
-from millrace.graph.shape_rules import named
+from millrace.graph.shape_rules import find_operator
 from millrace.graph.types import Array, Constant, DType, Graph, Node, Operators, Port, Shape, Value
 from millrace.graph.verify import verify
 
@@ -70,7 +70,7 @@ def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
     nodes = []
     for result in table["nodes"]:
         attrs = {k: _dims(v) if k == "shape" else tuples(v) for k, v in result["attrs"].items()}
-        sources, operator = tuple(values[i] for i in result["inputs"]), named(operators, result["op"])
+        sources, operator = tuple(values[i] for i in result["inputs"]), find_operator(operators, result["op"])
         types = [v.dtype for v in operator.results(sources, attrs)]
         outputs = tuple(Value(_dims(shape), dtype) for shape, dtype in zip(result["shapes"], types, strict=True))
         nodes.append(Node(operator, sources, outputs, attrs, tuple(result["origin"])))

@@ -11,7 +11,7 @@ def illegal(op: str, what: str, expected: str) -> GraphError:
     return GraphError(f"{op}: {what}", expected, "change the model's forward(), or the pass that wrote this")
 
 
-def named(operators: Operators, name: str) -> Operator:
+def find_operator(operators: Operators, name: str) -> Operator:
     """Return an operator that models may use. raises GraphError for an unknown name"""
     operator = operators.get(name)
     if operator is None or operator.fused:

@@ -204,7 +204,7 @@ def trace_model(
     results: object = model(*(Tensor(trace, port.value) for port in inputs))
     for _, parameter in model.parameters():
         parameter._trace = None
-    outputs = (*_named(model, results), *(Port(name, _result_of(trace, name, len(inputs))) for name in keep))
+    outputs = (*_output_ports(model, results), *(Port(name, _result_of(trace, name, len(inputs))) for name in keep))
     return verify(Graph(inputs, outputs, tuple(trace.nodes)), after="trace")
 
 
@@ -232,7 +232,7 @@ def _signature(model: Module) -> Signature:
     return signature
 
 
-def _named(model: Module, results: object) -> tuple[Port, ...]:
+def _output_ports(model: Module, results: object) -> tuple[Port, ...]:
     """Name the results of forward() by the signature."""
     names = model.signature.outputs
     tensors = results if isinstance(results, tuple) else (results,)

@@ -12,7 +12,7 @@ from millrace.errors import GraphError
 from millrace.graph.dims import divide, product
 from millrace.graph.expressions import Tree
 from millrace.graph.rewrite import make_node
-from millrace.graph.shape_rules import named
+from millrace.graph.shape_rules import find_operator
 from millrace.graph.types import Dim, Node, Operators, Shape, Value
 
 Number = int | float
@@ -39,7 +39,7 @@ class Trace:
         self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, ...]:
         """Add an operator, and return all outputs. raises GraphError for inputs that it does not take"""
-        operator, where = named(self.operators, op), self.scope[-1]
+        operator, where = find_operator(self.operators, op), self.scope[-1]
         try:
             node = make_node(operator, tuple(t.value for t in inputs), attrs or {}, (where,))
         except GraphError as error:

@@ -41,11 +41,11 @@ class OccupancySpans:
 
 def sequences(recording: Recording) -> OccupancySpans:
     """Return the spans of sequences, one per choice. The recording must have durations."""
-    starts, ends = _stays(recording)
+    starts, ends = _residence_times(recording)
     return OccupancySpans(starts, ends, recording.choices)
 
 
-def _stays(recording: Recording) -> tuple[Floats, Floats]:
+def _residence_times(recording: Recording) -> tuple[Floats, Floats]:
     """Return starts and ends of requests; empty spans get the smallest positive length."""
     assert recording.stay_s is not None
     starts = recording.at_s
@@ -73,7 +73,7 @@ def page_spans(recording: Recording, *, retained: bool) -> OccupancySpans:
     retained: shared prefixes also stay between their first and last request, so that nothing is recomputed
     """
     r, of_block = recording, block_pages(recording)
-    starts, ends = _stays(r)
+    starts, ends = _residence_times(r)
     _, names, uses = np.unique(r.block_id, return_inverse=True, return_counts=True)
     shared = uses[names] > 1
     own = pages(r) - np.bincount(r.block_of[shared], of_block[shared], minlength=len(r)).astype(np.int64)

@@ -83,13 +83,13 @@ def rows(lines: Lines, path: Path) -> Iterator[AzureRow]:
     """Yield the rows of Azure's trace; the first line is its header. raises ConfigError"""
     number, head = next(lines)
     if _fields(path, number, head) != AZURE.split(","):
-        raise_line_error(path, number, _shown(head), AZURE)
+        raise_line_error(path, number, _printable(head), AZURE)
     for number, line in lines:
         fields = _fields(path, number, line)
         try:
             at, n_input, n_output = datetime.fromisoformat(fields[0]), *map(int, fields[1:])
         except ValueError:
-            raise_line_error(path, number, _shown(line), AZURE)
+            raise_line_error(path, number, _printable(line), AZURE)
         if not (0 <= n_input <= MAX_TOKENS and 0 <= n_output <= MAX_TOKENS):
             raise_line_error(path, number, f"{n_input} and {n_output} tokens", f"0 to {MAX_TOKENS}")
         at_s = ((at if at.tzinfo else at.replace(tzinfo=UTC)) - _EPOCH).total_seconds()
@@ -103,7 +103,7 @@ def _fields(path: Path, number: int, line: bytes) -> list[str]:
         raise_line_error(path, number, f"no CSV: {error}", AZURE)
 
 
-def _shown(line: bytes) -> str:
+def _printable(line: bytes) -> str:
     return sanitize(line.decode(errors="replace").strip()[:_SHOWN])
 
 

@@ -138,9 +138,9 @@ def test_names_that_leave_the_folder(tmp_path: Path, name: str) -> None:
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     warm = "model_warmup { name: 'w' batch_size: 1 inputs { key: 'x' value { data_type: TYPE_INT8 dims: 2\n"
     warm += " input_data_file: 'raw' } } }"
-    named = "input_name: 'a' output_name: 'b' data_type: TYPE_INT16 dims: 2 "
+    find_by_name = "input_name: 'a' output_name: 'b' data_type: TYPE_INT16 dims: 2 "
     first = "initial_state { name: 'z' data_type: TYPE_INT16 dims: 2\n data_file: 'zero' }"
-    state = "\nsequence_batching { state { " + named + first + " } }"
+    state = "\nsequence_batching { state { " + find_by_name + first + " } }"
     found = model(tmp_path, {"1/": "", "config.pbtxt": "default_model_filename: 'model.py'\n" + warm + state})
     assert said(found, tmp_path) == [
         "m/config.pbtxt:1:1 there is no m/1/model.py", "m/config.pbtxt:3:2 there is no m/warmup/raw",
@@ -259,10 +259,10 @@ def test_a_step_is_no_path(tmp_path: Path, step: str, namespacing: bool) -> None
     files = {f"{name}/1/": "" for name in ("r/e", "r/.hidden", "secret")}
     write(tmp_path, files | {"r/e/config.pbtxt": STEP % (ENDS, step)})
     of = Repositories((tmp_path / "r",), namespacing=namespacing)
-    (one,) = of.named("e")
+    (one,) = of.find_by_name("e")
     read = of.read(one)
     assert read is not None and of.steps_of(read, one, {}) == {} and of.read(ModelId("", step)) is None
-    assert of.named(step) == [ModelId("", step)]
+    assert of.find_by_name(step) == [ModelId("", step)]
     missing = f"ensemble {one} contains models that are not available or ambiguous: "
     (problem,) = read.problems
     assert problem.what.startswith(missing if step else "must specify 'model_name' in step 0")

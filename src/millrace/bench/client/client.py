@@ -230,7 +230,7 @@ class _Exchange:
         try:
             text = self._endpoint.on_event(self.answer, data)
         except _NOT_JSON as error:
-            return self.fail(Failure.MALFORMED, f"{error}: {_shown(data)}")
+            return self.fail(Failure.MALFORMED, f"{error}: {_printable(data)}")
         if text is not None:
             self.answer.chunk_s.append(at_s)
             if self._keep_text:
@@ -250,7 +250,7 @@ class _Exchange:
         answer, rest = self.answer, bytes(self._rest)
         answer.end_s = at_s
         if answer.status != 200:
-            answer.fail(Failure.STATUS, f"status {answer.status}: {_shown(rest)}")
+            answer.fail(Failure.STATUS, f"status {answer.status}: {_printable(rest)}")
         elif not self._is_stream:
             self._take_body(rest)
         elif answer.finish_reason is None:
@@ -264,9 +264,9 @@ class _Exchange:
         try:
             text = self._endpoint.on_body(self.answer, data)
         except _NOT_JSON as error:
-            return self.fail(Failure.MALFORMED, f"{error}: {_shown(data)}")
+            return self.fail(Failure.MALFORMED, f"{error}: {_printable(data)}")
         if self._endpoint.streams and text is None:
-            self.answer.fail(Failure.EMPTY, f"the answer holds no text: {_shown(data)}")
+            self.answer.fail(Failure.EMPTY, f"the answer holds no text: {_printable(data)}")
         elif text is not None and self._keep_text:
             self.answer.text = text
         return None
@@ -331,7 +331,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            exchange.fail(Failure.MALFORMED, f"not HTTP: {error}: {_shown(data)}")
+            exchange.fail(Failure.MALFORMED, f"not HTTP: {error}: {_printable(data)}")
         if not exchange.answer.status:
             self._n_head += len(data)
             if self._n_head > MAX_HEAD_BYTES:
@@ -362,5 +362,5 @@ class _Connection(asyncio.Protocol):
             self._exchange.on_end(self._at_s)
 
 
-def _shown(data: bytes) -> str:
+def _printable(data: bytes) -> str:
     return data[:_SHOWN].decode(errors="replace")

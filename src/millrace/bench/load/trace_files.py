@@ -111,7 +111,7 @@ def _entry(line: str, path: Path, number: int, max_tokens: int | None, seed: int
             raise_line_error(path, number, f'"timestamp" is {at_ms!r}', "milliseconds")
         at_s = at_ms / 1e3
     if "input_length" not in fields:
-        return _fixed_entry(at_s, _turns(fields, path, number, max_tokens))
+        return _fixed_entry(at_s, _read_turns(fields, path, number, max_tokens))
     n_input, n_output = _count(fields, "input_length", path, number), _count(fields, "output_length", path, number)
     ids = fields.get("hash_ids", [])
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
@@ -146,7 +146,7 @@ def _trace_entry(
     return TraceEntry(at_s, turns)
 
 
-def _turns(fields: Mapping[str, Any], path: Path, line: int, max_tokens: int | None) -> tuple[Turn, ...]:
+def _read_turns(fields: Mapping[str, Any], path: Path, line: int, max_tokens: int | None) -> tuple[Turn, ...]:
     if isinstance(turns := fields.get("turns"), list) and turns:
         return tuple(_turn(t, path, line, max_tokens) for t in turns)
     if isinstance(messages := fields.get("messages"), list) and messages:

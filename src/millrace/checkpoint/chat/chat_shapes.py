@@ -51,22 +51,22 @@ class TemplateProbe:
 
         def all_shown(texts: _Texts) -> bool:
             plain, lists = texts(_FIRST), texts(_parts(_FIRST, _SECOND))
-            shown = [_shows(text, _FIRST, _SECOND) for text in lists]
+            is_rendered = [_shows(text, _FIRST, _SECOND) for text in lists]
             dumped = any(_n_dumped(text) > _n_dumped(base) for text, base in zip(lists, plain, strict=True))
             needed = [_shows(text, _FIRST) for text in plain]
-            return any(shown) and not dumped and all(s or not n for s, n in zip(shown, needed, strict=True))
+            return any(is_rendered) and not dumped and all(s or not n for s, n in zip(is_rendered, needed, strict=True))
 
         return bool(self._cached("list", message, has_tools, all_shown))
 
     def text_renders(self, message: Message, has_tools: bool) -> bool:
         """Whether a string is rendered. False only if a list of one part is rendered instead."""
 
-        def shown(texts: _Texts) -> bool:
+        def is_rendered(texts: _Texts) -> bool:
             if any(_shows(text, _FIRST) for text in texts(_FIRST)):
                 return True
             return not any(_shows(text, _FIRST) and not _n_dumped(text) for text in texts(_parts(_FIRST)))
 
-        return bool(self._cached("text", message, has_tools, shown))
+        return bool(self._cached("text", message, has_tools, is_rendered))
 
     def empty(self, message: Message, has_tools: bool) -> object:
         """Return how to represent a content without text: "", ABSENT or None, whichever renders.

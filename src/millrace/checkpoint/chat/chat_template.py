@@ -63,7 +63,7 @@ class ChatTemplate:
     def source_for(self, has_tools: bool) -> str:
         return self.sources[self.name_for(has_tools)]
 
-    def another(self) -> "ChatTemplate":
+    def separate_copy(self) -> "ChatTemplate":
         """Return the same template with a separate process, for callers that must not wait for other renderings."""
         return ChatTemplate(self.sources, self._variables, self._limits)
 

@@ -63,7 +63,9 @@ class GgufTensors(Tensors):
             tensor = file.tensors.get(gguf_name)
             if tensor is None:
                 raise CheckpointError(
-                    f"{file.path} has no tensor {gguf_name}", f"a file of {len(expected)} tensors", _again(file.path)
+                    f"{file.path} has no tensor {gguf_name}",
+                    f"a file of {len(expected)} tensors",
+                    _download_hint(file.path),
                 )
             if tensor.shape != shape:
                 raise _misshapen(file, tensor, shape)
@@ -99,7 +101,7 @@ class GgufTensors(Tensors):
         blocks, rows = self._blocks(name), self[name].shape[0]
         slabs = [in_codes(self._stored[name].type, blocks[i : i + _SLAB]) for i in range(0, len(blocks), _SLAB)]
         matrix = replace(combined(slabs, np.concatenate), bits=bits)
-        return matrix.each(lambda array: self._reordered(name, array.reshape(rows, -1)))
+        return matrix.map_rows(lambda array: self._reordered(name, array.reshape(rows, -1)))
 
     def activation_bits(self, name: str) -> int:
         """Return the activation bits that llama.cpp uses."""
@@ -141,7 +143,9 @@ def rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:
         raise _misshapen(file, tensor, (config.head_dim // 2,))
     values = read_span(file.path, file.state, tensor.offset, tensor.nbytes).view("<f4")
     if not (np.isfinite(values) & (values > 0)).all():
-        raise CheckpointError(f"{file.path}: {ROPE_FREQS} has {values.min()}", "numbers above zero", _again(file.path))
+        raise CheckpointError(
+            f"{file.path}: {ROPE_FREQS} has {values.min()}", "numbers above zero", _download_hint(file.path)
+        )
     return tuple(values.tolist())
 
 
@@ -184,8 +188,8 @@ def _moved_heads(gguf_name: str, c: ModelConfig) -> int | None:
 
 def _misshapen(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...]) -> CheckpointError:
     what = f"{file.path}: {tensor.name} is {tensor.shape} {tensor.type.name}"
-    return CheckpointError(what, f"{shape}, by the file's metadata", _again(file.path))
+    return CheckpointError(what, f"{shape}, by the file's metadata", _download_hint(file.path))
 
 
-def _again(path: Path) -> str:
+def _download_hint(path: Path) -> str:
     return f"download {path.name} again, or convert the original checkpoint with llama.cpp's convert_hf_to_gguf.py"

@@ -39,7 +39,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self._legacy = config.legacy
         pieces = _pieces(self._model, path)
         added = dict(config.added)
-        named = _named(self._model, config)
+        named = _special_tokens(self._model, config)
         special_texts = {*named.values(), *config.special}
         bos, eos = (self._id(path, named, added, pieces, name) for name in ("bos_token", "eos_token"))
         self._added = {i: token for i, token in added.items() if i >= size or token.content not in pieces}
@@ -189,7 +189,7 @@ def _unreadable(path: Path, reason: str) -> CheckpointError:
     )
 
 
-def _named(model: sentencepiece.SentencePieceProcessor, config: TokenizerConfig) -> dict[str, str]:
+def _special_tokens(model: sentencepiece.SentencePieceProcessor, config: TokenizerConfig) -> dict[str, str]:
     """Return the special tokens: tokenizer_config.json's, otherwise the model's own."""
     own = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
     return {name: model.id_to_piece(i) for name, i in own.items() if i >= 0} | dict(config.named)

@@ -100,7 +100,7 @@ class AnswerParser:
         return self._read()
 
     @property
-    def _ended(self) -> bool:
+    def _is_text_over(self) -> bool:
         """Whether no text follows `_text`."""
         return self._flushed and not self._coming
 
@@ -148,7 +148,7 @@ class AnswerParser:
         begin = self._thoughts.begin if self._thoughts else ""
         if begin and text.startswith(begin):
             return self._enter(self._begin_thinking, text[len(begin) :])
-        if begin and begin.startswith(text) and not self._ended:
+        if begin and begin.startswith(text) and not self._is_text_over:
             return False
         return self._enter(self._begin_answer, self._text)
 
@@ -172,7 +172,12 @@ class AnswerParser:
 
     def _begin_answer(self) -> bool:
         text = self._text.lstrip()
-        if self._format is None or not self._format.bare or (text and text[0] != "{") or (self._ended and not text):
+        if (
+            self._format is None
+            or not self._format.bare
+            or (text and text[0] != "{")
+            or (self._is_text_over and not text)
+        ):
             self._pending = self._seemed_at = None
             return self._enter(self._talk, self._text)
         self._pending, self._seemed_at = [self._text[: len(self._text) - len(text)]], self._at
@@ -213,7 +218,7 @@ class AnswerParser:
         if header is not None:
             self._call(header["name"])
             return self._enter(self._arguments, text[header.end() :])
-        if self._format.header and len(text) < MAX_HEADER and not self._ended:
+        if self._format.header and len(text) < MAX_HEADER and not self._is_text_over:
             return False
         return self._not_a_call(self._text, MAX_HEADER if self._format.header else 1)
 
@@ -221,7 +226,7 @@ class AnswerParser:
         """Whether the text from `at` may be an incomplete mark, or is empty."""
         n = len(self._text) - at
         short = n < MAX_HEADER and any(len(m) > n and m.startswith(self._text[at:]) for m in marks)
-        return short and bool(self.n_calls or not self._ended)
+        return short and bool(self.n_calls or not self._is_text_over)
 
     def _begin_object(self, text: str) -> bool:
         self._object = CallObject()
@@ -233,8 +238,8 @@ class AnswerParser:
         is_begun = call.name is not None
         call.push(self._take_all())
         if call.name is None:
-            was_cut_off = self._ended and not call.broken and self.n_calls > 0
-            return (call.broken or self._ended) and not was_cut_off and self._not_a_call(call.text, call.n_taken)
+            was_cut_off = self._is_text_over and not call.broken and self.n_calls > 0
+            return (call.broken or self._is_text_over) and not was_cut_off and self._not_a_call(call.text, call.n_taken)
         if not is_begun:
             if not self._is_marked and call.name not in self._tools:
                 return self._not_a_call(call.text, call.n_taken)
@@ -298,7 +303,7 @@ class AnswerParser:
 
     def _certain(self, marks: Iterable[str]) -> str:
         """Consume the text that belongs to the current part whatever follows; trailing white space may be dropped."""
-        if self._ended:
+        if self._is_text_over:
             return self._take_all()
         text = self._text
         n_held = max((_overlap(text, mark) for mark in marks), default=0)

@@ -85,7 +85,7 @@ class QuantisedMatrix:
             return self.values() * self.scales.astype(np.float64)
         return self.codes * self._wide(self.group_scales()) + self._wide(self.group_minimums())
 
-    def each(self, change: Callable[[Array], Array]) -> "QuantisedMatrix":
+    def map_rows(self, change: Callable[[Array], Array]) -> "QuantisedMatrix":
         """Apply the same change of rows to all arrays."""
         arrays: dict[str, Any] = {name: change(array) for name, array in self._arrays().items()}
         return replace(self, **arrays)

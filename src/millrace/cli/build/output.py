@@ -110,7 +110,8 @@ def show_traffic(figures: Figures) -> None:
     heading(f"{c.name}: {len(c.recording):,} requests in {format_duration(c.recording.span_s)}{of}")
     rows = [(name, _lengths(p.lengths[name])) for name in ("input", "output")]
     rows += [
-        (NAMES[choice.setting], _line(choice, _shown(choice.value), _shown(choice.default))) for choice in c.choices
+        (NAMES[choice.setting], _line(choice, _format_value(choice.value), _format_value(choice.default)))
+        for choice in c.choices
     ]
     kv = TrafficChoice("kv_memory", None, None, "traffic", figures.reason())
     rows += [("KV memory", _line(kv, size(figures.kv_bytes), size(figures.default_kv_bytes)))]
@@ -136,7 +137,7 @@ def _line(choice: TrafficChoice, value: str, default: str) -> str:
     return f"{value} ({by}): {choice.reason}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:g} s" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -101,7 +101,7 @@ def agreement_with(options: EvalOptions) -> None:
     heading(f"{mine.model} beside {other['model']} ({other['precision']})")
     pairs(
         [
-            *_shown(result),
+            *_table_rows(result),
             ("window", f"{window:,} tokens, whose second half is scored"),
             ("BOS", bos),
             ("tokens", f"{result.n:,} predicted, in {n_windows:,} windows"),
@@ -155,7 +155,7 @@ def _text(options: EvalOptions) -> str:
     return read_text(options.data, "--data", _MAX_BYTES, "a text file, like WikiText's wiki.test.raw")
 
 
-def _shown(result: Agreement) -> list[tuple[str, str]]:
+def _table_rows(result: Agreement) -> list[tuple[str, str]]:
     median, high, largest = result.at.values()
     return [
         ("mean KL", f"{with_error(result.divergence, '.6f')} nats a token"),

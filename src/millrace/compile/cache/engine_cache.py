@@ -85,7 +85,7 @@ class EngineCache:
             return entry
         return None
 
-    def named(self, name: str) -> list[CacheEntry]:
+    def find_by_name(self, name: str) -> list[CacheEntry]:
         """Return the engine of this name, or all engines of the model. raises ConfigError if there is none"""
         result = self._called(name)
         if not result:
@@ -107,7 +107,7 @@ class EngineCache:
 
     def remove(self, names: Iterable[str]) -> list[CacheEntry]:
         """Remove the engines of these names: all, or none if one is missing or in use. raises ConfigError"""
-        entries = list({e.name: e for name in names for e in self.named(name)}.values())
+        entries = list({e.name: e for name in names for e in self.find_by_name(name)}.values())
         for entry in entries:
             if in_use(entry.folder):
                 raise _in_use(entry.name)

@@ -18,7 +18,7 @@ MAX_ENTRIES, _LIMIT = 16, 1 << 18  # machines, and bytes of the file
 def keep_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
     """Store a roofline and drop the oldest; return the file. raises OSError if the cache cannot be written"""
     key, path = machine_key(isa, roofline.threads), _path(cache)
-    older = [(k, v) for k, v in _all(path).items() if k != key][1 - MAX_ENTRIES :]
+    older = [(k, v) for k, v in _read_all(path).items() if k != key][1 - MAX_ENTRIES :]
     path.parent.mkdir(parents=True, exist_ok=True)
     table = dict([*older, (key, roofline)])
     write_whole(path, msgspec.json.format(msgspec.json.encode(table), indent=1))
@@ -27,14 +27,14 @@ def keep_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
 
 def kept_roofline(cache: Path, isa: str, threads: int) -> Roofline | None:
     """Return the measured roofline; None if there is none, or the file is damaged: `millrace doctor` rewrites it."""
-    return _all(_path(cache)).get(machine_key(isa, threads))
+    return _read_all(_path(cache)).get(machine_key(isa, threads))
 
 
 def _path(cache: Path) -> Path:
     return cache / "rooflines.json"
 
 
-def _all(path: Path) -> dict[str, Roofline]:
+def _read_all(path: Path) -> dict[str, Roofline]:
     try:
         if path.stat().st_size > _LIMIT:
             return {}

@@ -142,7 +142,7 @@ class ProgramBuilder(ProgramWriter):
 
     def new(self, value: Value, name: str, storage: Storage = DENSE) -> View:
         of_row = _row_bytes(value) if storage == DENSE else row_bytes(storage.format, value.width, storage.group)
-        buffer = self._buffer(name, of_row * self._sizes.most(value.rows))
+        buffer = self._buffer(name, of_row * self._sizes.upper_bound(value.rows))
         view = View(buffer, 0, of_row, self.extent(value.rows), storage)
         self._views[value] = view
         return view

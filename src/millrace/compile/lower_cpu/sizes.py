@@ -30,11 +30,11 @@ class SizeTable:
                     f"the network has more than {MAX_SIZES} distinct dimensions", "fewer distinct dimensions",
                     "split the network",
                 )  # fmt: skip
-            self._derived.append(Size(dim, self.most(dim)))
+            self._derived.append(Size(dim, self.upper_bound(dim)))
             self._numbers[dim] = len(self._numbers)
         return self._numbers[dim]
 
-    def most(self, dim: Dim) -> int:
+    def upper_bound(self, dim: Dim) -> int:
         """Return the largest value of a dimension. raises ConfigError"""
         _, most = range_of(dim, self._ranges)
         if most > MOST:

@@ -75,7 +75,7 @@ def engine_from_folder(
             bound=weights.bound,
         )  # fmt: skip
         head = head_of(graph)
-        chosen = _settled(engine, build, _precision(manifest, alone, head.origin[0] if head else None), alone)
+        chosen = _resolve_options(engine, build, _precision(manifest, alone, head.origin[0] if head else None), alone)
         _check_graph(folder, graph, chosen, manifest)
         model, needs = planned(traced, chosen, gpu)
     notes = (*manifest.notes, *_priced(manifest))
@@ -88,7 +88,9 @@ def engine_from_folder(
     )  # fmt: skip
 
 
-def _settled(engine: Engine, build: BuildSettings, precision: PrecisionMap, alone: GpuPrecision) -> ResolvedOptions:
+def _resolve_options(
+    engine: Engine, build: BuildSettings, precision: PrecisionMap, alone: GpuPrecision
+) -> ResolvedOptions:
     manifest, (batch, tokens) = engine.manifest, (GPU_BATCH, GPU_STEP_TOKENS)
     if manifest.is_encoder:
         batch, tokens = ENCODER_BATCH, ENCODER_STEP_TOKENS

@@ -32,7 +32,7 @@ class GpuPrecision:
     name: str = ""
     is_own: bool = False
 
-    def named(self, precision: str) -> str:
+    def gpu_name(self, precision: str) -> str:
         """Return the name on a GPU for a CPU's precision."""
         return self.name if IN_PLACE_OF.get(self.name) == precision else precision
 
@@ -47,7 +47,7 @@ class GpuPrecision:
 
     def floats(self, table: str) -> str:
         """Return the type of activations and unquantized weights. table: "f32" or "bf16", as in ResolvedOptions"""
-        return self.named("fp32" if table == "f32" else "bf16")
+        return self.gpu_name("fp32" if table == "f32" else "bf16")
 
     def check_kept(self, dtype: str | None) -> None:
         """Check a requested KV format. raises EngineError for bfloat16 in a float16 model, whose 16-bit type differs"""
@@ -89,7 +89,7 @@ class GpuPrecision:
 
     def described(self, precisions: Mapping[str, str]) -> dict[str, str]:
         """Return precisions as in manifests."""
-        return {pattern: self.named(precision) for pattern, precision in precisions.items()}
+        return {pattern: self.gpu_name(precision) for pattern, precision in precisions.items()}
 
 
 def gpu_precision(

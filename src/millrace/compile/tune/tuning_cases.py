@@ -77,7 +77,7 @@ def cases_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> list[Case]:
         sizes = sorted({min(n, m.max_step_tokens) for n in ENCODER_ROWS}, reverse=True)
         return [Case(n, partial(_texts, m, n), _PREFILL) for n in sizes]
     if not m.is_language_model:
-        step = partial(_anything, m)
+        step = partial(_placeholder_inputs, m)
         return [Case(s.usual, step, _knobs(s.usual), frozenset({i})) for i, s in enumerate(m.symbols)]
     n_pages, vocab = pages_of(engine, rows), m.vocab_size
     contexts = {n: min(n_pages // n * PAGE_TOKENS, m.max_context) for n in rows.decode if n <= m.max_sequences}
@@ -103,7 +103,7 @@ def _knobs(rows: int, context: int = 0) -> tuple[str, ...]:
 _PREFILL = ("tile_rows", "task_panels", "task_rows")
 
 
-def _anything(m: Manifest) -> dict[str, NDArray[np.generic]]:
+def _placeholder_inputs(m: Manifest) -> dict[str, NDArray[np.generic]]:
     """Return inputs of the usual sizes: noise for floats, zeros for integers, rows divided among sequences."""
     result: dict[str, NDArray[np.generic]] = {}
     rng = np.random.default_rng(0)

@@ -18,7 +18,7 @@ from millrace.compress.calibration.statistics import (
 )
 from millrace.compress.compress import CompressedPiece, CompressionMethod, by_layers, rounded_alone
 from millrace.compress.compression_plan import SAME_INPUT, WEIGHT, CompressionPlan
-from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, lost
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, relative_loss
 from millrace.compress.measure.reconstruction_error import relative_error
 from millrace.compress.methods.awq_smoothquant import AUTOAWQ, Awq, SmoothQuant
 from millrace.compress.methods.e4m3 import Fp8Matrix, rounded_e4m3
@@ -184,7 +184,7 @@ def _in_fp8(plan: CompressionPlan, name: str, x: InputStatistics) -> CompressedP
 
 def fp8_by_gptq(w: Array, x: InputStatistics) -> tuple[Fp8Matrix, LayerDiagnostics]:
     rounded, _ = gptq_e4m3(w, x.gram)
-    return rounded, figures(w, 0, lost(w, rounded, x), x, nearest=lost(w, rounded_e4m3(w), x))
+    return rounded, figures(w, 0, relative_loss(w, rounded, x), x, nearest=relative_loss(w, rounded_e4m3(w), x))
 
 
 def _thinned(

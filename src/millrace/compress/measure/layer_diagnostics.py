@@ -53,7 +53,7 @@ def figures(
     )  # fmt: skip
 
 
-def lost(w: Array, matrix: Matrix, x: InputStatistics | None) -> float:
+def relative_loss(w: Array, matrix: Matrix, x: InputStatistics | None) -> float:
     """Return the relative error of `matrix`: of the output's energy if the input is known, else of the weights'."""
     if x is not None:
         return relative_error(w, matrix.dequantise(), x.gram)
@@ -67,7 +67,7 @@ def lost(w: Array, matrix: Matrix, x: InputStatistics | None) -> float:
 
 def _rows(matrix: Matrix, rows: slice) -> Array:
     if isinstance(matrix, QuantisedMatrix):
-        return matrix.each(lambda array: array[rows]).dequantise()
+        return matrix.map_rows(lambda array: array[rows]).dequantise()
     return type(matrix)(matrix.codes[rows], matrix.scales[rows]).dequantise()
 
 

@@ -129,18 +129,18 @@ def _without(w: Array, indices: Indices) -> Array:
 
 def channels_kept(mean: Array, n: int) -> Indices:
     """Return the n channels to keep, in order. mean: of |x|, (I,)"""
-    return _most(mean, n)
+    return _largest(mean, n)
 
 
 def heads_kept(mean: Array, config: ModelConfig, of_each: int) -> Indices:
     """Return the outputs of the heads to keep, in order. mean: of |x|, (H D,)"""
     V, D = config.n_kv_heads, config.head_dim
     scores = np.sqrt(np.square(mean.astype(np.float64)).reshape(V, -1, D).sum(axis=2))  # (V, H / V)
-    heads = [v * scores.shape[1] + h for v, row in enumerate(scores) for h in _most(row, of_each)]
+    heads = [v * scores.shape[1] + h for v, row in enumerate(scores) for h in _largest(row, of_each)]
     return (np.asarray(heads)[:, None] * D + np.arange(D)).reshape(-1)
 
 
-def _most(scores: Array, n: int) -> Indices:
+def _largest(scores: Array, n: int) -> Indices:
     return np.sort(np.argsort(-scores, kind="stable")[:n])
 
 

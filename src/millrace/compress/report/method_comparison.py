@@ -177,7 +177,7 @@ def _advised(rows: Sequence[MethodRow], target: Target, about: ComparisonInputs)
         named.append(best)
     else:
         text = f"leave it as it is: {best.title}, the best within KL {NEAR:g}, has {_gain(best, target, about)}"
-    if _kl(any_loss) > NEAR and _ahead(any_loss, best, target) and _gains(any_loss, target, about):
+    if _kl(any_loss) > NEAR and _is_better(any_loss, best, target) and _gains(any_loss, target, about):
         loss = any_loss.loss
         assert loss is not None
         text += (
@@ -195,7 +195,7 @@ def _with_offers(
     offers = []
     for row in named:
         other = _other_precision(row, rows)
-        ahead = [t for t in targets(about.batch) if other and t.work and _ahead(other, row, t)]
+        ahead = [t for t in targets(about.batch) if other and t.work and _is_better(other, row, t)]
         if other is None or other in named or not ahead:
             continue
         offers.append(other)
@@ -238,7 +238,7 @@ def _best(rows: Sequence[MethodRow], target: Target) -> MethodRow:
     return min((row for row in rows if _relative(row, target).high >= low), key=_kl)
 
 
-def _ahead(row: MethodRow, other: MethodRow, target: Target) -> bool:
+def _is_better(row: MethodRow, other: MethodRow, target: Target) -> bool:
     if not target.work:
         return _AS_SMALL * row.bytes < other.bytes
     return _relative(row, target).low > _relative(other, target).high

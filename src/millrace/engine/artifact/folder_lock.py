@@ -79,7 +79,7 @@ def lock(file: int, kind: int, what: str, limit_s: float) -> None:
 
 def remove(folder: Path) -> bool:
     """Remove an engine's folder; False if it is in use. raises OSError"""
-    with _alone(folder) as free:
+    with _locked_exclusively(folder) as free:
         if free:
             gone = _unfinished(folder)
             folder.rename(gone)  # from here on it cannot be found, even if the removal is interrupted
@@ -89,12 +89,12 @@ def remove(folder: Path) -> bool:
 
 def in_use(folder: Path) -> bool:
     """Return whether an engine's folder is in use. raises OSError"""
-    with _alone(folder) as free:
+    with _locked_exclusively(folder) as free:
         return not free
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[bool]:
+def _locked_exclusively(folder: Path) -> Iterator[bool]:
     """Yield whether the folder could be locked exclusively, which lasts until the end of the block."""
     try:
         file = os.open(folder / MANIFEST, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -154,7 +154,7 @@ def _sweep_away(left: Path) -> None:
     """Remove an unfinished folder, unless it is in use or was made just now."""
     manifest = left / MANIFEST
     if manifest.exists():
-        with _alone(left) as free:
+        with _locked_exclusively(left) as free:
             if free:
                 shutil.rmtree(left)
     elif any(left.iterdir()) and not manifest.exists():  # a builder writes it first: this is a removal's rest

@@ -180,14 +180,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def max_step_tokens(self) -> int:
         """Maximum of T; 0 without T."""
-        return self._most("T")
+        return self._upper_bound("T")
 
     @property
     def max_sequences(self) -> int:
         """Maximum of S; 0 without S."""
-        return self._most("S")
+        return self._upper_bound("S")
 
-    def _most(self, symbol: str) -> int:
+    def _upper_bound(self, symbol: str) -> int:
         return next((s.high for s in self.symbols if s.name == symbol), 0)
 
     @property

@@ -68,7 +68,7 @@ class Sequences(NamedTuple):
         at = step.positions[np.minimum(begins, len(step.positions) - 1)]
         return cls(begins, np.diff(step.starts), at, tables)
 
-    def some(self, indices: Integers) -> "Sequences":
+    def select(self, indices: Integers) -> "Sequences":
         return Sequences(*(x[indices] for x in self))
 
 
@@ -88,7 +88,7 @@ def split_attention(
     window: as in AttentionKind: pages before the window of a block's first row are skipped
     """
     owner, first = blocks(sequences.lengths * group, rows)
-    begins, lengths, at, tables = sequences.some(owner)
+    begins, lengths, at, tables = sequences.select(owner)
     pages = (at + np.minimum((first + rows - 1) // group, lengths - 1)) // page_tokens + 1
     gone = first_page(at + first // group, window, page_tokens)
     pages = pages - gone

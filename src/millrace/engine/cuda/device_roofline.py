@@ -67,7 +67,7 @@ def _memory(device: torch.device, n_bytes: int) -> tuple[float, float]:
     return n_bytes / seconds(source.sum, device), 2 * n_bytes / seconds(lambda: target.copy_(source), device)
 
 
-def _of(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Callable[[], object]]:
+def _matmul(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Callable[[], object]]:
     def product(a: Tensor, b: Tensor) -> Callable[[], object]:
         x, w = a.to(dtype), b.to(dtype)
         return lambda: functional.linear(x, w)
@@ -88,7 +88,8 @@ def _fp8(a: Tensor, b: Tensor) -> Callable[[], object]:
 
 
 _PRODUCTS: Mapping[str, Callable[[Tensor, Tensor], Callable[[], object]]] = {
-    "fp32": _of(torch.float32), "fp16": _of(torch.float16), "bf16": _of(torch.bfloat16), "int8": _int8, "fp8": _fp8,
+    "fp32": _matmul(torch.float32), "fp16": _matmul(torch.float16), "bf16": _matmul(torch.bfloat16),
+    "int8": _int8, "fp8": _fp8,
 }  # fmt: skip
 
 

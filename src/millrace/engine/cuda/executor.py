@@ -168,9 +168,9 @@ class CudaExecutor(GraphExecutor, Executor):
 
     def _drawn_at_once(self, step: StepInputs, way: SamplingMode) -> Tensor:
         rows = Rows.copy_to_device(step.sampling, self.device)
-        return self._plainly(self._logits(*self._eager(step)), rows, way)
+        return self._sample_plain(self._logits(*self._eager(step)), rows, way)
 
-    def _plainly(self, logits: Tensor, rows: Rows, way: SamplingMode) -> Tensor:
+    def _sample_plain(self, logits: Tensor, rows: Rows, way: SamplingMode) -> Tensor:
         return draw_tokens(logits, rows, way, self._kernels.draw, self._kernels.argmax)
 
     def _put_last_tokens(self, tokens: Tensor, places: IntArray | None) -> None:
@@ -205,7 +205,7 @@ class CudaExecutor(GraphExecutor, Executor):
 
     def _of_bucket(self, bucket: Bucket, way: SamplingMode | None) -> Tensor:
         logits = self._logits(bucket.inputs(), bucket.tables, bucket.slots)
-        return logits if way is None else self._plainly(logits, bucket.rows, way)
+        return logits if way is None else self._sample_plain(logits, bucket.rows, way)
 
     def _logits(self, inputs: Mapping[str, Tensor], tables: Tables, slots: Slots, rows: Tensor | None = None) -> Tensor:
         """Return the logits (R, V) in the matmul's type. rows: used instead of token embeddings"""

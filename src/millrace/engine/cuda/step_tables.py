@@ -42,7 +42,7 @@ def step_tables(
             rows,
             most,
             split_attention(
-                sequences.some(which), rows, group, page_tokens, room(rows, kv_heads, processors.number), window
+                sequences.select(which), rows, group, page_tokens, room(rows, kv_heads, processors.number), window
             ),
         )
         for rows, which in ((processors.many_rows, np.flatnonzero(~is_few)), (FEW_ROWS, np.flatnonzero(is_few)))

@@ -147,10 +147,10 @@ def _halves(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr
     """
     if dtype == tl.bfloat16:
         four = tl.join(tl.join(words << 3, words >> 1), tl.join(words >> 5, words >> 9))
-        two = _two(four, _BITS_BF16, PLACES_BF16, POWER_BF16, PLAIN)
+        two = _unpack_pair(four, _BITS_BF16, PLACES_BF16, POWER_BF16, PLAIN)
     else:
         four = tl.join(tl.join(words << 6, words << 2), tl.join(words >> 2, words >> 6))
-        two = _two(four, _BITS_FP16, PLACES_FP16, POWER_FP16, PLAIN)
+        two = _unpack_pair(four, _BITS_FP16, PLACES_FP16, POWER_FP16, PLAIN)
     eights: tl.constexpr = words.shape[0] // (8 * UNITS * WARPS)
     two = tl.reshape(two, (eights, UNITS * WARPS, 8, 4, words.shape[1] // 4, 2, 2, 2))
     two = tl.permute(two, (1, 0, 2, 4, 6, 5, 3, 7))
@@ -166,11 +166,11 @@ def _bytes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr,
     """
     both = tl.join(words, words >> 8)
     if dtype == tl.float16:
-        two = _two(both, _BYTE_FP16, BYTE_PLACES, BYTE_FP16, PLAIN)
+        two = _unpack_pair(both, _BYTE_FP16, BYTE_PLACES, BYTE_FP16, PLAIN)
     elif TOP:
-        two = _two(both, _TOP_BF16, TOP_PLACES, TOP_BF16, PLAIN)
+        two = _unpack_pair(both, _TOP_BF16, TOP_PLACES, TOP_BF16, PLAIN)
     else:
-        two = _two(both, _LOW_BF16, LOW_PLACES, LOW_BF16, PLAIN)
+        two = _unpack_pair(both, _LOW_BF16, LOW_PLACES, LOW_BF16, PLAIN)
     eights: tl.constexpr = words.shape[0] // (8 * UNITS * WARPS)
     two = tl.reshape(two, (eights, UNITS * WARPS, 8, 4, words.shape[1] // 4, 2, 2))
     two = tl.permute(two, (1, 0, 2, 4, 5, 3, 6))
@@ -178,7 +178,7 @@ def _bytes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr,
 
 
 @triton.jit
-def _two(words, BITS: tl.constexpr, PLACES: tl.constexpr, POWER: tl.constexpr, PLAIN: tl.constexpr):
+def _unpack_pair(words, BITS: tl.constexpr, PLACES: tl.constexpr, POWER: tl.constexpr, PLAIN: tl.constexpr):
     """words -> (..., 2) int16, low and high: some of their bits in place, by the instruction BITS.
 
     It is declared to have effects because the layout for tensor cores depends on the joins that it hides.

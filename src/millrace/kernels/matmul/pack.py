@@ -275,7 +275,7 @@ def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: SlabTask = map) ->
     (N, K), pack = q.codes.shape, _pack_e4m3 if q.e4m3 else _pack_groups
 
     def packed(slab: slice) -> tuple[NDArray[np.uint8], float]:
-        return pack(q.each(lambda array: _whole_panels(array[slab]))), 0.0
+        return pack(q.map_rows(lambda array: _whole_panels(array[slab]))), 0.0
 
     return _packed(packed, N, K, panel_bytes(format, K, q.group, scaling(q.format)), run)[0]
 

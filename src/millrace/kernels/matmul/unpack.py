@@ -65,7 +65,7 @@ def unpack_codes(
 
 def part_codes(q: QuantisedMatrix, n: int) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Split the result of interleave_codes() into gate and up, n outputs each."""
-    return q.each(lambda rows: _half(rows, n, 0)), q.each(lambda rows: _half(rows, n, 1))
+    return q.map_rows(lambda rows: _half(rows, n, 0)), q.map_rows(lambda rows: _half(rows, n, 1))
 
 
 def part_halves(rows: NDArray[_T], n: int) -> tuple[NDArray[_T], NDArray[_T]]:

@@ -56,7 +56,7 @@ def _lower(kind: Callable[[Node], int]) -> Callable[[Node, ProgramWriter], None]
     return write
 
 
-def _most(node: Node, planes: Array) -> Array:
+def _max_pool(node: Node, planes: Array) -> Array:
     return max_pool(planes, *(pair(node.attrs, name) for name in ("kernel", "stride", "padding")))
 
 
@@ -66,7 +66,7 @@ def _mean(node: Node, planes: Array) -> Array:
 
 
 MAX_POOL = KernelOperator(
-    name="max_pool", inputs=(1, 1), attrs=_ATTRS, shapes=_shapes("max_pool"), reference=_reference(_most),
+    name="max_pool", inputs=(1, 1), attrs=_ATTRS, shapes=_shapes("max_pool"), reference=_reference(_max_pool),
     lower=_lower(lambda node: MAX),
 )  # fmt: skip
 AVG_POOL = KernelOperator(

@@ -263,7 +263,7 @@ def _scalar(request: InferRequest, name: str, array: Array) -> Any:
 
 def _open_engine(context: InstanceContext) -> RunningModel | OpenedEncoder:
     """Open the instance's engine. raises StatusError, MillraceError"""
-    named = _named(context.config)
+    named = _parameter_model(context.config)
     parameters = {key: p.string_value for key, p in context.config.parameters.items() if key != "model"}
     build, run = _settings(context.config.name, parameters)
     # a version's folder is named 1
@@ -272,7 +272,7 @@ def _open_engine(context: InstanceContext) -> RunningModel | OpenedEncoder:
     return open_any(name, engine, run)
 
 
-def _named(config: ModelConfig) -> str:
+def _parameter_model(config: ModelConfig) -> str:
     """Return the bundled or built model that parameter `model` names; "" if none. raises StatusError"""
     parameter = config.parameters.get("model")
     place = parameter.string_value if parameter is not None else ""
@@ -284,7 +284,7 @@ def _named(config: ModelConfig) -> str:
 def _is_encoder(config: ModelConfig, folder: Path) -> bool:
     """Return whether the highest version is an encoder; invalid files are reported when they are opened."""
     try:
-        if named := _named(config):
+        if named := _parameter_model(config):
             return encoder.is_encoder(model_folder(named, read_env())[1])
         versions = [p for p in folder.iterdir() if p.name.isascii() and p.name.isdigit()]
         return encoder.is_encoder(_place(max(versions, key=lambda p: int(p.name))))

@@ -58,7 +58,7 @@ class FieldSpec:
             return ()
         plain = {"string": "", "bool": False, "float": 0.0, "double": 0.0, "message": None}
         if self.kind == "map":
-            return _nothing()
+            return _empty_mapping()
         return self.value_type(0) if self.kind == "enum" else plain.get(self.kind, 0)
 
 
@@ -69,14 +69,14 @@ def message(cls: type) -> Any:
         declared = getattr(cls, name)
         spec = _spec(name, get_type_hints(cls, include_extras=True)[name], declared.metadata)
         if spec.kind == "map" and not spec.repeated:  # dataclasses reject it as a default value
-            attribute = dataclasses.field(default_factory=_nothing, metadata=declared.metadata)
+            attribute = dataclasses.field(default_factory=_empty_mapping, metadata=declared.metadata)
         else:
             attribute = dataclasses.field(default=spec.default, metadata=declared.metadata)
         setattr(cls, name, attribute)
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
-def _nothing() -> Mapping[Any, Any]:
+def _empty_mapping() -> Mapping[Any, Any]:
     return MappingProxyType({})
 
 

@@ -55,9 +55,9 @@ class ModelRepository:
         for _, entry in self._index.items():
             yield from (entry.models[version] for version in sorted(entry.models))
 
-    def named(self, name: str) -> list[ModelId]:
+    def find_by_name(self, name: str) -> list[ModelId]:
         """Return all models of that name that were ever loaded or tried."""
-        return self._index.named(name)
+        return self._index.find_by_name(name)
 
     def pending_members(self, model_id: ModelId) -> frozenset[ModelId]:
         """Return the members that a loading ensemble waits for."""
@@ -106,7 +106,7 @@ class ModelRepository:
     async def start(self) -> list[str]:
         """Load the initial models; return failures, one line per model."""
         if self.flags.model_control_mode == "explicit" and "*" not in self.flags.load_model:
-            matches = [await asyncio.to_thread(self._folders.named, name) for name in self.flags.load_model]
+            matches = [await asyncio.to_thread(self._folders.find_by_name, name) for name in self.flags.load_model]
             ids = [model_id for of_name in matches for model_id in of_name]
         else:
             ids = await asyncio.to_thread(self._folders.ids)
@@ -137,7 +137,7 @@ class ModelRepository:
         override = LoadOverride(config_text(name, config, None))
         served = {model_id: entry.highest.config for model_id, entry in self._index.items() if entry.models}
         reports: list[dict[str, Any]] = []
-        for model_id in await asyncio.to_thread(self._folders.named, name):
+        for model_id in await asyncio.to_thread(self._folders.find_by_name, name):
             file_stamp, read = await asyncio.to_thread(read_for_dry_run, self._folders, model_id, override, served)
             if read is not None and read.is_servable:
                 read.problems.extend(orphaned_ensembles(self._index, model_id, read))
@@ -156,7 +156,7 @@ class ModelRepository:
         """
         self._check_mode()
         self._index.check_owner(name, owner)
-        ids = sorted({*self._index.named(name), *self._changes.locks.named(name)})
+        ids = sorted({*self._index.find_by_name(name), *self._changes.locks.find_by_name(name)})
         if not any(await asyncio.gather(*(self._changes.unload(model_id, with_members) for model_id in ids))):
             log.warning("nothing to unload: no model %r is there", name)
 
@@ -184,12 +184,12 @@ class ModelRepository:
         check_name(name)
         owners = {
             model_id: self._index[model_id].owner
-            for model_id in self._index.named(name)
+            for model_id in self._index.find_by_name(name)
             if self._index[model_id].models
         }
         folder = await asyncio.to_thread(OverrideFolder, name, files) if files else None
         try:
-            ids = [ModelId("", name)] if folder else await asyncio.to_thread(self._folders.named, name)
+            ids = [ModelId("", name)] if folder else await asyncio.to_thread(self._folders.find_by_name, name)
             tried = await asyncio.gather(
                 *(self._changes.try_load(model_id, LoadOverride(config, folder)) for model_id in ids)
             )

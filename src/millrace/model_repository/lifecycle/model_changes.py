@@ -176,7 +176,7 @@ class ModelChanges:
         raises StatusError if a member cannot be loaded or, before waiting, if members depend on this ensemble
         """
         names = sorted({step.model_name for step in scheduling.step})
-        in_folders = [await asyncio.to_thread(self._folders.named, name) for name in names]
+        in_folders = [await asyncio.to_thread(self._folders.find_by_name, name) for name in names]
         there = [{*resolved, *self._index.present(name)} for resolved, name in zip(in_folders, names, strict=True)]
         resolved = [
             resolve_step(ModelId(model_id.namespace, name), ids) for name, ids in zip(names, there, strict=True)

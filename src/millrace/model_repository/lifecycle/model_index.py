@@ -97,12 +97,12 @@ class ModelIndex:
         """Return the entry of a model, created if missing."""
         return self._by_name.setdefault(model_id.name, {}).setdefault(model_id.namespace, ModelEntry())
 
-    def named(self, name: str) -> list[ModelId]:
+    def find_by_name(self, name: str) -> list[ModelId]:
         return [ModelId(namespace, name) for namespace in sorted(self._by_name.get(name, ()))]
 
     def present(self, name: str) -> list[ModelId]:
         """Return models of that name that are served or should be, without those unloaded on request."""
-        return [model_id for model_id in self.named(name) if not self[model_id].is_gone]
+        return [model_id for model_id in self.find_by_name(name) if not self[model_id].is_gone]
 
     def find(self, name: str) -> ModelEntry | None:
         """Return the entry of a name. raises StatusError if the name is ambiguous"""
@@ -177,7 +177,7 @@ class ModelIndex:
 
     def items(self) -> list[tuple[ModelId, ModelEntry]]:
         """Return all entries in order."""
-        return [(model_id, self[model_id]) for name in sorted(self._by_name) for model_id in self.named(name)]
+        return [(model_id, self[model_id]) for name in sorted(self._by_name) for model_id in self.find_by_name(name)]
 
     def failed(self) -> Iterator[tuple[ModelId, int]]:
         """Yield versions that should be served but failed to load."""
@@ -186,7 +186,7 @@ class ModelIndex:
 
     def check_owner(self, name: str, owner: str) -> None:
         """Check that the API key may change models of a name: only its own; "" is an admin. raises StatusError"""
-        for model_id in self.named(name) if owner else ():
+        for model_id in self.find_by_name(name) if owner else ():
             entry = self[model_id]
             if entry.models and entry.owner != owner:
                 whose = "with another API key" if entry.owner else "by the server's operator"

@@ -32,7 +32,7 @@ class ModelLocks:
     def __contains__(self, model_id: ModelId) -> bool:
         return model_id in self._locks
 
-    def named(self, name: str) -> list[ModelId]:
+    def find_by_name(self, name: str) -> list[ModelId]:
         return [model_id for model_id in self._locks if model_id.name == name]
 
     async def wait_released(self, model_id: ModelId) -> None:

@@ -159,7 +159,7 @@ def failed_metrics(failed: Iterable[tuple[ModelId, int]]) -> Iterator[MetricFami
     """Yield a metric for versions that failed to load, which `model_metrics` does not cover."""
     family = MetricFamily("millrace:model_load_failed", "gauge", "1 for each version that could not be loaded")
     for model_id, version in failed:
-        family.add(1, label_text({**_named(model_id.namespace, model_id.name), "version": str(version)}))
+        family.add(1, label_text({**_name_labels(model_id.namespace, model_id.name), "version": str(version)}))
     if family.samples:
         yield family
 
@@ -191,10 +191,10 @@ def _families(measures: MetricsConfig) -> Iterator[_Family]:
 
 def _labels(model: Model) -> str:
     tags = {f"_{name}": value for name, value in sorted(model.config.metric_tags.items())}
-    return label_text({**_named(model.namespace, model.name), "version": str(model.version), **tags})
+    return label_text({**_name_labels(model.namespace, model.name), "version": str(model.version), **tags})
 
 
-def _named(namespace: str, name: str) -> dict[str, str]:
+def _name_labels(namespace: str, name: str) -> dict[str, str]:
     return ({"namespace": namespace} if namespace else {}) | {"model": name}
 
 

@@ -71,7 +71,7 @@ class BlsRepository(Protocol):
 
     def get(self, name: str, version: int | None = None) -> Model: ...
 
-    def named(self, name: str) -> list[ModelId]: ...
+    def find_by_name(self, name: str) -> list[ModelId]: ...
 
     def pending_members(self, model: ModelId) -> frozenset[ModelId]: ...
 
@@ -131,7 +131,7 @@ class BlsExecutor:
 
     def _check_load(self, caller: ModelId, name: str) -> None:
         """Check that loading a model does not need the caller itself. raises StatusError"""
-        paths = [[caller, model_id] for model_id in self._repository.named(name)]
+        paths = [[caller, model_id] for model_id in self._repository.find_by_name(name)]
         visited = set[ModelId]()
         while paths:
             path = paths.pop()
@@ -145,7 +145,7 @@ class BlsExecutor:
                 requested = (
                     model_id
                     for requested_name in self._loads.get(path[-1], ())
-                    for model_id in self._repository.named(requested_name)
+                    for model_id in self._repository.find_by_name(requested_name)
                 )
                 paths += [[*path, following] for following in {*requested, *self._repository.pending_members(path[-1])}]
 
@@ -166,7 +166,7 @@ class BlsExecutor:
         try:
             self._begin(call)
         except StatusError as error:
-            self._answered(call, None, error, True)
+            self._on_nested_response(call, None, error, True)
 
     def cancel(self, call: NestedRequest) -> None:
         self._end_early(call, call.request.cancelled_error())
@@ -207,7 +207,7 @@ class BlsExecutor:
         call.timer = self._loop.call_at(call.deadline_s, self._check_timeout, call)
         for outer in call.parents:
             self._repository.common.tracer.trace_nested(call.request, outer)
-        model.submit(call.request, lambda *answer: self._answered(call, *answer))
+        model.submit(call.request, lambda *answer: self._on_nested_response(call, *answer))
 
     def _check_timeout(self, call: NestedRequest) -> None:
         """End a call that got no response for its timeout; wait on if a response has moved the deadline."""
@@ -229,11 +229,11 @@ class BlsExecutor:
     def _end_early(self, call: NestedRequest, error: StatusError) -> None:
         """End a call with an error. The caller continues immediately; the called model may take longer."""
         if not call.is_over:
-            self._answered(call, None, error, True)
+            self._on_nested_response(call, None, error, True)
             if call.target is not None:
                 call.target.cancel(call.request)
 
-    def _answered(
+    def _on_nested_response(
         self, call: NestedRequest, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
         if call.is_over:

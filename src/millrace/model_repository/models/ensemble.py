@@ -286,9 +286,9 @@ class _Run:
             return
         if final:
             del self._open[step_request]
-        self._run_or_queue(partial(self._answered, branch, i, response, error, final))
+        self._run_or_queue(partial(self._on_step_response, branch, i, response, error, final))
 
-    def _answered(
+    def _on_step_response(
         self, branch: _Branch, i: int, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
         """Handle a response of step `i`. raises StatusError"""

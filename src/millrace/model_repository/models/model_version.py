@@ -198,7 +198,7 @@ class Model(ABC):
         """Return the response of a model that is not decoupled. raises StatusError; propagates cancellation"""
         done: asyncio.Future[InferResponse] = self._loop.create_future()
 
-        def answered(response: InferResponse | None, error: StatusError | None) -> None:
+        def settle(response: InferResponse | None, error: StatusError | None) -> None:
             if done.done():
                 return
             if response is not None:
@@ -206,7 +206,7 @@ class Model(ABC):
             elif error is not None:
                 done.set_exception(error)
 
-        self.submit(request, only_response(answered))
+        self.submit(request, only_response(settle))
         try:
             return await done
         except asyncio.CancelledError:
@@ -251,13 +251,13 @@ class Model(ABC):
         return self.statistics.to_dict(self.name, self.version)
 
 
-def only_response(answered: Callable[[InferResponse | None, StatusError | None], None]) -> Receiver:
+def only_response(settle: Callable[[InferResponse | None, StatusError | None], None]) -> Receiver:
     """Return a receiver for the single response, or error, of a model that is not decoupled."""
 
     def receive(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
         if error is not None:
-            answered(None, error)
+            settle(None, error)
         elif final:
-            answered(response, None if response is not None else StatusError(Code.INTERNAL, NO_RESPONSE))
+            settle(response, None if response is not None else StatusError(Code.INTERNAL, NO_RESPONSE))
 
     return receive

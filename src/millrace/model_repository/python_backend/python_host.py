@@ -87,7 +87,7 @@ class ServerHost(Host):
         request.callers = (*max((outer.callers for outer in parents), key=len, default=()), self.model)
         request.priority = min((outer.priority for outer in parents), default=0)
 
-        def answered(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+        def on_response(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
             if error is not None:
                 receive(ModelResponse(error=TritonError(error.message, CODES.index(error.code.name))), final)
             else:
@@ -98,7 +98,7 @@ class ServerHost(Host):
         except StatusError as error:
             raise TritonModelException(str(error)) from None
         call = NestedRequest(
-            bls_request.model, bls_request.version, bls_request.is_decoupled, request, raw_inputs, parents, answered
+            bls_request.model, bls_request.version, bls_request.is_decoupled, request, raw_inputs, parents, on_response
         )
         if not self._bls.post(self._bls.begin, call):
             receive(ModelResponse(error=TritonError("Server is stopping", TritonError.UNAVAILABLE)), True)

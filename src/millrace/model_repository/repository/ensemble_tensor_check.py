@@ -114,8 +114,8 @@ def _agree(
     elif is_compatible(old.shape, new.shape):
         dims = _merge_dims(old.shape, new.shape)[1 if old.has_batch else 0 :]
     else:
-        message = f"{prefix}: inconsistent shape: {_shown(old.shape)} is inferred from model {old.model} while "
-        message += f"{_shown(new.shape)} is inferred from model {new.model}"
+        message = f"{prefix}: inconsistent shape: {_format_shape(old.shape)} is inferred from model {old.model} while "
+        message += f"{_format_shape(new.shape)} is inferred from model {new.model}"
         yield RuleViolation(
             path, message, "the same shape in both, -1 for any", "correct one of them, or put a step between"
         )
@@ -134,5 +134,5 @@ def _merge_dims(left: _Shape, right: _Shape) -> _Shape:
     return tuple(b if a == VARIABLE else a for a, b in zip(left, right, strict=True))
 
 
-def _shown(shape: _Shape) -> str:
+def _format_shape(shape: _Shape) -> str:
     return f"[{','.join(map(str, shape))}]"

@@ -44,7 +44,7 @@ class Repositories:
             return [ModelId("", name) for name in model_names(self.folders)]
         return sorted({ModelId(str(root), name) for root in self.folders for name in model_names([root])})
 
-    def named(self, name: str) -> list[ModelId]:
+    def find_by_name(self, name: str) -> list[ModelId]:
         """Return the models of a name; without any folder, one id without a namespace."""
         ids = [ModelId(str(root), name) for root in self.folders if has_model(root, name)] if self.namespacing else []
         return sorted(set(ids)) or [ModelId("", name)]
@@ -67,7 +67,7 @@ class Repositories:
         while left:
             by, ensemble = left.pop()
             for name in _step_names(ensemble):
-                candidates = {*self.named(name), *(model_id for model_id in served if model_id.name == name)}
+                candidates = {*self.find_by_name(name), *(model_id for model_id in served if model_id.name == name)}
                 step = resolve_step(ModelId(by.namespace, name), candidates)
                 if step is None or step in members:
                     continue

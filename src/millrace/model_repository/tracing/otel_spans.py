@@ -143,15 +143,15 @@ class SpanExporter:
 
     def _below(self, span: "Span") -> Any:
         """Return a context below a span, never the thread's: an embedding application may have its own span open."""
-        return self._api.set_span_in_context(span, _nothing())
+        return self._api.set_span_in_context(span, _no_instrument())
 
     def _under(self, parent: Parent | None) -> Any:
         if parent is None:
-            return _nothing()
+            return _no_instrument()
         api = self._api
         flags, state = api.TraceFlags(_SAMPLED), api.TraceState.from_header([parent.state] if parent.state else [])
         ids = api.SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags, trace_state=state)
-        return api.set_span_in_context(api.NonRecordingSpan(ids), _nothing())
+        return api.set_span_in_context(api.NonRecordingSpan(ids), _no_instrument())
 
     def _failed(self, span: "Span", message: str, kind: str) -> None:
         span.set_attribute("error.type", kind)
@@ -163,7 +163,7 @@ def _cut(attributes: Attributes) -> dict[str, Any]:
     return {key: value[:_MAX_TEXT] if isinstance(value, str) else value for key, value in attributes.items()}
 
 
-def _nothing() -> Any:
+def _no_instrument() -> Any:
     from opentelemetry.context import Context
 
     return Context()

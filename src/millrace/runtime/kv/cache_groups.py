@@ -181,7 +181,7 @@ class CacheGroups:
         """Return whether a sequence of `n_tokens` in all can run beside the running ones."""
         if self.slots is not None and self.slots.n_reserved + SLOTS_PER_RUNNING_SEQUENCE > self.slots.n:
             return False
-        return all(pool.n_reserved + self._most(pool, n_tokens) <= pool.n for pool in self.windows)
+        return all(pool.n_reserved + self._max_pages(pool, n_tokens) <= pool.n for pool in self.windows)
 
     def n_known(self, keys: Ordered[Key]) -> int:
         """Return after how many of these pages a sequence can continue: every group has what it needs there."""
@@ -201,7 +201,7 @@ class CacheGroups:
         windows: list[WindowTable] = []
         for pool in self.windows:
             table = WindowTable(
-                pool.first_page(len(keys) * self._page_tokens, self._page_tokens), self._most(pool, n_tokens)
+                pool.first_page(len(keys) * self._page_tokens, self._page_tokens), self._max_pages(pool, n_tokens)
             )
             pool.n_reserved += table.n_reserved
             for key in keys[table.first :]:
@@ -312,7 +312,7 @@ class CacheGroups:
             caches.released.append((pool, key, page))
         pool.release(page)
 
-    def _most(self, pool: WindowPool, n_tokens: int) -> int:
+    def _max_pages(self, pool: WindowPool, n_tokens: int) -> int:
         return max_window_pages(pool.tokens, n_tokens, self._chunk_tokens, self._page_tokens)
 
 

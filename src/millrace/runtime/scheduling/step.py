@@ -66,14 +66,14 @@ class Step:
         groups: dict[Request, list[Chunk]] = {}
         for chunk in self.chunks:
             groups.setdefault(chunk.sequence.request, []).append(chunk)
-        return [Step._of(chunks) for chunks in groups.values()]
+        return [Step._from_chunks(chunks) for chunks in groups.values()]
 
     def without_ended(self) -> "Step":
         """Return the step without the sequences that have ended since it was scheduled."""
-        return Step._of([chunk for chunk in self.chunks if chunk.sequence.stage is not Stage.GONE])
+        return Step._from_chunks([chunk for chunk in self.chunks if chunk.sequence.stage is not Stage.GONE])
 
     @staticmethod
-    def _of(chunks: list[Chunk]) -> "Step":
+    def _from_chunks(chunks: list[Chunk]) -> "Step":
         n = sum(chunk.n for chunk in chunks)
         n_prefill = sum(chunk.n for chunk in chunks if chunk.n > 1)
         return Step(chunks, n, n_prefill, sum(chunk.n_scored for chunk in chunks))

@@ -123,7 +123,7 @@ def _inside(schema: Mapping[str, Any]) -> Iterator[object]:
     for key in _OF_MANY:
         yield from _several(schema, key)
     for key in _OF_NAMES:
-        yield from _named(schema, key).values()
+        yield from _subschemas(schema, key).values()
 
 
 # llguidance ignores other spellings.
@@ -132,7 +132,7 @@ def _several(schema: Mapping[str, Any], key: str) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _named(schema: Mapping[str, Any], key: str) -> dict[str, object]:
+def _subschemas(schema: Mapping[str, Any], key: str) -> dict[str, object]:
     value = schema.get(key)
     return value if isinstance(value, dict) else {}
 
@@ -152,7 +152,7 @@ def _clauses(schema: Mapping[str, Any], target: object) -> Iterator[Clause]:
 def _must_have(schema: Mapping[str, Any], kind: str) -> Iterator[object]:
     """Yield the schemas that every value of this type contains."""
     if kind == "object":
-        properties = _named(schema, "properties")
+        properties = _subschemas(schema, "properties")
         additional = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
         additional = additional if isinstance(additional, dict | bool) else True
         yield from (properties.get(name, additional) for name in _required(schema))

@@ -79,7 +79,7 @@ class TextProcessor:
         self.never_thinks = self._chats is None or all(
             switch.changes_nothing for switch in self._chats.switches.values()
         )
-        self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
+        self._long_chats = None if template is None else _Renderer(template.separate_copy(), "long-chat", max_pending)
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool, bounded_field: str | None = None

@@ -192,7 +192,7 @@ class Replica:
         return tuple(sorted(points, key=lambda point: point.rate))
 
     @property
-    def alone(self) -> OperatingPoint:
+    def single_request(self) -> OperatingPoint:
         """Return the point with one request at a time."""
         return self.run_closed(1)
 

@@ -76,13 +76,15 @@ def add_simulated(
             ]
     if not points:
         try:
-            alone = [replace(scale_times(replica.alone, settings.factor), system=1) for replica in alike.values()]
+            single_request = [
+                replace(scale_times(replica.single_request, settings.factor), system=1) for replica in alike.values()
+            ]
         except SearchTimeoutError:
             search.cut(f"a request alone on {offers.names[0]}", owner)
             return _not_simulated(offers, limits, search)
         if cut:
             return _not_simulated(offers, limits, search)
-        best([p for p in alone if limits.broken(p)] or offers.points, limits)  # raises with the closest point
+        best([p for p in single_request if limits.broken(p)] or offers.points, limits)  # raises with the closest point
         raise ConfigError(f"nothing keeps the limits on {offers.names[0]} under load", "a request alone does",
                           "allow more, or choose faster devices")  # fmt: skip
     return replace(offers, points=(*offers.points, *points, *other_rates))

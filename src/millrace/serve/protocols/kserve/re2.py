@@ -86,9 +86,9 @@ class _Reader:
             named = _NAMED.match(self._pattern, end)
             end += len(named[0]) if named else 2 if self._pattern[end] == "\\" else 1
         text = self._pattern[self._at : end + 1]
-        self._take(len(text), _NAMED.sub(self._named, text))
+        self._take(len(text), _NAMED.sub(self._named_group, text))
 
-    def _named(self, name: re.Match[str]) -> str:
+    def _named_group(self, name: re.Match[str]) -> str:
         if name[2] not in _CLASSES or name[1]:
             raise re.error(f"invalid character class {name[0]}", self._pattern, self._at)
         return _CLASSES[name[2]]
