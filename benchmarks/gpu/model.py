@@ -8,9 +8,8 @@ import numpy as np
 
 from benchmarks.shapes import SHAPES
 from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
-from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.compile.lower_gpu.lower import lower_for_gpu, placement_of
 from millrace.compile.lower_gpu.memory import needs_of
-from millrace.compile.lower_gpu.lower import placement_of
 from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.random_weights import source_of
