@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
@@ -180,15 +180,20 @@ class InstanceWorker:
             return False
         return self._instance.is_independent
 
-    def run_inline(self, batch: Batch) -> bool:
-        """Compute a batch in the event loop's thread if that is quicker than waking another; False if it is not."""
-        instance = self._instance
-        if instance is None or not instance.quick_bytes:
-            return False
-        if sum([array.nbytes for r in batch.requests for array in r.inputs.values()]) > instance.quick_bytes:
-            return False
-        self._answer(instance, batch)
-        return True
+    @property
+    def quick_bytes(self) -> int:
+        """The instance's `quick_bytes`, which may change as it computes."""
+        return self._instance.quick_bytes if self._instance is not None else 0
+
+    def is_quick(self, requests: Sequence[InferRequest]) -> bool:
+        """Return whether computing in the event loop's thread is quicker than waking the instance's."""
+        max_bytes = self.quick_bytes
+        return max_bytes > 0 and sum([array.nbytes for r in requests for array in r.inputs.values()]) <= max_bytes
+
+    def run_inline(self, batch: Batch) -> None:
+        """Compute a batch in the event loop's thread, if `is_quick`."""
+        assert self._instance is not None, f"{self.name} is not loaded"
+        self._answer(self._instance, batch)
 
     def on_cancel(self, request: InferRequest) -> None:
         if self._instance is not None:

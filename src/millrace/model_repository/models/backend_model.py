@@ -22,7 +22,7 @@ from millrace.model_repository.scheduling.iterative_sequences import Slots
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # a longer `execute` is logged as stuck
-_Answer = tuple[InferResponse | None, StatusError | None, bool]
+_Response = tuple[InferResponse | None, StatusError | None, bool]
 
 
 class BackendModel(Model):
@@ -44,7 +44,7 @@ class BackendModel(Model):
         batching = source.config.dynamic_batching
         # With preserve_ordering: requests in dispatch order, and responses that wait for earlier requests.
         self._dispatched: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
-        self._early_responses: dict[InferRequest, list[_Answer]] = {}
+        self._early_responses: dict[InferRequest, list[_Response]] = {}
         self._limiter = source.common.limiter
         if self._limiter is not None:
             self._limiter.check(source.config.instance_group)
@@ -55,8 +55,8 @@ class BackendModel(Model):
         self._idle = deque(self._workers)
         self._memory = MemoryUsage(self.name, self.version, self._workers)
         self._is_never_quick = bool(
-            self.is_decoupled or self._reshaped or self.rules.delay_ns or self._slots is not None
-            or self.cache is not None or self._limiter is not None
+            not self._computes_here or self.is_decoupled or self._reshaped or self.rules.delay_ns
+            or self._slots is not None or self.cache is not None or self._limiter is not None
         )  # fmt: skip
         # Batches are queued ahead only if that cannot change which requests run together, or on which instance.
         self._gives_ahead = self._computes_here and not (batching or self._is_never_quick or self._workers[1:])
@@ -91,6 +91,33 @@ class BackendModel(Model):
 
     def _start(self, request: InferRequest, now_ns: int) -> None:
         self._dispatch(now_ns)
+
+    @property
+    def can_infer_alone(self) -> bool:
+        if self._n_open or self._is_never_quick or self._is_over or self._tracer.is_on or not self._idle:
+            return False
+        return self._idle[0].quick_bytes > 0
+
+    def infer_alone(self, request: InferRequest) -> InferResponse | None:
+        """As `Model.infer_alone`, without a queue; the statistics are those of a batch of one."""
+        if not self.can_infer_alone or not (worker := self._idle[0]).is_quick((request,)):
+            return None
+        batch, responses = self._queue.single_batch(request), list[_Response]()
+        request.send_by = lambda _, *response: responses.append(response)
+        now_ns = time.monotonic_ns()
+        request.received_ns = request.received_ns or now_ns
+        request.queued_ns = request.started_ns = now_ns
+        worker.run_inline(batch)
+        response, error, is_final = responses[0] if responses else (None, None, True)
+        request.finished, done_ns = True, time.monotonic_ns()
+        self.statistics.record_batch(batch, done_ns)
+        if error is None and response is not None and is_final:
+            if request.timings is not None:
+                self._end_trace(request, done_ns)
+            self.statistics.record_success(request, done_ns)
+            return response
+        self.statistics.record_failure(request, done_ns, "BACKEND")
+        raise error or StatusError(Code.INTERNAL, f"{request.error_prefix}no response from model '{self.name}'")
 
     def cancel(self, request: InferRequest) -> None:
         """Cancel a request. A request that no instance computes ends immediately."""
@@ -150,7 +177,8 @@ class BackendModel(Model):
                     self._dispatched.append(request)
             if self._limiter is not None:
                 self._limiter.begin(worker)
-            if self._computes_here and worker.batch is None and worker.run_inline(batch):
+            if self._computes_here and worker.batch is None and worker.is_quick(batch.requests):
+                worker.run_inline(batch)
                 self._end(worker, batch)
                 if self._limiter is not None:
                     self._limiter.end(worker)
@@ -358,7 +386,7 @@ class BackendModel(Model):
                 return
             self._dispatched.popleft()
 
-    def _deliver(self, request: InferRequest, answer: _Answer) -> None:
+    def _deliver(self, request: InferRequest, answer: _Response) -> None:
         if request.receive is not None:
             request.receive(*answer)
 

@@ -194,8 +194,22 @@ class Model(ABC):
     def cancel(self, request: InferRequest) -> None:
         """Cancel a request. A request that is not in execution ends immediately."""
 
+    @property
+    def can_infer_alone(self) -> bool:
+        """Whether `infer_alone` computes small requests now."""
+        return False
+
+    def infer_alone(self, request: InferRequest) -> InferResponse | None:
+        """Compute a validated request in this thread if nothing is queued and an instance is quick; None: submit it.
+
+        raises StatusError
+        """
+        return None
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Return the response of a model that is not decoupled. raises StatusError; propagates cancellation"""
+        if (response := self.infer_alone(request)) is not None:
+            return response
         done: asyncio.Future[InferResponse] = self._loop.create_future()
 
         def settle(response: InferResponse | None, error: StatusError | None) -> None:

@@ -129,6 +129,7 @@ class BatchQueue:
         self._levels: dict[int, _Level] = {}  # by priority, the lowest number first
         self._next_deadline_ns = NEVER
         self._wait_until_ns = NEVER
+        self._single_close_reasons: dict[int, CloseReason] = {}  # by request size
 
     def __len__(self) -> int:
         return sum(map(len, self._levels.values()))
@@ -165,6 +166,19 @@ class BatchQueue:
             # Drop empty levels: clients may use any number of priorities.
             self._levels = {p: queue for p, queue in sorted(self._levels.items()) if queue is level or len(queue)}
         return level
+
+    def single_batch(self, request: InferRequest) -> Batch:
+        """Return the batch of a request that arrives while nothing is queued. The rules must have no delay."""
+        size = request.batch_size or 1
+        close_reason = self._single_close_reasons.get(size)
+        if close_reason is None:
+            queue, sample = BatchQueue(self._rules), InferRequest({})
+            sample.batch_size = size
+            queue.put(sample, 0)
+            batch = queue.take(0)
+            assert batch is not None, "there is a delay"
+            close_reason = self._single_close_reasons[size] = batch.close_reason
+        return Batch((request,), size, close_reason)
 
     def take_expired(self, now_ns: int) -> list[InferRequest]:
         """Remove and return timed-out requests to reject; move those that are only delayed behind the others."""

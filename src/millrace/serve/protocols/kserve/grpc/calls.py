@@ -106,13 +106,13 @@ class GrpcFrontend:
         return decoded
 
     async def check_infer(
-        self, request: Any, cut: SplitInferRequest | None, model: Model, n_bytes: int, caller: GrpcCallContext
+        self, data: bytes, request: Any, cut: SplitInferRequest | None, model: Model, caller: GrpcCallContext
     ) -> tuple[InferRequest, InferMessage]:
-        """Check an inference. request, cut: of `decode_infer`; n_bytes: the request's. raises StatusError, BusyError"""
-        began_ns = time.monotonic_ns()
+        """Check an inference. request, cut: `data`, decoded by `decode_infer`. raises StatusError, BusyError"""
+        began_ns, n_bytes = time.monotonic_ns(), len(data)
         if self._shared is not None:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
-        read = lambda: self._messages.read(request, model, regions_of_tenant(self._shared, caller.tenant), cut)  # noqa: E731
+        read = lambda: self._messages.read(data, request, model, regions_of_tenant(self._shared, caller.tenant), cut)  # noqa: E731
         checked: tuple[InferRequest, InferMessage] = await self._run_off_loop(read, n_bytes)
         if caller.shown:
             checked[0].parameters.update(caller.shown)
@@ -125,6 +125,20 @@ class GrpcFrontend:
         data: bytes = await self._run_off_loop(write, n_bytes)
         return data
 
+    def infer_alone(self, data: bytes) -> bytes | None:
+        """Answer a message like an earlier one at once, if its model is quick and idle; None: `answer` must do it.
+
+        raises StatusError
+        """
+        if (layout := self._messages.find(data)) is None:
+            return None
+        model = self._repository.get(layout.model_name, _version(layout.model_version))
+        if model.checker is not layout.validator or not model.can_infer_alone:
+            return None
+        request = layout.fill(data)
+        response = model.infer_alone(request)
+        return None if response is None else layout.message.encode(model, request, response)
+
     async def _infer(self, data: bytes, caller: GrpcCallContext) -> bytes:
         arrived_ns = time.monotonic_ns()
         request, cut = await self.decode_infer(data)
@@ -132,7 +146,7 @@ class GrpcFrontend:
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
-        inference, infer_message = await self.check_infer(request, cut, model, len(data), caller)
+        inference, infer_message = await self.check_infer(data, request, cut, model, caller)
         with TracedExchange(self._repository.common.tracer, inference, "GRPC", arrived_ns, caller.parent) as call:
             response = await model.infer(inference)
             call.on_response()

@@ -54,6 +54,7 @@ _MAX_MESSAGE_BYTES = 2**31 - 1  # gRPC's own, of a size in its options
 _PING_TIMEOUT_S = 20
 T = TypeVar("T")
 Metadata = Iterable[tuple[str, str | bytes]]
+UnaryHandler = Callable[[str, str, Metadata, bytes, Any], Awaitable[bytes]]  # service, method
 log = logging.getLogger(__name__)
 
 
@@ -90,9 +91,10 @@ class GrpcServer:
             ],
             maximum_concurrent_rpcs=max_connections,
         )  # fmt: skip
+        unary = self._infer if self._keys.stay_open and self._guard.leaves_inference_alone else self._unary
         stream = {_STREAM: grpc.stream_stream_rpc_method_handler(self._stream)}
         server.add_generic_rpc_handlers(
-            (_UnaryMethods(self._unary), grpc.method_handlers_generic_handler(SERVICE.strip("/"), stream))
+            (_UnaryMethods(self._unary, unary), grpc.method_handlers_generic_handler(SERVICE.strip("/"), stream))
         )
         try:
             port = self._add_port(server)
@@ -129,6 +131,29 @@ class GrpcServer:
         outcome = await self._call(service, name, metadata, partial(self._answer, name, data, context))
         del data  # gRPC's context keeps what it raises to abort the call, and with it this frame
         return await _finish_call(context, outcome)
+
+    async def _infer(self, service: str, name: str, metadata: Metadata, data: bytes, context: Any) -> bytes:
+        """Answer an inference on a server without API keys. Most calls of a quick model take the short way."""
+        began_ns, code, details = time.monotonic_ns(), grpc.StatusCode.OK, ""
+        answer: bytes | None = None
+        if self._backend.has_room:
+            try:
+                answer = self._front.infer_alone(data)
+            except StatusError as error:
+                code, details = STATUS[error.code], without_frames(error).message
+            except Exception as error:  # as in `_call`
+                log.exception("a bug in the server")
+                without_frames(error)
+                code, details = grpc.StatusCode.INTERNAL, BUG.message
+        if answer is None and not details:
+            return await self._unary(service, name, metadata, data, context)
+        request_id = None  # the log makes one
+        for key, value in metadata:
+            if key == "x-request-id":
+                request_id = request_id_of(value.encode() if isinstance(value, str) else value)
+        took_ms = (time.monotonic_ns() - began_ns) / 1e6
+        self._backend.log.add("GRPC", service + name, request_id, code.value[0], took_ms, details)
+        return await _finish_call(context, _Refusal(code, details) if answer is None else answer)
 
     async def _answer(self, name: str, data: bytes, context: Any, call: "_OpenCall") -> bytes:
         """raises StatusError, MillraceError"""
@@ -236,16 +261,18 @@ class GrpcServer:
 class _UnaryMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
     """The unary methods. grpcio passes it the metadata of each call, which its context would copy once more."""
 
-    def __init__(self, handle: Callable[[str, str, Metadata, bytes, Any], Awaitable[bytes]]) -> None:
-        self._handle = handle
-        self._methods = {SERVICE + name: (SERVICE, name) for name in _UNARY} | {f"{_HEALTH}Check": (_HEALTH, "Check")}
+    def __init__(self, handle: UnaryHandler, infer: UnaryHandler) -> None:
+        """infer: handles `ModelInfer`, `handle` all others"""
+        self._methods = {SERVICE + name: partial(handle, SERVICE, name) for name in _UNARY}
+        self._methods |= {f"{_HEALTH}Check": partial(handle, _HEALTH, "Check")}
+        self._methods[SERVICE + _INFER] = partial(infer, SERVICE, _INFER)
 
     def service(self, handler_call_details: Any) -> Any:
         method = self._methods.get(handler_call_details.method)
         if method is None:
             return None
         metadata = handler_call_details.invocation_metadata or ()
-        return grpc.unary_unary_rpc_method_handler(partial(self._handle, *method, metadata))
+        return grpc.unary_unary_rpc_method_handler(partial(method, metadata))
 
 
 class _Admission:

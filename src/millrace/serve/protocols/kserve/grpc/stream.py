@@ -150,9 +150,7 @@ class Stream:
             model = self._frontend.model(request.proto)
             if model.is_decoupled:
                 request.model = model
-            request.inference, read = await self._frontend.check_infer(
-                request.proto, cut, model, len(data), self._caller
-            )
+            request.inference, read = await self._frontend.check_infer(data, request.proto, cut, model, self._caller)
             request.answers, request.empty_final = (
                 StreamResponses(request.proto, model, request.inference, read.output_options),
                 read.output_options.empty_final,

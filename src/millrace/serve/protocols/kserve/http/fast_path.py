@@ -247,7 +247,10 @@ class InferExchange:
             )
             request.token_usage, request.tenant = TokenUsage(), tenant
             self._request = request
-            self._model.submit(request, only_response(self._take_response))
+            if (inferred := self._model.infer_alone(request)) is not None:
+                self._take_response(inferred, None)
+            else:
+                self._model.submit(request, only_response(self._take_response))
         except StatusError as error:
             self._take_response(None, error)
         self._is_begun = True
