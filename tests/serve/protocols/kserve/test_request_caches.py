@@ -3,12 +3,14 @@
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 
 from millrace.model_repository.config.pbtxt_binder import read_config
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
@@ -180,8 +182,9 @@ def test_messages_that_are_cached(third: str) -> None:
         served, sent, seed = draw.choice(models), proto(draw, third), draw.random()
 
         def cached() -> tuple[InferRequest, Any]:
-            copy = type(sent).FromString(sent.SerializeToString())  # noqa: B023
-            request, known = cache.read(copy, served, None, None)  # noqa: B023
+            data = sent.SerializeToString()  # noqa: B023
+            copy = type(sent).FromString(data)  # noqa: B023
+            request, known = cache.read(data, copy, served, None, None)  # noqa: B023
             assert copy.id == request.id, "streams name it"
             return request, known.encode(served, request, responses(random.Random(seed), request))  # noqa: B023
 
@@ -191,3 +194,41 @@ def test_messages_that_are_cached(third: str) -> None:
 
         assert outcome(cached) == outcome(plain), sent
     assert len(cache._messages) > 10
+
+
+def test_messages_of_a_known_layout_are_those_that_protobuf_decodes() -> None:
+    """Whole messages, and such with other bytes: what has a layout is read as by protobuf."""
+    draw, cache, served, n_found = random.Random(0), InferMessageCache(), model("FP16"), [0, 0]
+    kind = message("ModelInferRequest")
+    for i in range(3000):
+        sent = proto(draw, "FP16")
+        data = sent.SerializeToString()
+        if i % 2:
+            at, piece = draw.randrange(len(data)), draw.randbytes(draw.choice((1, 1, 1, 2)))
+            data = data[:at] + piece + data[at + (len(piece) if draw.random() < 0.7 else 0) :]
+        layout = cache.find(data)
+        if layout is not None:
+            n_found[i % 2] += 1
+            assert layout.validator is served.checker
+            found, (plain, _) = layout.fill(data), read_message(kind.FromString(data), served)
+            assert fields(found) == fields(plain), data
+        else:
+            with suppress(DecodeError, StatusError):
+                cache.read(data, kind.FromString(data), served, None, None)
+    assert n_found[0] > 200 and n_found[1] > 50, n_found
+
+
+def test_a_message_in_another_order_has_no_layout() -> None:
+    """protobuf allows fields in any order, and twice."""
+    cache, served, sent = InferMessageCache(), model("FP16"), message("ModelInferRequest")(model_name="m", id="1")
+    for name, datatype, shape, size in (("A", "FP32", [1, 1], 4), ("B", "INT64", [1, 2], 16)):
+        sent.inputs.add(name=name, datatype=datatype, shape=shape)
+        sent.raw_input_contents.append(bytes(size))
+    data = sent.SerializeToString()
+    names = type(sent)(model_name="m").SerializeToString()
+    others = [data[len(names) :] + names, data + names, data + type(sent)(id="2").SerializeToString()]
+    for other in [*others, data]:
+        for _ in range(3):
+            request, _ = cache.read(other, type(sent).FromString(other), served, None, None)
+        assert request.id == type(sent).FromString(other).id
+        assert (cache.find(other) is not None) == (other == data)
