@@ -13,34 +13,44 @@ from millrace.model.tensor import Tensor
 
 
 class Attention(Module):
-    """Grouped queries (arXiv:2305.13245); `head_norms`: normalize each query and key head before the rotation.
+    """Grouped queries (arXiv:2305.13245).
 
-    layer: determines the window (arXiv:2310.06825 section 2), unless no sequence is longer
-    offset: of the weights of these norms, as in RMSNorm
+    layer: determines the window (arXiv:2310.06825 section 2), unless no sequence is longer, and whether it rotates
+    offset: of the weights of the norms of queries and keys, as in RMSNorm
     """
 
-    def __init__(self, c: ModelConfig, layer: int, *, head_norms: bool = False, offset: float = 0.0) -> None:
+    def __init__(self, c: ModelConfig, layer: int, *, offset: float = 0.0) -> None:
         self._window, self._scale, self._softcap = c.window_of(layer), c.attention_scale, c.attention_softcap
         self._heads, self._kv_heads, self._size = c.n_heads, c.n_kv_heads, c.head_dim
-        self._head_norms = head_norms
+        self._qk_norm, self._rotates = c.qk_norm, c.has_rotary(layer)
         self.q_proj = Linear(c.hidden_size, c.n_heads * c.head_dim, bias=c.attention_bias)
         self.k_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.attention_bias)
         self.v_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.attention_bias)
         self.o_proj = Linear(c.n_heads * c.head_dim, c.hidden_size, bias=c.attention_output_bias)
-        if head_norms:
-            self.q_norm = RMSNorm(c.head_dim, c.norm_eps, offset=offset)
-            self.k_norm = RMSNorm(c.head_dim, c.norm_eps, offset=offset)
+        if c.qk_norm:
+            heads, kv_heads = (c.n_heads, c.n_kv_heads) if c.qk_norm == "full" else (1, 1)
+            self.q_norm = RMSNorm(heads * c.head_dim, c.norm_eps, offset=offset)
+            self.k_norm = RMSNorm(kv_heads * c.head_dim, c.norm_eps, offset=offset)
 
     def forward(self, x: Tensor, rotary: Table, positions: Tensor, lengths: Tensor) -> Tensor:
         T = x.shape[0]
-        q = self.q_proj(x).reshape(T, self._heads, self._size)  # (T, H, D)
-        k = self.k_proj(x).reshape(T, self._kv_heads, self._size)  # (T, K, D)
-        v = self.v_proj(x).reshape(T, self._kv_heads, self._size)  # (T, K, D)
-        if self._head_norms:
+        q, k = self.q_proj(x), self.k_proj(x)
+        if self._qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ops.rope(q, positions, rotary), ops.rope(k, positions, rotary)
+        q = q.reshape(T, self._heads, self._size)  # (T, H, D)
+        k = k.reshape(T, self._kv_heads, self._size)  # (T, K, D)
+        v = self.v_proj(x).reshape(T, self._kv_heads, self._size)  # (T, K, D)
+        if self._qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self._rotates:
+            q, k = ops.rope(q, positions, rotary), ops.rope(k, positions, rotary)
         y = ops.attention(q, k, v, positions, lengths, self._scale, window=self._window, softcap=self._softcap)
         return self.o_proj(y.reshape(T, self._heads * self._size))
+
+
+def add_scaled(x: Tensor, change: Tensor, multiplier: float) -> Tensor:
+    """Return x + change * multiplier: the residual stream after attention or MLP."""
+    return x + (change if multiplier == 1 else change * multiplier)
 
 
 class GatedMLP(Module):
@@ -85,15 +95,18 @@ class CausalLM(Module):
     signature = DECODER
 
     def __init__(
-        self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, *, embedding_scale: float = 1.0,
+        self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, *, embedding_scale: float | None = None,
         norm_name: str = "norm",
     ) -> None:  # fmt: skip
-        self.model = Decoder(c, layers, norm, embedding_scale, norm_name)
+        scale = c.embedding_multiplier if embedding_scale is None else embedding_scale
+        self.model = Decoder(c, layers, norm, scale, norm_name)
         tied = self.model.embed_tokens.weight if c.tie_embeddings else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size, weight=tied)
-        self._softcap = c.logits_softcap
+        self._softcap, self._divisor = c.logits_softcap, c.logits_divisor
 
     def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
         x = self.model(tokens, positions, lengths)
         logits = self.lm_head(ops.gather_rows(x, rows))  # (R, vocabulary)
+        if self._divisor != 1:
+            logits = logits * (1 / self._divisor)
         return ops.softcap(logits, self._softcap) if self._softcap else logits

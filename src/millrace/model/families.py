@@ -9,23 +9,26 @@ from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.errors import CheckpointError, nearest
 from millrace.model.bert import bert_sentences, parameter_name
 from millrace.model.decoder import CausalLM
-from millrace.model.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from millrace.model.gemma import Gemma2ForCausalLM, GemmaForCausalLM
 from millrace.model.lfm2 import Lfm2ForCausalLM
 from millrace.model.llama import LlamaForCausalLM
-from millrace.model.mistral import MistralForCausalLM
 from millrace.model.module import Module
-from millrace.model.qwen2 import Qwen2ForCausalLM
-from millrace.model.qwen3 import Qwen3ForCausalLM
+from millrace.model.olmo2 import Olmo2ForCausalLM
 
 Family = TypeVar("Family")
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+    "SmolLM3ForCausalLM": LlamaForCausalLM,
+    "GraniteForCausalLM": LlamaForCausalLM,
+    "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Olmo3ForCausalLM": Olmo2ForCausalLM,
+    "Exaone4ForCausalLM": Olmo2ForCausalLM,
     "GemmaForCausalLM": GemmaForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForCausalLM": Gemma2ForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
 }
 ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {"BertModel": bert_sentences}

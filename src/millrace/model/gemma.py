@@ -35,11 +35,9 @@ class GemmaForCausalLM(CausalLM):
 
 
 class Gemma2Layer(Module):
-    """head_norms: for Gemma 3"""
-
-    def __init__(self, c: ModelConfig, layer: int, *, head_norms: bool = False) -> None:
+    def __init__(self, c: ModelConfig, layer: int) -> None:
         self.input_layernorm = gemma_norm(c)
-        self.self_attn = Attention(c, layer, head_norms=head_norms, offset=1.0)
+        self.self_attn = Attention(c, layer, offset=1.0)
         self.post_attention_layernorm = gemma_norm(c)
         self.pre_feedforward_layernorm = gemma_norm(c)
         self.mlp = GatedMLP(c)
@@ -54,10 +52,4 @@ class Gemma2Layer(Module):
 class Gemma2ForCausalLM(CausalLM):
     def __init__(self, c: ModelConfig) -> None:
         layers = [Gemma2Layer(c, layer) for layer in range(c.n_layers)]
-        super().__init__(c, layers, gemma_norm(c), embedding_scale=float(c.hidden_size**0.5))
-
-
-class Gemma3ForCausalLM(CausalLM):
-    def __init__(self, c: ModelConfig) -> None:
-        layers = [Gemma2Layer(c, layer, head_norms=True) for layer in range(c.n_layers)]
         super().__init__(c, layers, gemma_norm(c), embedding_scale=float(c.hidden_size**0.5))

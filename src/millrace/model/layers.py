@@ -95,7 +95,7 @@ def rotary_table(rope: RopeConfig, head_dim: int, context: int) -> Table:
 
 def rotary_angles(rope: RopeConfig, head_dim: int, context: int) -> NDArray[np.float32]:
     angles = np.outer(np.arange(context, dtype=np.float64), inverse_frequencies(rope, head_dim))
-    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    return (rope.attention_factor * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)).astype(np.float32)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
@@ -107,6 +107,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "yarn":
+        return _yarn_frequencies(rope, plain, head_dim)
     assert rope.kind == "llama3" and rope.original_max_positions is not None, rope
     wavelength = 2 * math.pi / plain
     long_wave = rope.original_max_positions / rope.low_freq_factor
@@ -116,4 +118,23 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
     between = (1 - smooth) * plain / rope.factor + smooth * plain
     stretched = np.where(wavelength > long_wave, plain / rope.factor, between)
     result: NDArray[np.float64] = np.where(wavelength < short_wave, plain, stretched)
+    return result
+
+
+def _yarn_frequencies(rope: RopeConfig, plain: NDArray[np.float64], head_dim: int) -> NDArray[np.float64]:
+    """Divide the frequencies of few rotations in the original context by `factor` (arXiv:2309.00071, section 3.2)."""
+    assert rope.original_max_positions is not None, rope
+
+    def dimension(rotations: float) -> float:
+        """Return the frequency's number whose angle makes so many rotations within the original context."""
+        radians = rope.original_max_positions / (rotations * 2 * math.pi)  # type: ignore[operator]  # it is a number
+        return head_dim * math.log(radians) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0
+    stretched = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+    result: NDArray[np.float64] = plain / rope.factor * stretched + plain * (1 - stretched)
     return result

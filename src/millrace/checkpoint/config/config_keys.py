@@ -12,7 +12,11 @@ Neutral = tuple[tuple[object, ...], str]  # the values at which a key has no eff
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """A model family. `defaults` maps each key that is used to transformers' value if the key is missing."""
+    """A model family. `defaults` maps each key that is used to transformers' value if the key is missing.
+
+    qk_norm: "head" if each query and key head is normalized, "full" if all heads are as one row, "" for neither
+    rope_theta: base of the rotary embedding if config.json has none
+    """
 
     name: str  # also config.json's model_type
     architecture: str
@@ -20,6 +24,8 @@ class ModelFamily:
     only_at: Mapping[str, Neutral] = field(default_factory=dict)
     is_encoder: bool = False  # it computes embeddings, not next tokens
     also: tuple[str, ...] = ()  # the same architecture with a head, which an encoder does not use
+    qk_norm: str = ""
+    rope_theta: float = 10_000.0
 
 
 # source: models/*/configuration_*.py of transformers 5; null if transformers derives the value from other keys
@@ -78,6 +84,15 @@ _LATER_GEMMA: dict[str, object] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_OLMO: dict[str, object] = {
+    "vocab_size": 50304,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": 50279,
+}
 _ACTIVATION = "the activation of every Gemma, which hidden_activation says"
 _LFM2 = "transformers' model does not read it"
 _BIDIRECTIONAL: Neutral = ((None, False), "only causal attention is supported")
@@ -129,6 +144,71 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "qwen3",
             "Qwen3ForCausalLM",
             {**_COMMON, **_QWEN, "head_dim": 128, "attention_bias": False},
+            qk_norm="head",
+        ),
+        ModelFamily(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            {
+                **_COMMON,
+                "vocab_size": 128256,
+                "hidden_size": 2048,
+                "intermediate_size": 11008,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 32768,
+                "tie_word_embeddings": True,
+                "bos_token_id": 128000,
+                "eos_token_id": 128001,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "use_sliding_window": False,
+                "sliding_window": None,
+                "no_rope_layers": None,
+                "no_rope_layer_interval": 4,
+            },
+            rope_theta=2e6,
+        ),
+        ModelFamily(
+            "granite",
+            "GraniteForCausalLM",
+            {
+                **_COMMON,
+                "vocab_size": 32000,
+                "intermediate_size": 11008,
+                "max_position_embeddings": 2048,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "embedding_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+                "logits_scaling": 1.0,
+            },
+        ),
+        ModelFamily("olmo2", "Olmo2ForCausalLM", {**_COMMON, **_OLMO}, qk_norm="full"),
+        ModelFamily(
+            "olmo3",
+            "Olmo3ForCausalLM",
+            {**_COMMON, **_OLMO, "sliding_window": 4096},
+            qk_norm="full",
+            rope_theta=500_000.0,
+        ),
+        ModelFamily(
+            "exaone4",
+            "Exaone4ForCausalLM",
+            {
+                **_COMMON,
+                "vocab_size": 102400,
+                "intermediate_size": 16384,
+                "num_key_value_heads": 32,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "bos_token_id": 0,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            qk_norm="head",
         ),
         ModelFamily(
             "gemma",
@@ -160,6 +240,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
                 "attn_logit_softcapping": ((None,), "transformers does not apply it"),
                 "hidden_act": (("gelu_pytorch_tanh", None), _ACTIVATION),
             },
+            qk_norm="head",
+            rope_theta=1e6,
         ),
         ModelFamily(
             "lfm2",
@@ -184,6 +266,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
             },
             # In the published files, but not used by transformers.
             {"block_use_swiglu": ((True,), _LFM2), "block_norm_eps": ((1e-5, None), _LFM2)},
+            qk_norm="head",
+            rope_theta=1e6,
         ),
         ModelFamily(
             "bert",

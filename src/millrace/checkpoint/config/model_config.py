@@ -4,6 +4,7 @@ Both of today's spellings are read: `rope_theta`, `rope_scaling`, `torch_dtype`,
 Defaults of missing keys are those of the family's configuration class in transformers 5.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,9 +24,10 @@ from millrace.checkpoint.config.config_reader import (
     wrong,
 )
 
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 LATER_GEMMAS = ("gemma2", "gemma3_text")
-WINDOWED = ("mistral", *LATER_GEMMAS)  # families with windows by default; Qwen has use_sliding_window
+WINDOWED = ("mistral", "olmo3", "exaone4", *LATER_GEMMAS)  # families with windows by default
+SWITCHED_WINDOWS = ("qwen2", "qwen3", "smollm3")  # families with use_sliding_window
 MAX_TAPS = 8  # kernel size of a short convolution
 
 
@@ -33,16 +35,22 @@ MAX_TAPS = 8  # kernel size of a short convolution
 class RopeConfig:
     """Rotary position embedding over the whole head, halves rotated against each other (not interleaved).
 
-    inverse frequency i of D/2: theta ** (-2i/D); `linear` divides it by `factor`; `llama3` as transformers does.
-    sources: arXiv:2104.09864; arXiv:2306.15595 (linear); Llama 3.1's reference code (llama3)
+    inverse frequency i of D/2: theta ** (-2i/D); `linear` divides it by `factor`; `llama3` and `yarn` divide low
+    frequencies by it. sources: arXiv:2104.09864; arXiv:2306.15595 (linear); Llama 3.1's reference code (llama3);
+    arXiv:2309.00071 (yarn)
     """
 
     theta: float
-    kind: str = "default"  # one of ROPE_KINDS
+    kind: str = "default"  # "default", "linear", "llama3" or "yarn"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_positions: int | None = None  # only llama3
+    original_max_positions: int | None = None  # only llama3 and yarn
+    # only yarn: rotations within the original context at which frequencies are kept, and divided; of cosines and sines
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # the range between them to whole frequencies
+    attention_factor: float = 1.0
     divisors: tuple[float, ...] = ()  # (D/2,) from GGUF's rope_freqs.weight: one per frequency, in addition to `factor`
 
 
@@ -77,10 +85,19 @@ class ModelConfig:
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
     attention_softcap: float = 0.0  # of attention scores; 0: none
     logits_softcap: float = 0.0  # of logits; 0: none
+    qk_norm: str = ""  # RMSNorm of queries and keys before the rotation: "head", "full" (all heads as one row), or ""
+    rotates: tuple[bool, ...] = ()  # whether each layer has rotary positions; (): all have
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add
+    logits_divisor: float = 1.0
     # Whether each layer is a short convolution over `conv_taps` tokens instead of attention. (): none is.
     convolves: tuple[bool, ...] = ()
     conv_taps: int = 0
     conv_bias: bool = False
+
+    def has_rotary(self, layer: int) -> bool:
+        """Return whether a layer has rotary positions."""
+        return not self.rotates or self.rotates[layer]
 
     def window_of(self, layer: int) -> int:
         """Return the window of a layer; 0 if it has none, or if it covers the whole context."""
@@ -106,6 +123,7 @@ def read_config(raw: Raw) -> ModelConfig:
     head_dim = _head_dim(read, hidden_size, n_heads)
     bos, eos, token_notes = _tokens(read, vocab_size)
     (rope, local_rope), rope_notes = _ropes(read, max_positions)
+    rotates = _rotates(read, n_layers)
     return ModelConfig(
         architecture=family.architecture,
         family=family.name,
@@ -122,13 +140,18 @@ def read_config(raw: Raw) -> ModelConfig:
         tie_embeddings=_tied(read),
         attention_bias=attention_bias,
         attention_output_bias=output_bias,
-        mlp_bias=family.name == "llama" and read.boolean("mlp_bias"),
+        mlp_bias="mlp_bias" in family.defaults and read.boolean("mlp_bias"),
         activation=_activation(read),
-        windows=_windows(read, n_layers),
+        windows=_windows(read, n_layers, rotates),
         local_rope=local_rope,
         attention_scale=_attention_scale(read, head_dim),
         attention_softcap=_softcap(read, "attn_logit_softcapping"),
         logits_softcap=_softcap(read, "final_logit_softcapping"),
+        qk_norm=family.qk_norm,
+        rotates=rotates,
+        embedding_multiplier=_multiplier(read, "embedding_multiplier"),
+        residual_multiplier=_multiplier(read, "residual_multiplier"),
+        logits_divisor=_multiplier(read, "logits_scaling"),
         **(_lfm2_convolutions(read, n_layers) if family.name == "lfm2" else {}),
         dtype=read_dtype(raw),
         bos_token_id=bos,
@@ -138,6 +161,9 @@ def read_config(raw: Raw) -> ModelConfig:
 
 
 def _attention_scale(read: ConfigReader, head_dim: int) -> float | None:
+    if "attention_multiplier" in read.family.defaults:
+        scale = read.positive_float("attention_multiplier")
+        return None if scale == head_dim**-0.5 else scale
     if read.family.name not in LATER_GEMMAS:
         return None
     size = read.positive_float("query_pre_attn_scalar")
@@ -163,7 +189,7 @@ def _head_dim(read: ConfigReader, hidden_size: int, n_heads: int) -> int:
 def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
     """Return whether q/k/v and o have a bias. Qwen2 has the former by architecture; Mistral has none; others are
     configured."""
-    if read.family.name in ("qwen2", "mistral", "lfm2"):
+    if "attention_bias" not in read.family.defaults:
         return read.family.name == "qwen2", False
     has = read.boolean("attention_bias")
     return has, has
@@ -209,6 +235,28 @@ def _tied(read: ConfigReader) -> bool:
     return read.boolean("tie_embedding" if other else "tie_word_embeddings")
 
 
+def _multiplier(read: ConfigReader, key: str) -> float:
+    """Return a multiplier; 1 if the family has none."""
+    return read.positive_float(key) if key in read.family.defaults else 1.0
+
+
+def _rotates(read: ConfigReader, n_layers: int) -> tuple[bool, ...]:
+    """Return whether each layer has rotary positions; () if all have."""
+    if read.family.name == "exaone4" and read.get("sliding_window") is not None:
+        windows = _windows(read, n_layers, ())
+        return tuple(window > 0 for window in windows)
+    if read.family.name != "smollm3":
+        return ()
+    flags = read.get("no_rope_layers")  # 1: the layer has rotary positions
+    if flags is None:
+        interval = read.positive_int("no_rope_layer_interval")
+        flags = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
+    if not isinstance(flags, list) or len(flags) < n_layers or not all(flag in (0, 1) for flag in flags):
+        raise wrong("no_rope_layers", flags, f"a list of 0 or 1 for each of {n_layers} layers")
+    rotates = tuple(bool(flag) for flag in flags[:n_layers])
+    return () if all(rotates) else rotates
+
+
 def _softcap(read: ConfigReader, key: str) -> float:
     """Return a softcap; 0 if the family has none."""
     return 0.0 if key not in read.family.defaults or read.get(key) is None else read.positive_float(key)
@@ -236,7 +284,7 @@ def _activation(read: ConfigReader) -> str:
     return ACTIVATIONS[name]
 
 
-def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
+def _windows(read: ConfigReader, n_layers: int, rotates: tuple[bool, ...]) -> tuple[int, ...]:
     """Return the window of each layer, like transformers' configuration classes; 0: none."""
     if read.family.name == "lfm2":
         return ()
@@ -245,7 +293,7 @@ def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
     if types is not None and not named:
         raise wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
     name, first, window = read.family.name, 0, 0
-    if name in WINDOWED or (name in ("qwen2", "qwen3") and read.get("use_sliding_window") not in (None, False)):
+    if name in WINDOWED or (name in SWITCHED_WINDOWS and read.get("use_sliding_window") not in (None, False)):
         window = 0 if read.get("sliding_window") is None else read.positive_int("sliding_window")
     if types is not None:
         kinds = cast(list[str], types)
@@ -263,16 +311,23 @@ def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
         if isinstance(result, bool) or not isinstance(result, int) or result < 0:
             raise wrong("max_window_layers", result, "a number of layers")
         first = result
-    if name in LATER_GEMMAS:
-        every = 2 if name == "gemma2" else read.positive_int("sliding_window_pattern", missing=6)
+    if name == "smollm3":  # layers without rotary positions have the window
+        return tuple(0 if rotates[layer] else window for layer in range(n_layers)) if window and rotates else ()
+    if name in _FULL_EVERY:
+        every = _FULL_EVERY[name] or read.positive_int("sliding_window_pattern", missing=6)
         return tuple(window if (layer + 1) % every else 0 for layer in range(n_layers)) if window else ()
     return tuple(window if layer >= first else 0 for layer in range(n_layers)) if window else ()
 
 
+# Of how many layers one has full attention if config.json does not list them; 0: sliding_window_pattern says so.
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 0, "olmo3": 4, "exaone4": 0}
+
+
 def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, RopeConfig | None], tuple[str, ...]]:
     """Return the rotary embedding, that of layers with a window if they have their own, and notes."""
-    if read.family.name != "gemma3_text":
-        rope, unread = _rope(read.raw, max_positions, 1e6 if read.family.name == "lfm2" else 10_000.0)
+    default_theta = read.family.rope_theta
+    if read.family.name not in ("gemma3_text", "olmo3"):
+        rope, unread = _rope(read.raw, max_positions, default_theta)
         return (rope, None), unread
     raw_value = read.raw.get("rope_parameters")
     if raw_value is not None and not isinstance(raw_value, dict):
@@ -281,9 +336,10 @@ def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, Ro
     if unknown := sorted(of_kinds.keys() - {"full_attention", "sliding_attention"}):
         raise wrong("rope_parameters", raw_value, f"full_attention and sliding_attention alone, not {unknown[0]}")
     result, notes = list[RopeConfig](), list[str]()
+    local = ("rope_local_base_freq", 10_000.0) if read.family.name == "gemma3_text" else ("rope_theta", default_theta)
     for kind, scaling, key, usual in (
-        ("full_attention", read.raw.get("rope_scaling"), "rope_theta", 1e6),
-        ("sliding_attention", None, "rope_local_base_freq", 10_000.0),
+        ("full_attention", read.raw.get("rope_scaling"), "rope_theta", default_theta),
+        ("sliding_attention", None, *local),
     ):
         own = of_kinds.get(kind)
         if own is not None and not isinstance(own, dict):
@@ -337,11 +393,14 @@ def _rope(raw: Raw, max_positions: int, default_theta: float = 10_000.0) -> tupl
     return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions), notes
 
 
+_YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 # Keys of a scaling that transformers' modeling_rope_utils.py reads, by type.
 _SCALING_KEYS = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN_OPTIONS),
 }
 
 
@@ -349,28 +408,59 @@ def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max
     if rope.get("partial_rotary_factor", 1) != 1:
         raise wrong("partial_rotary_factor", rope["partial_rotary_factor"], "1 (rotation of whole heads)")
     for name in _SCALING_KEYS[kind]:
-        if name not in rope and name != "original_max_position_embeddings":
+        if name not in rope and name not in ("original_max_position_embeddings", *_YARN_OPTIONS):
             raise wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")
     factor = positive_number(f"{key}.factor", rope.get("factor", 1.0))
     if factor < 1:
         raise wrong(f"{key}.factor", factor, "at least 1")
-    if kind != "llama3":
+    if kind == "dynamic":  # changes the frequencies beyond max_position_embeddings, which no engine exceeds
+        return RopeConfig(theta=theta)
+    if kind in ("default", "linear"):
         return RopeConfig(theta=theta, kind=kind, factor=factor)
+    if kind == "yarn":
+        return _yarn(key, rope, theta, factor, max_positions)
     low = positive_number(f"{key}.low_freq_factor", rope["low_freq_factor"])
     high = positive_number(f"{key}.high_freq_factor", rope["high_freq_factor"])
     if high <= low:
         raise wrong(f"{key}.high_freq_factor", high, f"more than low_freq_factor {low}")
-    original = rope.get("original_max_position_embeddings", max_positions)
-    if isinstance(original, bool) or not isinstance(original, int) or not 0 < original < 2**31:
-        raise wrong(f"{key}.original_max_position_embeddings", original, "an integer from 1 to 2147483647")
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_positions=original,
+        original_max_positions=_original_positions(key, rope, max_positions),
     )
+
+
+def _original_positions(key: str, rope: dict[str, object], max_positions: int) -> int:
+    original = rope.get("original_max_position_embeddings", max_positions)
+    if isinstance(original, bool) or not isinstance(original, int) or not 0 < original < 2**31:
+        raise wrong(f"{key}.original_max_position_embeddings", original, "an integer from 1 to 2147483647")
+    return original
+
+
+def _yarn(key: str, rope: dict[str, object], theta: float, factor: float, max_positions: int) -> RopeConfig:
+    """Return YaRN's scaling (arXiv:2309.00071), with the attention factor as transformers derives it."""
+
+    def option(name: str, default: float) -> float:
+        return positive_number(f"{key}.{name}", rope[name]) if name in rope else default
+
+    def magnitude(multiplier: float) -> float:
+        return 0.1 * multiplier * math.log(factor) + 1.0
+
+    fast, slow, truncate = option("beta_fast", 32.0), option("beta_slow", 1.0), rope.get("truncate", True)
+    if fast <= slow:
+        raise wrong(f"{key}.beta_fast", fast, f"more than beta_slow {slow:g}")
+    if not isinstance(truncate, bool):
+        raise wrong(f"{key}.truncate", truncate, "true or false")
+    has_both = "mscale" in rope and "mscale_all_dim" in rope
+    usual = magnitude(option("mscale", 1)) / magnitude(option("mscale_all_dim", 1)) if has_both else magnitude(1)
+    return RopeConfig(
+        theta=theta, kind="yarn", factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate,
+        original_max_positions=_original_positions(key, rope, max_positions),
+        attention_factor=option("attention_factor", usual),
+    )  # fmt: skip
 
 
 def _tokens(read: ConfigReader, vocab_size: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:

@@ -141,8 +141,8 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
         scale = (hidden_size / n_heads) ** -0.5
     rope = _rope(keys, arch)
     return ModelConfig(
-        architecture=FAMILIES[family].architecture, family=family, hidden_size=hidden_size,
-        intermediate_size=keys.integer(f"{arch}.feed_forward_length"),
+        architecture=FAMILIES[family].architecture, family=family, qk_norm=FAMILIES[family].qk_norm,
+        hidden_size=hidden_size, intermediate_size=keys.integer(f"{arch}.feed_forward_length"),
         n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
         head_dim=head_dim, vocab_size=_vocab_size(file, keys, arch),
         max_context=context, norm_eps=keys.number(f"{arch}.attention.layer_norm_rms_epsilon"),
