@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model import ops
-from millrace.model.layers import Embedding, Linear, RMSNorm, rotary_table
+from millrace.model.layers import Embedding, LayerNorm, Linear, RMSNorm, rotary_table
 from millrace.model.module import DECODER, Module, ModuleList, Table
 from millrace.model.tensor import Tensor
 
@@ -17,16 +17,18 @@ class Attention(Module):
 
     layer: determines the window (arXiv:2310.06825 section 2), unless no sequence is longer, and whether it rotates
     offset: of the weights of the norms of queries and keys, as in RMSNorm
+    output: the name of the last projection in checkpoints
     """
 
-    def __init__(self, c: ModelConfig, layer: int, *, offset: float = 0.0) -> None:
+    def __init__(self, c: ModelConfig, layer: int, *, offset: float = 0.0, output: str = "o_proj") -> None:
         self._window, self._scale, self._softcap = c.window_of(layer), c.attention_scale, c.attention_softcap
         self._heads, self._kv_heads, self._size = c.n_heads, c.n_kv_heads, c.head_dim
-        self._qk_norm, self._rotates = c.qk_norm, c.has_rotary(layer)
+        self._qk_norm, self._rotates, self._interleaved = c.qk_norm, c.has_rotary(layer), c.rope.interleaved
         self.q_proj = Linear(c.hidden_size, c.n_heads * c.head_dim, bias=c.attention_bias)
         self.k_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.attention_bias)
         self.v_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.attention_bias)
-        self.o_proj = Linear(c.n_heads * c.head_dim, c.hidden_size, bias=c.attention_output_bias)
+        self._output = output
+        setattr(self, output, Linear(c.n_heads * c.head_dim, c.hidden_size, bias=c.attention_output_bias))
         if c.qk_norm:
             heads, kv_heads = (c.n_heads, c.n_kv_heads) if c.qk_norm == "full" else (1, 1)
             self.q_norm = RMSNorm(heads * c.head_dim, c.norm_eps, offset=offset)
@@ -43,14 +45,35 @@ class Attention(Module):
         if self._qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self._rotates:
-            q, k = ops.rope(q, positions, rotary), ops.rope(k, positions, rotary)
+            q, k = (ops.rope(heads, positions, rotary, interleaved=self._interleaved) for heads in (q, k))
         y = ops.attention(q, k, v, positions, lengths, self._scale, window=self._window, softcap=self._softcap)
-        return self.o_proj(y.reshape(T, self._heads * self._size))
+        projected: Tensor = getattr(self, self._output)(y.reshape(T, self._heads * self._size))
+        return projected
 
 
 def add_scaled(x: Tensor, change: Tensor, multiplier: float) -> Tensor:
     """Return x + change * multiplier: the residual stream after attention or MLP."""
     return x + (change if multiplier == 1 else change * multiplier)
+
+
+def build_norm(c: ModelConfig) -> RMSNorm | LayerNorm:
+    """Return the norm of the residual stream that `c.norm` names."""
+    if c.norm == "rms":
+        return RMSNorm(c.hidden_size, c.norm_eps)
+    offset = 1.0 if c.norm == "layer_offset" else 0.0
+    return LayerNorm(c.hidden_size, c.norm_eps, offset=offset, bias=c.norm != "layer_without_bias")
+
+
+class MLP(Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        self._activation = ops.ACTIVATIONS[c.activation]
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._activation(self.up_proj(x)))
 
 
 class GatedMLP(Module):
@@ -70,7 +93,7 @@ class Decoder(Module):
     """Embedding, layers, norm. Layers with a window may have rotary angles of their own (arXiv:2503.19786)."""
 
     def __init__(
-        self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, embedding_scale: float, norm_name: str
+        self, c: ModelConfig, layers: Sequence[Module], norm: Module, embedding_scale: float, norm_name: str
     ) -> None:
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, scale=embedding_scale)
         self.rotary = rotary_table(c.rope, c.head_dim, c.max_context)
@@ -95,18 +118,18 @@ class CausalLM(Module):
     signature = DECODER
 
     def __init__(
-        self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, *, embedding_scale: float | None = None,
+        self, c: ModelConfig, layers: Sequence[Module], norm: Module, *, embedding_scale: float | None = None,
         norm_name: str = "norm",
     ) -> None:  # fmt: skip
         scale = c.embedding_multiplier if embedding_scale is None else embedding_scale
         self.model = Decoder(c, layers, norm, scale, norm_name)
         tied = self.model.embed_tokens.weight if c.tie_embeddings else None
-        self.lm_head = Linear(c.hidden_size, c.vocab_size, weight=tied)
-        self._softcap, self._divisor = c.logits_softcap, c.logits_divisor
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=c.head_bias, weight=tied)
+        self._softcap, self._multiplier = c.logits_softcap, c.logits_multiplier
 
     def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
         x = self.model(tokens, positions, lengths)
         logits = self.lm_head(ops.gather_rows(x, rows))  # (R, vocabulary)
-        if self._divisor != 1:
-            logits = logits * (1 / self._divisor)
+        if self._multiplier != 1:
+            logits = logits * self._multiplier
         return ops.softcap(logits, self._softcap) if self._softcap else logits

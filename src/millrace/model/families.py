@@ -14,6 +14,8 @@ from millrace.model.lfm2 import Lfm2ForCausalLM
 from millrace.model.llama import LlamaForCausalLM
 from millrace.model.module import Module
 from millrace.model.olmo2 import Olmo2ForCausalLM
+from millrace.model.phi import PhiForCausalLM
+from millrace.model.starcoder2 import Starcoder2ForCausalLM
 
 Family = TypeVar("Family")
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
@@ -22,6 +24,12 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
     "SmolLM3ForCausalLM": LlamaForCausalLM,
+    "StableLmForCausalLM": LlamaForCausalLM,
+    "NemotronForCausalLM": LlamaForCausalLM,
+    "CohereForCausalLM": LlamaForCausalLM,
+    "Cohere2ForCausalLM": LlamaForCausalLM,
+    "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
+    "PhiForCausalLM": PhiForCausalLM,
     "GraniteForCausalLM": LlamaForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo2ForCausalLM,

@@ -47,12 +47,18 @@ class RMSNorm(Module):
 
 
 class LayerNorm(Module):
-    def __init__(self, n: int, eps: float) -> None:
-        self.weight, self.bias = Parameter(n), Parameter(n)
-        self._eps = eps
+    """`offset` 1 for Nemotron, whose checkpoints store weight - 1; `bias`: False for Cohere."""
+
+    def __init__(self, n: int, eps: float, *, offset: float = 0.0, bias: bool = True) -> None:
+        self.weight = Parameter(n)
+        self.bias = Parameter(n) if bias else Table((n,), lambda: np.zeros(n, np.float32))
+        self._eps, self._offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self._eps)
+        weight: Tensor = self.weight
+        if self._offset:
+            weight = weight + self._offset
+        return ops.layer_norm(x, weight, self.bias, self._eps)
 
 
 class Conv2d(Module):
@@ -89,8 +95,9 @@ class BatchNorm2d(Module):
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, context: int) -> Table:
-    """Return cosines of the first half's angles, then sines (context, head_dim) float32; computed in float64."""
-    return Table((context, head_dim), lambda: rotary_angles(rope, head_dim, context))
+    """Return cosines of the pairs' angles, then sines (context, rotary_dim) float32; computed in float64."""
+    width = rope.rotary_dim or head_dim
+    return Table((context, width), lambda: rotary_angles(rope, width, context))
 
 
 def rotary_angles(rope: RopeConfig, head_dim: int, context: int) -> NDArray[np.float32]:

@@ -36,9 +36,12 @@ def normalise(x: Tensor, eps: float = 1e-12) -> Tensor:
     return x.trace.add("normalise", (x,), {"eps": eps})
 
 
-def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """x (T, H, D) rotated by its positions (T,); table (context, D) as rope_table() makes it (arXiv:2104.09864)."""
-    return x.trace.add("rope", (x, positions, table))
+def rope(x: Tensor, positions: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
+    """x (T, H, D) rotated by its positions (T,); table (context, R) as rotary_table() makes it (arXiv:2104.09864).
+
+    The first R numbers of a head rotate: d against d + R/2, or 2d against 2d + 1 if `interleaved`.
+    """
+    return x.trace.add("rope", (x, positions, table), {"interleaved": True} if interleaved else {})
 
 
 def attention(
@@ -214,6 +217,12 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return tanh(x * (1.0 / cap)) * cap
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (arXiv:2109.08668)."""
+    positive = relu(x)
+    return positive * positive
+
+
 def silu(x: Tensor) -> Tensor:
     return x * sigmoid(x)
 
@@ -228,4 +237,4 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
 
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "squared_relu": squared_relu}

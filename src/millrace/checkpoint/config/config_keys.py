@@ -16,6 +16,8 @@ class ModelFamily:
 
     qk_norm: "head" if each query and key head is normalized, "full" if all heads are as one row, "" for neither
     rope_theta: base of the rotary embedding if config.json has none
+    norm: of the residual stream, as in ModelConfig
+    rotary_share: of each head that rotates if config.json does not say; interleaved: as in RopeConfig
     """
 
     name: str  # also config.json's model_type
@@ -26,6 +28,11 @@ class ModelFamily:
     also: tuple[str, ...] = ()  # the same architecture with a head, which an encoder does not use
     qk_norm: str = ""
     rope_theta: float = 10_000.0
+    norm: str = "rms"
+    gated_mlp: bool = True
+    parallel_residual: bool = False
+    rotary_share: float = 1.0
+    interleaved: bool = False
 
 
 # source: models/*/configuration_*.py of transformers 5; null if transformers derives the value from other keys
@@ -83,6 +90,26 @@ _LATER_GEMMA: dict[str, object] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}
+
+
+def _without_rms(defaults: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in defaults.items() if key != "rms_norm_eps"}
+
+
+_COHERE: dict[str, object] = {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 5,
+    "eos_token_id": 255001,
 }
 _OLMO: dict[str, object] = {
     "vocab_size": 50304,
@@ -185,6 +212,110 @@ FAMILIES: Mapping[str, ModelFamily] = {
                 "attention_multiplier": 1.0,
                 "logits_scaling": 1.0,
             },
+        ),
+        ModelFamily(
+            "stablelm",
+            "StableLmForCausalLM",
+            {
+                **_without_rms(_COMMON),
+                "vocab_size": 50304,
+                "hidden_size": 2560,
+                "intermediate_size": 6912,
+                "num_key_value_heads": 32,
+                "max_position_embeddings": 4096,
+                "layer_norm_eps": 1e-5,
+                "use_qkv_bias": False,
+                "use_parallel_residual": False,
+                "partial_rotary_factor": None,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+            },
+            {"qk_layernorm": ((False,), "norms of each head with weights of its own are not supported")},
+            norm="layer",
+            rotary_share=0.25,
+        ),
+        ModelFamily(
+            "nemotron",
+            "NemotronForCausalLM",
+            {
+                **_without_rms(_COMMON),
+                "vocab_size": 256000,
+                "hidden_size": 6144,
+                "intermediate_size": 24576,
+                "num_attention_heads": 48,
+                "hidden_act": "relu2",
+                "max_position_embeddings": 4096,
+                "norm_eps": 1e-5,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "partial_rotary_factor": None,
+                "bos_token_id": 2,
+                "eos_token_id": 3,
+            },
+            norm="layer_offset",
+            gated_mlp=False,
+            rotary_share=0.5,
+        ),
+        ModelFamily(
+            "starcoder2",
+            "Starcoder2ForCausalLM",
+            {
+                **_without_rms(_COMMON),
+                "vocab_size": 49152,
+                "hidden_size": 3072,
+                "intermediate_size": 12288,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 24,
+                "num_key_value_heads": 2,
+                "hidden_act": "gelu_pytorch_tanh",
+                "max_position_embeddings": 4096,
+                "norm_epsilon": 1e-5,
+                "sliding_window": None,
+                "use_bias": True,
+                "tie_word_embeddings": True,
+                "bos_token_id": 50256,
+                "eos_token_id": 50256,
+            },
+            norm="layer",
+            gated_mlp=False,
+        ),
+        ModelFamily(
+            "phi",
+            "PhiForCausalLM",
+            {
+                **_without_rms(_COMMON),
+                "vocab_size": 51200,
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 24,
+                "hidden_act": "gelu_new",
+                "max_position_embeddings": 2048,
+                "layer_norm_eps": 1e-5,
+                "partial_rotary_factor": None,
+            },
+            {"qk_layernorm": ((False,), "norms of queries and keys are not supported in this family")},
+            norm="layer",
+            gated_mlp=False,
+            parallel_residual=True,
+            rotary_share=0.5,
+        ),
+        ModelFamily(
+            "cohere",
+            "CohereForCausalLM",
+            {**_without_rms(_COMMON), **_COHERE},
+            {"use_qk_norm": ((False, None), "norms of each head with weights of its own are not supported")},
+            norm="layer_without_bias",
+            parallel_residual=True,
+            interleaved=True,
+            rope_theta=500_000.0,
+        ),
+        ModelFamily(
+            "cohere2",
+            "Cohere2ForCausalLM",
+            {**_without_rms(_COMMON), **_COHERE, "sliding_window": 4096, "sliding_window_pattern": 4},
+            norm="layer_without_bias",
+            parallel_residual=True,
+            interleaved=True,
         ),
         ModelFamily("olmo2", "Olmo2ForCausalLM", {**_COMMON, **_OLMO}, qk_norm="full"),
         ModelFamily(
@@ -289,6 +420,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "squared_relu",
 }
 # For encoders, "gelu" is the exact function; in Gemma's files it is the tanh approximation.
 ENCODER_ACTIVATIONS: Mapping[str, str] = {
@@ -309,7 +441,8 @@ def _words(text: str) -> frozenset[str]:
 HARMLESS = _words(
     """
     _name_or_path name_or_path _commit_hash transformers_version auto_map tokenizer_class
-    use_cache attention_dropout hidden_dropout initializer_range pad_token_id unk_token_id sep_token_id cls_token_id
+    use_cache attention_dropout hidden_dropout residual_dropout embedding_dropout resid_pdrop embd_pdrop
+    initializer_range pad_token_id unk_token_id sep_token_id cls_token_id
     decoder_start_token_id _attn_implementation attn_implementation _attn_implementation_autoset
     _attn_implementation_internal _experts_implementation experts_implementation _flash_attn_2_enabled use_flash_attn
     use_flash_attention_2 output_attentions output_hidden_states return_dict torchscript use_bfloat16 is_decoder

@@ -4,7 +4,7 @@ from millrace.checkpoint.config.config_keys import FAMILIES
 from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
 from millrace.errors import CheckpointError
 
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "squared_relu": "relu2"}
 
 
 def config_json(config: ModelConfig) -> dict[str, object]:

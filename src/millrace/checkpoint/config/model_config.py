@@ -5,7 +5,7 @@ Defaults of missing keys are those of the family's configuration class in transf
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from millrace.checkpoint.config.config_keys import ACTIVATIONS
@@ -26,21 +26,23 @@ from millrace.checkpoint.config.config_reader import (
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 LATER_GEMMAS = ("gemma2", "gemma3_text")
-WINDOWED = ("mistral", "olmo3", "exaone4", *LATER_GEMMAS)  # families with windows by default
+WINDOWED = ("mistral", "starcoder2", "olmo3", "exaone4", "cohere2", *LATER_GEMMAS)  # families with windows by default
 SWITCHED_WINDOWS = ("qwen2", "qwen3", "smollm3")  # families with use_sliding_window
 MAX_TAPS = 8  # kernel size of a short convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding over the whole head, halves rotated against each other (not interleaved).
+    """Rotary position embedding of the first R numbers of a head: d against d + R/2, or 2d against 2d + 1.
 
-    inverse frequency i of D/2: theta ** (-2i/D); `linear` divides it by `factor`; `llama3` and `yarn` divide low
+    inverse frequency i of R/2: theta ** (-2i/R); `linear` divides it by `factor`; `llama3` and `yarn` divide low
     frequencies by it. sources: arXiv:2104.09864; arXiv:2306.15595 (linear); Llama 3.1's reference code (llama3);
     arXiv:2309.00071 (yarn)
     """
 
     theta: float
+    rotary_dim: int = 0  # R; 0: the whole head
+    interleaved: bool = False
     kind: str = "default"  # "default", "linear", "llama3" or "yarn"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -74,7 +76,7 @@ class ModelConfig:
     attention_bias: bool  # on q_proj, k_proj, v_proj
     attention_output_bias: bool  # on o_proj
     mlp_bias: bool
-    activation: str  # "silu" | "gelu_tanh"
+    activation: str  # "silu" | "gelu_tanh" | "squared_relu"
     dtype: str  # "float32" | "float16" | "bfloat16"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -89,7 +91,15 @@ class ModelConfig:
     rotates: tuple[bool, ...] = ()  # whether each layer has rotary positions; (): all have
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add
-    logits_divisor: float = 1.0
+    logits_multiplier: float = 1.0
+    norm: str = (
+        "rms"  # of the residual stream: "rms", "layer", "layer_without_bias", "layer_offset" (stored as weight - 1)
+    )
+    gated_mlp: bool = True
+    parallel_residual: bool = (
+        False  # attention and MLP read the same normed row, and both are added to the residual stream
+    )
+    head_bias: bool = False
     # Whether each layer is a short convolution over `conv_taps` tokens instead of attention. (): none is.
     convolves: tuple[bool, ...] = ()
     conv_taps: int = 0
@@ -123,6 +133,7 @@ def read_config(raw: Raw) -> ModelConfig:
     head_dim = _head_dim(read, hidden_size, n_heads)
     bos, eos, token_notes = _tokens(read, vocab_size)
     (rope, local_rope), rope_notes = _ropes(read, max_positions)
+    rope = _with_width(read, rope, head_dim)
     rotates = _rotates(read, n_layers)
     return ModelConfig(
         architecture=family.architecture,
@@ -135,12 +146,12 @@ def read_config(raw: Raw) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_context=max_positions,
-        norm_eps=read.positive_float("norm_eps" if family.name == "lfm2" else "rms_norm_eps"),
+        norm_eps=read.positive_float(next(key for key in _EPS_KEYS if key in family.defaults)),
         rope=rope,
         tie_embeddings=_tied(read),
         attention_bias=attention_bias,
         attention_output_bias=output_bias,
-        mlp_bias="mlp_bias" in family.defaults and read.boolean("mlp_bias"),
+        mlp_bias=_mlp_bias(read),
         activation=_activation(read),
         windows=_windows(read, n_layers, rotates),
         local_rope=local_rope,
@@ -151,7 +162,12 @@ def read_config(raw: Raw) -> ModelConfig:
         rotates=rotates,
         embedding_multiplier=_multiplier(read, "embedding_multiplier"),
         residual_multiplier=_multiplier(read, "residual_multiplier"),
-        logits_divisor=_multiplier(read, "logits_scaling"),
+        logits_multiplier=_multiplier(read, "logit_scale") / _multiplier(read, "logits_scaling"),
+        norm=family.norm,
+        gated_mlp=family.gated_mlp,
+        parallel_residual=family.parallel_residual
+        or ("use_parallel_residual" in family.defaults and read.boolean("use_parallel_residual")),
+        head_bias=family.name == "phi",
         **(_lfm2_convolutions(read, n_layers) if family.name == "lfm2" else {}),
         dtype=read_dtype(raw),
         bos_token_id=bos,
@@ -187,12 +203,33 @@ def _head_dim(read: ConfigReader, hidden_size: int, n_heads: int) -> int:
 
 
 def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
-    """Return whether q/k/v and o have a bias. Qwen2 has the former by architecture; Mistral has none; others are
-    configured."""
+    """Return whether q/k/v and o have a bias: by architecture, or as configured."""
+    if "use_bias" in read.family.defaults:
+        return read.boolean("use_bias"), read.boolean("use_bias")
+    if "use_qkv_bias" in read.family.defaults:
+        return read.boolean("use_qkv_bias"), False
     if "attention_bias" not in read.family.defaults:
-        return read.family.name == "qwen2", False
+        return read.family.name in ("qwen2", "phi"), read.family.name == "phi"
     has = read.boolean("attention_bias")
     return has, has
+
+
+def _mlp_bias(read: ConfigReader) -> bool:
+    key = next((key for key in ("mlp_bias", "use_bias") if key in read.family.defaults), None)
+    return read.boolean(key) if key is not None else read.family.name == "phi"
+
+
+def _with_width(read: ConfigReader, rope: RopeConfig, head_dim: int) -> RopeConfig:
+    """Return the rotary embedding with its part of the head, which the family or config.json says."""
+    family, share = read.family, read.family.rotary_share
+    if "partial_rotary_factor" in family.defaults:
+        nested = cast(dict[str, object], read.raw.get("rope_parameters") or {}).get("partial_rotary_factor")
+        value = read.get("partial_rotary_factor") if nested is None else nested
+        share = share if value is None else positive_number("partial_rotary_factor", value)
+    width = int(head_dim * share)
+    if share > 1 or width < 2 or width % 2:
+        raise wrong("partial_rotary_factor", share, f"a share of a head of {head_dim} that is an even number")
+    return replace(rope, rotary_dim=0 if width == head_dim else width, interleaved=family.interleaved)
 
 
 def _lfm2_inner(read: ConfigReader) -> int:
@@ -242,9 +279,11 @@ def _multiplier(read: ConfigReader, key: str) -> float:
 
 def _rotates(read: ConfigReader, n_layers: int) -> tuple[bool, ...]:
     """Return whether each layer has rotary positions; () if all have."""
-    if read.family.name == "exaone4" and read.get("sliding_window") is not None:
+    if read.family.name in ("exaone4", "cohere2") and read.get("sliding_window") is not None:
         windows = _windows(read, n_layers, ())
         return tuple(window > 0 for window in windows)
+    if read.family.name == "cohere2":
+        return (False,) * n_layers
     if read.family.name != "smollm3":
         return ()
     flags = read.get("no_rope_layers")  # 1: the layer has rotary positions
@@ -320,14 +359,16 @@ def _windows(read: ConfigReader, n_layers: int, rotates: tuple[bool, ...]) -> tu
 
 
 # Of how many layers one has full attention if config.json does not list them; 0: sliding_window_pattern says so.
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 0, "olmo3": 4, "exaone4": 0}
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 0, "olmo3": 4, "exaone4": 0, "cohere2": 0}
+_EPS_KEYS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
 
 
 def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, RopeConfig | None], tuple[str, ...]]:
     """Return the rotary embedding, that of layers with a window if they have their own, and notes."""
     default_theta = read.family.rope_theta
     if read.family.name not in ("gemma3_text", "olmo3"):
-        rope, unread = _rope(read.raw, max_positions, default_theta)
+        partial = "partial_rotary_factor" in read.family.defaults
+        rope, unread = _rope(read.raw, max_positions, default_theta, partial=partial)
         return (rope, None), unread
     raw_value = read.raw.get("rope_parameters")
     if raw_value is not None and not isinstance(raw_value, dict):
@@ -355,10 +396,12 @@ def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, Ro
     return (result[0], result[1]), tuple(notes)
 
 
-def _rope(raw: Raw, max_positions: int, default_theta: float = 10_000.0) -> tuple[RopeConfig, tuple[str, ...]]:
+def _rope(
+    raw: Raw, max_positions: int, default_theta: float = 10_000.0, *, partial: bool = False
+) -> tuple[RopeConfig, tuple[str, ...]]:
     """Return the rotary embedding, and a note on keys that transformers does not read for its type.
 
-    If a value is given in both spellings, they must agree.
+    If a value is given in both spellings, they must agree. partial: parts of heads may rotate
     """
     old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
@@ -390,6 +433,8 @@ def _rope(raw: Raw, max_positions: int, default_theta: float = 10_000.0) -> tupl
     valid_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_KEYS[kind]}
     unread = [name for name in rope if name not in valid_keys]
     notes = (unread_keys(f"config.json: {key} (rope_type {kind})", unread, valid_keys),) if unread else ()
+    if not partial and rope.get("partial_rotary_factor", 1) != 1:
+        raise wrong("partial_rotary_factor", rope["partial_rotary_factor"], "1 (rotation of whole heads)")
     return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions), notes
 
 
@@ -405,8 +450,6 @@ _SCALING_KEYS = {
 
 
 def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max_positions: int) -> RopeConfig:
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise wrong("partial_rotary_factor", rope["partial_rotary_factor"], "1 (rotation of whole heads)")
     for name in _SCALING_KEYS[kind]:
         if name not in rope and name not in ("original_max_position_embeddings", *_YARN_OPTIONS):
             raise wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")

@@ -152,8 +152,8 @@ def _priced(manifest: Manifest) -> tuple[str, ...]:
 
 
 # Types of attributes that no shape rule checks; a tree that is just a number has no shape.
-_KINDS = {"eps": float, "scale": float, "layer": int, "bias": bool, "tree": int | tuple}
-_UNSAID = {"bias": False, "tree": 0}
+_KINDS = {"eps": float, "scale": float, "layer": int, "bias": bool, "interleaved": bool, "tree": int | tuple}
+_UNSAID = {"bias": False, "interleaved": False, "tree": 0}
 
 
 def _check_graph(folder: Path, graph: Graph, chosen: ResolvedOptions, manifest: Manifest) -> None:

@@ -53,13 +53,18 @@ def _alike(a: Value, b: Value) -> bool:
 
 
 def fuse_rope_attention(graph: Graph) -> Graph:
-    """attention(rope(q), rope(k), v): merge the rotation and the write to the KV pages into one kernel."""
+    """attention(rope(q), rope(k), v): merge the rotation and the write to the KV pages into one kernel.
+
+    Rotations of whole heads alone: others are kernels of their own.
+    """
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "attention":
             return None
         q, k = live.producer(node.inputs[0]), live.producer(node.inputs[1])
         if not (q and k and q.op == k.op == "rope" and q.inputs[1:] == k.inputs[1:]):
+            return None
+        if q.attrs or k.attrs or q.inputs[2].shape[1] != q.output.shape[2]:
             return None
         if q.inputs[1] is not node.inputs[3] or not (live.read_once(q.output) and live.read_once(k.output)):
             return None

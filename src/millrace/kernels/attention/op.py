@@ -157,7 +157,7 @@ def _attend(
     rotates = bool(rotation)
     write: Params = {
         **shape, "heads": heads if rotates else 0, "q_stride": q.row_floats if rotates else 0, "k_stride": k.row_floats,
-        "v_stride": v.row_floats, "context": context,
+        "v_stride": v.row_floats, "context": context, "rotary_dim": head_dim, "interleaved": 0,
     }  # fmt: skip
     assert not (layer_cache and rotates), "keys that several layers read are rotated by a call of their own"
     if layer_cache is None:

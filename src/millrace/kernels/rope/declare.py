@@ -4,13 +4,13 @@ from millrace.kernels.declare import LEGAL_ROWS, MAX_HEAD, ROWS, Kernel, Operand
 
 KERNEL = Kernel(
     "rope",
-    "rotate q and k (halves d and d + D/2) by their positions, in place; write k and v into the pages of a cache",
+    "rotate the first rotary_dim numbers of each head of q and k, in place; write k and v into the pages of a cache",
     (
         Operand("q", "inout?", f"{ROWS} * q_stride * 4"),
         Operand("k", "inout?", f"{ROWS} * k_stride * 4"),
         Operand("v", "in?", f"{ROWS} * v_stride * 4"),
         Operand("positions", "in?", f"{ROWS} * 4", "int32_t"),
-        Operand("table", "weight?", "context * head_dim * 4"),
+        Operand("table", "weight?", "context * rotary_dim * 4"),
     ),
     (
         "i32 rows",
@@ -18,6 +18,8 @@ KERNEL = Kernel(
         "i32 kv_heads",
         "i32 head_dim",
         "i32 value_dim",
+        "i32 rotary_dim",
+        "i32 interleaved",
         "i32 q_stride",
         "i32 k_stride",
         "i32 v_stride",
@@ -32,6 +34,11 @@ KERNEL = Kernel(
         "head_dim > 0",
         "head_dim % 8 == 0",
         f"head_dim <= {MAX_HEAD}",
+        "rotary_dim > 0",
+        "rotary_dim % 2 == 0",
+        "rotary_dim <= head_dim",
+        "interleaved >= 0",
+        "interleaved <= 1",
         "value_dim > 0 or layer < 0",
         f"value_dim <= {MAX_HEAD}",
         "context > 0",

@@ -1,21 +1,37 @@
 // rope   rotate q and k by their positions, in place; with layer >= 0 also write k and v into the pages of a cache
-//   Su et al., arXiv:2104.09864, in the half-split order of Hugging Face checkpoints:
-//   (x[d], x[d + D/2]) -> (x[d] cos - x[d + D/2] sin, x[d + D/2] cos + x[d] sin)
-//   table (context, D): D/2 cosines, then D/2 sines of each position; beyond it rows become NaN
+//   Su et al., arXiv:2104.09864. Of the first R = rotary_dim numbers of a head, pairs are rotated:
+//   (x[d], x[d + R/2]) -> (x[d] cos - x[d + R/2] sin, x[d + R/2] cos + x[d] sin)
+//   in the half-split order of most Hugging Face checkpoints; interleaved: (x[2d], x[2d + 1])
+//   table (context, R): R/2 cosines, then R/2 sines of each position; beyond it rows become NaN
 //   q, k, v rows of heads * D floats at their strides
 #pragma once
 #include "convert/hadamard.hpp"
 
 namespace millrace::MILLRACE_ISA {
 
-inline void rotate(float* x, const float* table, int64_t head_dim) {
-  const int64_t half = head_dim / 2;
+inline void rotate(float* x, const float* table, int64_t rotary_dim) {
+  const int64_t half = rotary_dim / 2;
   for (int64_t d = 0; d < half; d += 16) {
     const int n = half - d < 16 ? static_cast<int>(half - d) : 16;
     const F cosine = load(table + d, n), sine = load(table + half + d, n);
     const F a = load(x + d, n), b = load(x + half + d, n);
     store(x + d, a * cosine - b * sine, n);
     store(x + half + d, b * cosine + a * sine, n);
+  }
+}
+
+inline void rotate_interleaved(float* x, const float* table, int64_t rotary_dim) {
+  const int64_t half = rotary_dim / 2;
+  alignas(64) float even[16], odd[16];
+  for (int64_t d = 0; d < half; d += 16) {
+    const int n = half - d < 16 ? static_cast<int>(half - d) : 16;
+    float* pairs = x + 2 * d;
+    for (int i = 0; i < n; ++i) even[i] = pairs[2 * i], odd[i] = pairs[2 * i + 1];
+    const F cosine = load(table + d, n), sine = load(table + half + d, n);
+    const F a = load(even, n), b = load(odd, n);
+    store(even, a * cosine - b * sine, n);
+    store(odd, b * cosine + a * sine, n);
+    for (int i = 0; i < n; ++i) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
   }
 }
 
@@ -149,7 +165,10 @@ inline void spoil(float* x, int64_t n) {
 inline void rotate_heads(float* x, const RopeArgs& a, int heads, int64_t row) {
   const int position = a.positions[row];
   if (position < 0 || position >= a.context) return spoil(x, heads * a.head_dim);
-  for (int h = 0; h < heads; ++h) rotate(x + h * a.head_dim, a.table + static_cast<int64_t>(position) * a.head_dim, a.head_dim);
+  const float* table = a.table + static_cast<int64_t>(position) * a.rotary_dim;
+  for (int h = 0; h < heads; ++h)
+    if (a.interleaved) rotate_interleaved(x + h * a.head_dim, table, a.rotary_dim);
+    else rotate(x + h * a.head_dim, table, a.rotary_dim);
 }
 
 // Rows of a task. Keys of neighbouring tokens share their cache lines, which workers should not write at the same time.
