@@ -82,7 +82,10 @@ class Pages:
             "cache": 0,
             "layer": 0,
         }
-        rope = {**shape, "heads": 0, "q_stride": 0, "k_stride": widths[1], "v_stride": widths[2], "context": 4096}
+        rope = {
+            **shape, "heads": 0, "q_stride": 0, "k_stride": widths[1], "v_stride": widths[2], "context": 4096,
+            "rotary_dim": self.size, "interleaved": 0,
+        }  # fmt: skip
         attend = {
             **shape,
             "heads": self.heads,

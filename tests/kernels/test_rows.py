@@ -215,21 +215,27 @@ def test_normalise(n: int, machine: Machine) -> None:
     assert_no_worse(y, normalise(cut, 1e-12), normalise(cut.astype(np.float64), 1e-12))
 
 
-@pytest.mark.parametrize("size", [8, 16, 40, 64, 128, 136, 256, 328, 512])
-def test_rope(size: int, machine: Machine) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("size", "width"),
+    [(size, size) for size in (8, 16, 40, 64, 128, 136, 256, 328, 512)] + [(64, 16), (80, 32), (128, 126), (16, 2)],
+)
+def test_rope(size: int, width: int, interleaved: bool, machine: Machine) -> None:
     heads, T = 3, 9
-    table = rotary_angles(RopeConfig(theta=10000.0), size, 64)
+    table = rotary_angles(RopeConfig(theta=10000.0), width, 64)
     x = normal(T, heads * size, seed=9)
     params = {
         "rows": 0, "heads": heads, "kv_heads": 0, "head_dim": size, "value_dim": 0, "q_stride": heads * size,
-        "k_stride": 0, "v_stride": 0, "context": 64, "cache": 0, "layer": -1,
+        "k_stride": 0, "v_stride": 0, "context": 64, "cache": 0, "layer": -1, "rotary_dim": width,
+        "interleaved": int(interleaved),
     }  # fmt: skip
     positions = np.array([0, 1, 2, 3, 63, 5, 40, -1, 64], np.int32)  # the last two are none of the table's
     y = run_kernel("rope", {"q": x, "positions": positions, "table": table}, params, [T], machine)["q"]
     got, cut = y.view(np.float32).reshape(T, heads, size), x.reshape(T, heads, size)
     assert np.isnan(got[7:]).all()
-    truth = rope(cut[:7].astype(np.float64), positions[:7], table.astype(np.float64))
-    assert_no_worse(got[:7], rope(cut[:7], positions[:7], table), truth)
+    truth = rope(cut[:7].astype(np.float64), positions[:7], table.astype(np.float64), interleaved=interleaved)
+    assert_no_worse(got[:7], rope(cut[:7], positions[:7], table, interleaved=interleaved), truth)
+    assert (got[:7, :, width:] == cut[:7, :, width:]).all()
 
 
 def test_bf16_rounds_to_nearest_even() -> None:

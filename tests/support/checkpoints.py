@@ -28,6 +28,7 @@ BERT_SIZES: Mapping[str, object] = {
     "num_attention_heads": 3,
     "max_position_embeddings": 130,
 }
+_IDS: Mapping[str, object] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}  # of the tiny tokenizer
 _OWN: Mapping[str, Mapping[str, object]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
     "mistral": {"sliding_window": None},
@@ -51,8 +52,42 @@ _OWN: Mapping[str, Mapping[str, object]] = {
         **{"block_auto_adjust_ff_dim": False, "bos_token_id": 1, "eos_token_id": 2},
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
-    "olmo2": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},  # docs/extending/family.md
-}
+    "smollm3": {**_IDS, "no_rope_layers": [1, 0]},
+    "granite": {
+        **_IDS, "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.05,
+        "logits_scaling": 1.7,
+    },
+    "olmo2": _IDS,  # also of docs/extending/family.md
+    "olmo3": {
+        **_IDS, "sliding_window": 33, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5, "original_max_position_embeddings": 64,
+                "attention_factor": 1.2,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    },
+    "exaone4": {
+        **_IDS, "sliding_window": 33, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64, "rope_theta": 1e6,
+        },
+    },
+    "stablelm": {**_IDS, "use_qkv_bias": True, "partial_rotary_factor": 0.25},
+    "nemotron": {**_IDS, "head_dim": 72, "partial_rotary_factor": 0.5, "attention_bias": True, "mlp_bias": True},
+    "starcoder2": {**_IDS, "sliding_window": 100},
+    "phi": {**_IDS, "partial_rotary_factor": 0.375},
+    "cohere": {**_IDS, "logit_scale": 0.3, "attention_bias": True},
+    "cohere2": {
+        **_IDS, "logit_scale": 0.3, "sliding_window": 33, "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+# Families whose layers are those above in other arrangements; tests of kernels and passes take FAMILIES.
+LATER_FAMILIES = (
+    "smollm3", "granite", "olmo2", "olmo3", "exaone4", "stablelm", "nemotron", "starcoder2", "phi", "cohere", "cohere2",
+)  # fmt: skip
 
 
 def random_checkpoint(

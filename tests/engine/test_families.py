@@ -1,0 +1,68 @@
+"""Every family that arranges known layers in another way, against transformers on random checkpoints."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from millrace import LLM, SamplingParams
+from tests.engine.test_reference import assert_agree
+from tests.support.checkpoints import LATER_FAMILIES, random_checkpoint
+from tests.support.engines import build, last_logits
+from tests.support.tolerance import assert_no_worse
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("stablelm", {"use_parallel_residual": True, "partial_rotary_factor": 0.5}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 50, "attention_bias": True, "mlp_bias": True}),
+    ("olmo3", {"layer_types": None, "num_hidden_layers": 4, "rope_parameters": None}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    ("starcoder2", {"sliding_window": None, "use_bias": False, "tie_word_embeddings": False}),
+    ("cohere2", {"layer_types": None, "num_hidden_layers": 4}),
+]
+CASES = [
+    *(pytest.param(family, {}, id=family) for family in LATER_FAMILIES),
+    *(pytest.param(*variant, id=f"{variant[0]} {i}", marks=pytest.mark.nightly) for i, variant in enumerate(VARIANTS)),
+]
+
+
+def model(folder: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    loaded.set_attn_implementation("eager")
+    return loaded.eval()
+
+
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_logits_and_tokens_are_those_of_transformers(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts of one token, and of more than windows and original contexts; float32 as close as PyTorch's own."""
+    folder = random_checkpoint(tmp_path / "checkpoint", family, seed=3, **overrides)
+    engine = build(folder, tmp_path / "engine", "fp32", max_step_tokens=512)
+    exact, plain = model(folder, torch.float64), model(folder, torch.float32)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 1003, n).tolist() for n in (1, 30, 450)]
+    with closing(engine.executor(n_pages=16)) as executor:
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            with torch.no_grad():
+                truth, theirs = (m(ids).logits[0, -1].double().numpy() for m in (exact, plain))
+            # transformers computes angles in float32 in both: they are wrong by up to half an ulp of the position
+            ulps = 16 + len(prompt) / 2
+            assert_no_worse(last_logits(engine, executor, [prompt])[0], theirs, truth, factor=3.0, ulps=ulps)
+    generated = exact.generate(
+        torch.tensor([prompts[1]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    with LLM(str(tmp_path / "engine")) as llm:
+        (output,) = llm.generate(
+            [{"prompt_token_ids": prompts[1]}], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        )
+    assert list(output.outputs[0].token_ids) == generated[0, len(prompts[1]) :].tolist()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", LATER_FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8"])
+def test_the_native_executor_agrees_with_the_reference(family: str, precision: str, tmp_path: Path) -> None:
+    assert_agree(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision, tmp_path)
