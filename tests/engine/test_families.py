@@ -10,6 +10,10 @@ import torch
 import transformers
 
 from millrace import LLM, SamplingParams
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.source import Source
+from millrace.engine.artifact.engine import Engine
 from tests.engine.test_reference import assert_agree
 from tests.support.checkpoints import LATER_FAMILIES, random_checkpoint
 from tests.support.engines import build, last_logits
@@ -42,7 +46,9 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, overrides: dic
     engine = build(folder, tmp_path / "engine", "fp32", max_step_tokens=512)
     exact, plain = model(folder, torch.float64), model(folder, torch.float32)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 1003, n).tolist() for n in (1, 30, 450)]
+    # transformers' LongRoPE depends on the sequence; an engine's on its context, which is longer than the original one
+    lengths = (65, 100, 450) if family == "phi3" else (1, 30, 450)
+    prompts = [rng.integers(3, 1003, n).tolist() for n in lengths]
     with closing(engine.executor(n_pages=16)) as executor:
         for prompt in prompts:
             ids = torch.tensor([prompt])
@@ -66,3 +72,15 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, overrides: dic
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8"])
 def test_the_native_executor_agrees_with_the_reference(family: str, precision: str, tmp_path: Path) -> None:
     assert_agree(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision, tmp_path)
+
+
+def test_longrope_in_an_engine_for_the_original_context(tmp_path: Path) -> None:
+    """It has the short factors, as transformers has them for short sequences."""
+    folder = random_checkpoint(tmp_path / "checkpoint", "phi3", seed=3)
+    source = Source.from_checkpoint(Checkpoint.open(folder), 64)
+    write_engine(source, plan_engine(source, BuildOptions()), tmp_path / "engine", name="phi3")
+    exact, plain, prompt = model(folder, torch.float64), model(folder, torch.float32), list(range(5, 60))
+    with closing(Engine.open(tmp_path / "engine")) as engine, closing(engine.executor(n_pages=4)) as executor:
+        with torch.no_grad():
+            truth, theirs = (m(torch.tensor([prompt])).logits[0, -1].double().numpy() for m in (exact, plain))
+        assert_no_worse(last_logits(engine, executor, [prompt])[0], theirs, truth, factor=3.0, ulps=48)

@@ -79,6 +79,16 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "nemotron": {**_IDS, "head_dim": 72, "partial_rotary_factor": 0.5, "attention_bias": True, "mlp_bias": True},
     "starcoder2": {**_IDS, "sliding_window": 100},
     "phi": {**_IDS, "partial_rotary_factor": 0.375},
+    "phi3": {
+        **_IDS, "sliding_window": 100, "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0 + i / 50 for i in range(24)], "long_factor": [1.0 + i / 5 for i in range(24)],
+        },
+    },
+    "ernie4_5": {**_IDS, "use_bias": True},
+    "glm": _IDS,
+    "glm4": {**_IDS, "attention_bias": True},
     "cohere": {**_IDS, "logit_scale": 0.3, "attention_bias": True},
     "cohere2": {
         **_IDS, "logit_scale": 0.3, "sliding_window": 33, "layer_types": ["sliding_attention", "full_attention"],
@@ -86,7 +96,8 @@ _OWN: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 # Families whose layers are those above in other arrangements; tests of kernels and passes take FAMILIES.
 LATER_FAMILIES = (
-    "smollm3", "granite", "olmo2", "olmo3", "exaone4", "stablelm", "nemotron", "starcoder2", "phi", "cohere", "cohere2",
+    "smollm3", "granite", "olmo2", "olmo3", "exaone4", "stablelm", "nemotron", "starcoder2", "phi", "phi3", "cohere",
+    "cohere2", "ernie4_5", "glm", "glm4",
 )  # fmt: skip
 
 

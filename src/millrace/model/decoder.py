@@ -89,6 +89,19 @@ class GatedMLP(Module):
         return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FusedGatedMLP(Module):
+    """As GatedMLP, of checkpoints that store gate and up as one matrix."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        self._activation, self._width = ops.ACTIVATIONS[c.activation], c.intermediate_size
+        self.gate_up_proj = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).split(self._width, self._width)
+        return self.down_proj(self._activation(gate) * up)
+
+
 class Decoder(Module):
     """Embedding, layers, norm. Layers with a window may have rotary angles of their own (arXiv:2503.19786)."""
 

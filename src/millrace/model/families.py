@@ -10,11 +10,13 @@ from millrace.errors import CheckpointError, nearest
 from millrace.model.bert import bert_sentences, parameter_name
 from millrace.model.decoder import CausalLM
 from millrace.model.gemma import Gemma2ForCausalLM, GemmaForCausalLM
+from millrace.model.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from millrace.model.lfm2 import Lfm2ForCausalLM
 from millrace.model.llama import LlamaForCausalLM
 from millrace.model.module import Module
 from millrace.model.olmo2 import Olmo2ForCausalLM
 from millrace.model.phi import PhiForCausalLM
+from millrace.model.phi3 import Phi3ForCausalLM
 from millrace.model.starcoder2 import Starcoder2ForCausalLM
 
 Family = TypeVar("Family")
@@ -30,6 +32,10 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Cohere2ForCausalLM": LlamaForCausalLM,
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
     "PhiForCausalLM": PhiForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Ernie4_5ForCausalLM": LlamaForCausalLM,
+    "GlmForCausalLM": GlmForCausalLM,
+    "Glm4ForCausalLM": Glm4ForCausalLM,
     "GraniteForCausalLM": LlamaForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo2ForCausalLM,

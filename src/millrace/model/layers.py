@@ -101,12 +101,15 @@ def rotary_table(rope: RopeConfig, head_dim: int, context: int) -> Table:
 
 
 def rotary_angles(rope: RopeConfig, head_dim: int, context: int) -> NDArray[np.float32]:
-    angles = np.outer(np.arange(context, dtype=np.float64), inverse_frequencies(rope, head_dim))
+    angles = np.outer(np.arange(context, dtype=np.float64), inverse_frequencies(rope, head_dim, context))
     return (rope.attention_factor * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)).astype(np.float32)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
-    """Return radians per position (head_dim / 2,); arXiv:2104.09864, for llama3 the reference code of Llama 3.1."""
+def inverse_frequencies(rope: RopeConfig, head_dim: int, context: int = 0) -> NDArray[np.float64]:
+    """Return radians per position (head_dim / 2,); arXiv:2104.09864, for llama3 the reference code of Llama 3.1.
+
+    context: tokens of the engine's longest sequence, which `longrope` depends on
+    """
     plain: NDArray[np.float64] = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.divisors:
         plain = plain / np.array(rope.divisors)
@@ -114,6 +117,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "longrope":
+        assert rope.original_max_positions is not None, rope
+        factors = rope.long_factors if context > rope.original_max_positions else rope.short_factors
+        divided: NDArray[np.float64] = plain / np.array(factors)
+        return divided
     if rope.kind == "yarn":
         return _yarn_frequencies(rope, plain, head_dim)
     assert rope.kind == "llama3" and rope.original_max_positions is not None, rope

@@ -24,10 +24,19 @@ from millrace.checkpoint.config.config_reader import (
     wrong,
 )
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LATER_GEMMAS = ("gemma2", "gemma3_text")
-WINDOWED = ("mistral", "starcoder2", "olmo3", "exaone4", "cohere2", *LATER_GEMMAS)  # families with windows by default
+WINDOWED = (
+    "mistral",
+    "starcoder2",
+    "phi3",
+    "olmo3",
+    "exaone4",
+    "cohere2",
+    *LATER_GEMMAS,
+)  # families with windows by default
 SWITCHED_WINDOWS = ("qwen2", "qwen3", "smollm3")  # families with use_sliding_window
+MAX_FACTORS = 256  # frequencies of a head
 MAX_TAPS = 8  # kernel size of a short convolution
 
 
@@ -37,22 +46,25 @@ class RopeConfig:
 
     inverse frequency i of R/2: theta ** (-2i/R); `linear` divides it by `factor`; `llama3` and `yarn` divide low
     frequencies by it. sources: arXiv:2104.09864; arXiv:2306.15595 (linear); Llama 3.1's reference code (llama3);
-    arXiv:2309.00071 (yarn)
+    arXiv:2309.00071 (yarn). `longrope` divides each frequency by a factor of its own: by `long_factors` in engines for
+    more tokens than the original context, otherwise by `short_factors` (arXiv:2402.13753)
     """
 
     theta: float
     rotary_dim: int = 0  # R; 0: the whole head
     interleaved: bool = False
-    kind: str = "default"  # "default", "linear", "llama3" or "yarn"
+    kind: str = "default"  # "default", "linear", "llama3", "yarn" or "longrope"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_positions: int | None = None  # only llama3 and yarn
-    # only yarn: rotations within the original context at which frequencies are kept, and divided; of cosines and sines
+    original_max_positions: int | None = None  # only llama3, yarn and longrope
+    # only yarn: rotations within the original context at which frequencies are kept, and divided
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True  # the range between them to whole frequencies
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # of cosines and sines; also longrope
+    short_factors: tuple[float, ...] = ()  # (R/2,), only longrope
+    long_factors: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()  # (D/2,) from GGUF's rope_freqs.weight: one per frequency, in addition to `factor`
 
 
@@ -211,7 +223,7 @@ def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
     if "attention_bias" not in read.family.defaults:
         return read.family.name in ("qwen2", "phi"), read.family.name == "phi"
     has = read.boolean("attention_bias")
-    return has, has
+    return has, has and read.family.name not in ("glm", "glm4")
 
 
 def _mlp_bias(read: ConfigReader) -> bool:
@@ -229,6 +241,9 @@ def _with_width(read: ConfigReader, rope: RopeConfig, head_dim: int) -> RopeConf
     width = int(head_dim * share)
     if share > 1 or width < 2 or width % 2:
         raise wrong("partial_rotary_factor", share, f"a share of a head of {head_dim} that is an even number")
+    for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+        if rope.kind == "longrope" and len(factors) != width // 2:
+            raise wrong(name, f"{len(factors)} numbers", f"{width // 2}, one for each frequency")
     return replace(rope, rotary_dim=0 if width == head_dim else width, interleaved=family.interleaved)
 
 
@@ -358,6 +373,18 @@ def _windows(read: ConfigReader, n_layers: int, rotates: tuple[bool, ...]) -> tu
     return tuple(window if layer >= first else 0 for layer in range(n_layers)) if window else ()
 
 
+def _phi3_rope(read: ConfigReader) -> Raw:
+    """Return config.json with the original context among the scaling's keys, and the present name of `su`."""
+    raw = dict(read.raw)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(key)
+        if isinstance(rope, dict) and (kind := rope.get("rope_type", rope.get("type"))) not in (None, "default"):
+            kind = "longrope" if kind in ("su", "yarn") else kind
+            original = {"original_max_position_embeddings": read.positive_int("original_max_position_embeddings")}
+            raw[key] = {k: v for k, v in rope.items() if k != "type"} | {"rope_type": kind} | original
+    return raw
+
+
 # Of how many layers one has full attention if config.json does not list them; 0: sliding_window_pattern says so.
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 0, "olmo3": 4, "exaone4": 0, "cohere2": 0}
 _EPS_KEYS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
@@ -368,7 +395,8 @@ def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, Ro
     default_theta = read.family.rope_theta
     if read.family.name not in ("gemma3_text", "olmo3"):
         partial = "partial_rotary_factor" in read.family.defaults
-        rope, unread = _rope(read.raw, max_positions, default_theta, partial=partial)
+        raw = read.raw if read.family.name != "phi3" else _phi3_rope(read)
+        rope, unread = _rope(raw, max_positions, default_theta, partial=partial)
         return (rope, None), unread
     raw_value = read.raw.get("rope_parameters")
     if raw_value is not None and not isinstance(raw_value, dict):
@@ -446,12 +474,20 @@ _SCALING_KEYS = {
     "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", *_YARN_OPTIONS),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
 }
+
+
+_OPTIONAL = ("original_max_position_embeddings", *_YARN_OPTIONS)
 
 
 def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max_positions: int) -> RopeConfig:
     for name in _SCALING_KEYS[kind]:
-        if name not in rope and name not in ("original_max_position_embeddings", *_YARN_OPTIONS):
+        is_optional = name in ("original_max_position_embeddings", *_YARN_OPTIONS) or (kind, name) == (
+            "longrope",
+            "factor",
+        )
+        if name not in rope and not is_optional:
             raise wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")
     factor = positive_number(f"{key}.factor", rope.get("factor", 1.0))
     if factor < 1:
@@ -460,6 +496,8 @@ def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max
         return RopeConfig(theta=theta)
     if kind in ("default", "linear"):
         return RopeConfig(theta=theta, kind=kind, factor=factor)
+    if kind == "longrope":
+        return _longrope(key, rope, theta, max_positions)
     if kind == "yarn":
         return _yarn(key, rope, theta, factor, max_positions)
     low = positive_number(f"{key}.low_freq_factor", rope["low_freq_factor"])
@@ -503,6 +541,25 @@ def _yarn(key: str, rope: dict[str, object], theta: float, factor: float, max_po
         theta=theta, kind="yarn", factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate,
         original_max_positions=_original_positions(key, rope, max_positions),
         attention_factor=option("attention_factor", usual),
+    )  # fmt: skip
+
+
+def _longrope(key: str, rope: dict[str, object], theta: float, max_positions: int) -> RopeConfig:
+    """Return LongRoPE's factors (arXiv:2402.13753), with the attention factor as transformers derives it."""
+    factors = []
+    for name in ("short_factor", "long_factor"):
+        values = rope[name]
+        if not isinstance(values, list) or not 0 < len(values) <= MAX_FACTORS:
+            raise wrong(f"{key}.{name}", values, "a list of numbers, one for each frequency")
+        factors.append(tuple(positive_number(f"{key}.{name}", value) for value in values))
+    original = _original_positions(key, rope, max_positions)
+    factor = positive_number(f"{key}.factor", rope["factor"]) if "factor" in rope else max_positions / original
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    attention_factor = rope.get("attention_factor")
+    return RopeConfig(
+        theta=theta, kind="longrope", original_max_positions=original, short_factors=factors[0],
+        long_factors=factors[1],
+        attention_factor=usual if attention_factor is None else positive_number("attention_factor", attention_factor),
     )  # fmt: skip
 
 
