@@ -1,5 +1,6 @@
 """What was asked and what is made of it: the key in the cache is the same exactly where the engines are."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,12 @@ def test_keys_are_equal_exactly_where_engines_are(
 ) -> None:
     assert (made(source, one) == made(source, other)) is same
     assert (resolve_options(source, one).key == resolve_options(source, other).key) is same
+
+
+def test_a_key_names_no_class(source: Source) -> None:
+    """Otherwise a class with another name would be another engine, and the cache would be built anew."""
+    key = resolve_options(source, asked({"default": "w8a8:32", "layers.1.*": "bf16"}, keep=("model.layers.0",))).key
+    assert not re.search(r"[A-Z]\w*\(|<\w+\.", key), key
 
 
 def test_another_context_is_another_engine(source: Source) -> None:

@@ -57,6 +57,12 @@ def test_a_choice_is_what_stands_behind_the_prompt(
     assert one.n_bytes == [7, 29] and not one.cut
 
 
+def test_the_digest_depends_on_the_lines_alone(tmp_path: Path) -> None:
+    """Results are resumed by it: it stays what it is whatever classes are called."""
+    assert read_questions(written(tmp_path, ASKED, ASKED)).digest == "cb46af48cdcfcfb0008ee25f8de42c5f"
+    assert read_questions(written(tmp_path, CHOICE)).digest == "a2b16bb39810d09bda91f751601d889e"
+
+
 def test_a_mark_before_the_first_line_is_no_text(tmp_path: Path) -> None:
     path = written(tmp_path, CHOICE, {**CHOICE, "answer": 0})
     plain = read_questions(path).lines

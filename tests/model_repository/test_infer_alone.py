@@ -1,7 +1,7 @@
 """Requests that a quick model computes without its queue: answered and counted as the queue's."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from millrace.model_repository.backends import add_sub
 from millrace.model_repository.backends.backend import BatchedInstance
 from millrace.model_repository.models.backend_model import BackendModel
 from millrace.model_repository.models.model_version import Model, only_response
-from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
 from tests.support.loaded import Loaded
@@ -93,6 +93,51 @@ def test_answers_and_statistics_are_those_of_the_queue(
 )
 def test_a_model_whose_requests_may_wait_uses_its_queue(tmp_path: Path, more: str) -> None:
     assert not with_model(tmp_path, f"{ADD_SUB} {more}", lambda model: model.can_infer_alone)
+
+
+class Sending(BatchedInstance):
+    """Sends what the first number of a request asks for."""
+
+    quick_bytes = 1 << 10
+
+    def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        raise AssertionError("execute does all")
+
+    def execute(self, requests: Sequence[InferRequest]) -> None:
+        for asked in requests:
+            response = InferResponse({"OUTPUT0": asked.inputs["INPUT0"], "OUTPUT1": asked.inputs["INPUT1"]})
+            match int(asked.inputs["INPUT0"].flat[0]):
+                case 0:
+                    asked.send(None)
+                case 1:
+                    asked.send(InferResponse({}), final=False)
+                    asked.send(response)
+                case 2:
+                    asked.send(response, final=False)
+                    raise ValueError("late")
+                case 3:
+                    asked.send(response)
+                    asked.send(response)
+                case 4:
+                    asked.fail(StatusError(Code.NOT_FOUND, ""))
+                    asked.send(response)
+                case 5:
+                    asked.send(response, final=False)
+
+
+@pytest.mark.parametrize("kind", range(7))
+def test_whatever_a_backend_sends(tmp_path: Path, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several responses, none, an empty error, an exception behind a response: as through the queue."""
+
+    async def work(model: Model) -> Any:
+        asked = request()
+        asked.inputs["INPUT0"] = np.full((1, 16), kind, np.int32)
+        return await outcome(model, asked), counts(model)
+
+    monkeypatch.setattr(add_sub, "_AddSub", Sending)
+    alone = with_model(tmp_path, ADD_SUB, work)
+    monkeypatch.setattr(BackendModel, "infer_alone", lambda self, asked: None)
+    assert alone == with_model(tmp_path, ADD_SUB, work)
 
 
 def test_a_request_behind_another_one_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,10 @@ ENGINE: Mapping[FlagKind, Groups] = {
     FlagKind.NEEDLESS: {
         _CHECKPOINT: "--task --runner --convert --is-embedding --embedding --embeddings --reranking --rerank --pooling"
         " --model-type --override-pooler-config --pooler-config",
-        "files are recognised, and no code of a checkpoint decides": "--load-format --config-format --model-impl"
+        "files are recognised, and no code of a checkpoint decides": "--load-format --config-format"
         " --model-loader-extra-config",
+        "it is for models without a native implementation, which are not built: `serve`, `generate`, `chat` and `eval`"
+        " take it": "--model-impl",
         "no code of a checkpoint is ever run": "--trust-remote-code --allow-remote-code",
         "the engine is compiled when it is built, and tuned for this machine": "--compilation-config -O0 -O1 -O2 -O3"
         " -O --optimization-level --enable-torch-compile --cudagraph-capture-sizes --max-seq-len-to-capture"

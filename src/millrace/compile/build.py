@@ -109,9 +109,9 @@ class ResolvedOptions:
     @property
     def key(self) -> str:
         """Equal for equal engines, whatever the options; the table's format follows from the precision."""
-        chosen = self.precision.meaning
         sizes = (self.max_context, self.max_batch, self.max_step_tokens, sorted(self.profile.items()))
-        return f"{chosen} {self.kv_format!r} {self.by_tiles} {sizes} {self.fuse} {self.keep}"
+        chosen = (self.precision.meaning, self.kv_format, self.by_tiles, sizes, self.fuse, self.keep)
+        return msgspec.json.encode(msgspec.to_builtins(chosen)).decode()  # of values alone: names of classes may change
 
 
 def resolve_options(source: Source, options: BuildOptions) -> ResolvedOptions:

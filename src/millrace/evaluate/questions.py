@@ -110,7 +110,7 @@ class Questions:
 
     @property
     def digest(self) -> str:
-        return digest([(one.group, one.line) for one in self.lines])
+        return digest([(one.group, msgspec.to_builtins(one.line)) for one in self.lines])
 
     def groups(self, tokenizer: Tokenizer, room: int) -> Sequence[Group]:
         """Return groups of multiple-choice questions. room: tokens of the context"""

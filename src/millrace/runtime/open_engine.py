@@ -6,6 +6,8 @@ RunningModel (language models) and OpenedEncoder name the things that they share
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from millrace.checkpoint.chat.chat_template import ChatTemplate
 from millrace.checkpoint.checkpoint import open_chat_template
 from millrace.checkpoint.config.generation_config import (
@@ -151,7 +153,7 @@ def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path
     if engine.windows or engine.states:
         what = f"--kv-tier is given, and {engine.manifest.model_name} has layers with a window or a state"
         raise ConfigError(what, "a model whose layers all attend to every token", "leave --kv-tier out")
-    caches = engine.manifest.cpu.caches
+    caches = msgspec.json.encode(engine.manifest.cpu.caches).decode()
     return KvOffloadStore(
         path, f"{engine.manifest.identity} {caches}", PageMemory(executor.kv_pages()), run.kv_tier_size or TIER_BYTES
     )

@@ -116,8 +116,8 @@ class RoundedMatrixStore:
     @classmethod
     def next_to(cls, statistics: Path) -> "RoundedMatrixStore":
         """Return the store in the statistics' folder. Its name has a digest of the formats' definitions."""
-        meant = hashlib.blake2b(f"{VERSION} {TREATMENTS}".encode(), digest_size=6).hexdigest()
-        return cls(statistics / f"formats-{meant}")
+        definitions = msgspec.json.encode((VERSION, msgspec.to_builtins(TREATMENTS)))
+        return cls(statistics / f"formats-{hashlib.blake2b(definitions, digest_size=6).hexdigest()}")
 
     def put(self, layer: str, format: str, candidate: CandidateLoss, of_activations: float) -> None:
         """Store a matrix. of_activations: additional loss of 8-bit activations"""

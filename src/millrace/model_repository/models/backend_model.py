@@ -14,7 +14,7 @@ from millrace.model_repository.backends.backend import InstanceContext, ModelBac
 from millrace.model_repository.execution.instance_worker import EventLoopMailbox, InstanceWorker
 from millrace.model_repository.execution.model_warmup import warm_up_instance
 from millrace.model_repository.models.bls import BlsExecutor
-from millrace.model_repository.models.model_version import Model, ModelVersionSource
+from millrace.model_repository.models.model_version import NO_RESPONSE, Model, ModelVersionSource
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Batch, BatchQueue, BatchRules
@@ -108,16 +108,21 @@ class BackendModel(Model):
         request.received_ns = request.received_ns or now_ns
         request.queued_ns = request.started_ns = now_ns
         worker.run_inline(batch)
-        response, error, is_final = responses[0] if responses else (None, None, True)
         request.finished, done_ns = True, time.monotonic_ns()
         self.statistics.record_batch(batch, done_ns)
-        if error is None and response is not None and is_final:
-            if request.timings is not None:
-                self._end_trace(request, done_ns)
-            self.statistics.record_success(request, done_ns)
-            return response
+        if request.timings is not None:
+            self._end_trace(request, done_ns)
+        for response, error, is_final in responses:
+            if error is not None:
+                self.statistics.record_failure(request, done_ns, "BACKEND")
+                raise error
+            if is_final:
+                self.statistics.record_success(request, done_ns)
+                if response is None:
+                    raise StatusError(Code.INTERNAL, NO_RESPONSE)
+                return response
         self.statistics.record_failure(request, done_ns, "BACKEND")
-        raise error or StatusError(Code.INTERNAL, f"{request.error_prefix}no response from model '{self.name}'")
+        raise StatusError(Code.INTERNAL, f"{request.error_prefix}no response from model '{self.name}'")
 
     def cancel(self, request: InferRequest) -> None:
         """Cancel a request. A request that no instance computes ends immediately."""

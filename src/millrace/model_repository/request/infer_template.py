@@ -41,11 +41,23 @@ class InferTemplate:
         template = cls(request)
         return template if template.n_bytes == n_bytes else None
 
-    def fill(self, places: Iterable[tuple[bytes, int]], request_id: str) -> InferRequest:
-        """Return a request with the inputs at `places`: the bytes of which each is a view, and where it begins."""
+    def fill(self, data: bytes, offsets: Iterable[int], request_id: str) -> InferRequest:
+        """Return a request with the inputs that begin at `offsets` of `data`.
+
+        They are copied: aligned, so that no sum depends on where they lay.
+        """
         inputs = {
-            name: np.ndarray(shape, dtype, data, at)
-            for (name, dtype, shape), (data, at) in zip(self._inputs, places, strict=True)
+            name: np.ndarray(shape, dtype, data[at : at + size])
+            for (name, dtype, shape), at, size in zip(self._inputs, offsets, self.sizes, strict=True)
+        }
+        request = self._request.copy_with(inputs)
+        request.id = request_id
+        return request
+
+    def fill_with(self, parts: Sequence[bytes], request_id: str) -> InferRequest:
+        """Return a request with these inputs, which are not copied."""
+        inputs = {
+            name: np.ndarray(shape, dtype, part) for (name, dtype, shape), part in zip(self._inputs, parts, strict=True)
         }
         request = self._request.copy_with(inputs)
         request.id = request_id

@@ -18,7 +18,7 @@ import pytest
 
 from millrace.serve.http.api_key_file import KeyFile
 from millrace.serve.http.connection import HOLD_S
-from millrace.serve.protocols.kserve.http import fast_path
+from millrace.serve.protocols.kserve.http import fast_path, infer_header_cache
 from millrace.serve.protocols.kserve.http.fast_path import END, HeadCache, HttpFastPath
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import until
@@ -258,10 +258,28 @@ def test_a_bug_in_writing_ends_one_request(
     with Connection(url) as client:
         client.send(whole)
         with monkeypatch.context() as broken:
-            broken.setattr(fast_path, "encode_response", lambda *given: 1 / 0)
+            broken.setattr(infer_header_cache, "encode_response", lambda *given: 1 / 0)
             assert client.send(whole)[0][0].startswith(b"HTTP/1.1 500")
         assert client.send(whole)[0][0].startswith(b"HTTP/1.1 200")
     assert "a bug in the server" in caplog.text
+
+
+def test_a_bug_before_writing_holds_nothing(
+    served: Threaded, n_fast: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A backend may send what is no array: each request ends with 500, and its slot is free again."""
+    whole, slow = packet(body([1.0])), packet(body([1.0], 0.02))
+    with Connection(served.url) as client:
+        for name, n in (("memory_bytes", 3), ("regions_of_tenant", 3)):
+            client.send(whole), client.send(slow)
+            with monkeypatch.context() as broken:
+                broken.setattr(fast_path, name, lambda *given: 1 / 0)
+                for _ in range(n):
+                    assert client.send(whole)[0][0].startswith(b"HTTP/1.1 500"), name
+                    assert client.send(slow)[0][0].startswith(b"HTTP/1.1 500"), name
+        assert client.send(whole)[0][0].startswith(b"HTTP/1.1 200")
+    assert len(n_fast) >= 12 and "a bug in the server" in caplog.text
+    until(lambda: httpx.get(f"{served.url}/load").json()["server_load"] == 0)
 
 
 def test_heads_are_bounded_and_the_least_recently_used_leave() -> None:

@@ -120,7 +120,7 @@ def responses(draw: random.Random, request: InferRequest) -> InferResponse:
     return InferResponse(outputs, {"n": 1} if draw.random() < 0.1 else {})
 
 
-def fields(request: InferRequest) -> tuple[Any, ...]:
+def fields(request: InferRequest, is_cached: bool = False) -> tuple[Any, ...]:
     arrays = [(name, array.dtype, array.shape, array.tolist()) for name, array in request.inputs.items()]
     plain = (
         "id",
@@ -133,6 +133,7 @@ def fields(request: InferRequest) -> tuple[Any, ...]:
         "flags",
         "shape_key",
     )
+    assert all(array.flags.aligned for array in request.inputs.values()) or not is_cached
     return repr(arrays), [getattr(request, name) for name in plain], request.digest
 
 
@@ -211,7 +212,7 @@ def test_messages_of_a_known_layout_are_those_that_protobuf_decodes() -> None:
             n_found[i % 2] += 1
             assert layout.validator is served.checker
             found, (plain, _) = layout.fill(data), read_message(kind.FromString(data), served)
-            assert fields(found) == fields(plain), data
+            assert fields(found, is_cached=True) == fields(plain), data
         else:
             with suppress(DecodeError, StatusError):
                 cache.read(data, kind.FromString(data), served, None, None)
@@ -232,3 +233,22 @@ def test_a_message_in_another_order_has_no_layout() -> None:
             request, _ = cache.read(other, type(sent).FromString(other), served, None, None)
         assert request.id == type(sent).FromString(other).id
         assert (cache.find(other) is not None) == (other == data)
+
+
+def test_json_that_is_almost_cached_is_refused() -> None:
+    """The rest behind an id is no JSON by itself, and neither is an object behind one."""
+    served, draw = model("FP16"), random.Random(1)
+    tensors = inputs(random.Random(2), draw, "FP16")
+    described = [
+        {"name": name, "shape": shape, "datatype": kind, "parameters": {"binary_data_size": len(data)}}
+        for name, kind, shape, data in tensors
+    ]
+    rest = json.dumps({"inputs": described}).encode()[1:]
+    raw = b"".join(data for _, _, _, data in tensors)
+    for first in (b"{" + rest, b'{"id":"a",' + rest):
+        for start in (b'{"id":"x",{', b"", b'{\x0b"id":"x",', b'{\x0c"id":"x",', b'{"id":"x",,'):
+            second = start + rest
+            cache = InferHeaderCache()
+            cache.read(first + raw, len(first), served, None)
+            with pytest.raises(StatusError, match="failed to parse the request JSON"):
+                cache.read(second + raw, len(second), served, None)

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.request.infer_request import InferRequest, TokenUsage
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse, TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import memory_bytes
 from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
@@ -49,6 +49,25 @@ class GrpcCallContext:
     bill: TokenUsage = field(default_factory=TokenUsage)
     tenant: str = ""
     owner: str = ""
+
+
+@dataclass(slots=True)
+class InferredMessage:
+    """A message, and its model's response."""
+
+    message: InferMessage
+    model: Model
+    request: InferRequest
+    response: InferResponse
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the response's tensors."""
+        return memory_bytes(self.response.outputs.values())
+
+    def encode(self) -> bytes:
+        """raises StatusError"""
+        return self.message.encode(self.model, self.request, self.response)
 
 
 class GrpcFrontend:
@@ -125,8 +144,8 @@ class GrpcFrontend:
         data: bytes = await self._run_off_loop(write, n_bytes)
         return data
 
-    def infer_alone(self, data: bytes) -> bytes | None:
-        """Answer a message like an earlier one at once, if its model is quick and idle; None: `answer` must do it.
+    def infer_alone(self, data: bytes) -> "InferredMessage | None":
+        """Compute a message like an earlier one, if its model is quick and idle; None: `answer` must do it.
 
         raises StatusError
         """
@@ -137,7 +156,7 @@ class GrpcFrontend:
             return None
         request = layout.fill(data)
         response = model.infer_alone(request)
-        return None if response is None else layout.message.encode(model, request, response)
+        return None if response is None else InferredMessage(layout.message, model, request, response)
 
     async def _infer(self, data: bytes, caller: GrpcCallContext) -> bytes:
         arrived_ns = time.monotonic_ns()

@@ -141,7 +141,7 @@ class MessageLayout:
         """Return the request of a message that has this layout."""
         assert self.message.template is not None, "it is cached"
         request_id = data[self.id_place[0] : self.id_place[1]].decode()
-        return self.message.template.fill([(data, at) for at in self.offsets], request_id)
+        return self.message.template.fill(data, self.offsets, request_id)
 
 
 class InferMessageCache:
@@ -173,7 +173,7 @@ class InferMessageCache:
         cached = self._messages.get(cache_key)
         if cached is not None and cached.template is not None and [*map(len, raws)] == cached.template.sizes:
             self._add_layout(data, proto, raws, model.checker, cached)
-            return cached.template.fill([(raw, 0) for raw in raws], request_id), cached
+            return cached.template.fill_with(raws, request_id), cached
         proto.raw_input_contents.extend(raws)
         request, options = read_infer(proto, model, shared)
         if options.inputs or options.shared or len(cache_key[1]) > MAX_MESSAGE_BYTES:  # regions may change

@@ -30,7 +30,15 @@ from millrace.serve.http.http_request import (
     request_id_of,
 )
 from millrace.serve.http.request_bodies import FREE_BYTES
-from millrace.serve.protocols.kserve.grpc.calls import ADJUSTED, ADMITTED, OPEN, SHARED, GrpcCallContext, GrpcFrontend
+from millrace.serve.protocols.kserve.grpc.calls import (
+    ADJUSTED,
+    ADMITTED,
+    OPEN,
+    SHARED,
+    GrpcCallContext,
+    GrpcFrontend,
+    InferredMessage,
+)
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE
 from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget, SendBudgetLease
 from millrace.serve.protocols.kserve.grpc.stream import Stream
@@ -134,26 +142,47 @@ class GrpcServer:
 
     async def _infer(self, service: str, name: str, metadata: Metadata, data: bytes, context: Any) -> bytes:
         """Answer an inference on a server without API keys. Most calls of a quick model take the short way."""
-        began_ns, code, details = time.monotonic_ns(), grpc.StatusCode.OK, ""
-        answer: bytes | None = None
-        if self._backend.has_room:
-            try:
-                answer = self._front.infer_alone(data)
-            except StatusError as error:
-                code, details = STATUS[error.code], without_frames(error).message
-            except Exception as error:  # as in `_call`
-                log.exception("a bug in the server")
-                without_frames(error)
-                code, details = grpc.StatusCode.INTERNAL, BUG.message
-        if answer is None and not details:
+        if self._send_budget.is_used or not self._backend.has_room:
             return await self._unary(service, name, metadata, data, context)
+        began_ns, refusal = time.monotonic_ns(), None
+        answer: bytes | None = None
+        try:
+            inferred = self._front.infer_alone(data)
+            if inferred is None:
+                return await self._unary(service, name, metadata, data, context)
+            del data
+            answer = await self._encode(inferred, context)
+        except StatusError as error:
+            refusal = _Refusal(STATUS[error.code], without_frames(error).message)
+        except MillraceError as error:
+            refusal = _Refusal(*self._refusal(without_frames(error)))
+        except Exception as error:  # as in `_call`
+            log.exception("a bug in the server")
+            without_frames(error)
+            refusal = _Refusal(grpc.StatusCode.INTERNAL, BUG.message)
         request_id = None  # the log makes one
         for key, value in metadata:
             if key == "x-request-id":
                 request_id = request_id_of(value.encode() if isinstance(value, str) else value)
         took_ms = (time.monotonic_ns() - began_ns) / 1e6
-        self._backend.log.add("GRPC", service + name, request_id, code.value[0], took_ms, details)
-        return await _finish_call(context, _Refusal(code, details) if answer is None else answer)
+        status, details = (grpc.StatusCode.OK, "") if refusal is None else (refusal.code, refusal.details)
+        self._backend.log.add("GRPC", service + name, request_id, status.value[0], took_ms, details)
+        if refusal is not None:
+            return await _finish_call(context, refusal)
+        assert answer is not None, "it was not refused"
+        return answer
+
+    async def _encode(self, inferred: InferredMessage, context: Any) -> bytes:
+        """Encode a response: a large one off the event loop, and counted. raises StatusError, MillraceError"""
+        n_bytes = inferred.n_bytes
+        if n_bytes <= FREE_BYTES:
+            return inferred.encode()
+        lease = self._send_budget.lease(context.peer)
+        with self._backend.admitted():
+            answer = await self._front.encode_off_loop(n_bytes, inferred.encode)
+            lease.add(len(answer))
+            lease.until(context)
+            return answer
 
     async def _answer(self, name: str, data: bytes, context: Any, call: "_OpenCall") -> bytes:
         """raises StatusError, MillraceError"""

@@ -253,6 +253,9 @@ class InferExchange:
                 self._model.submit(request, only_response(self._take_response))
         except StatusError as error:
             self._take_response(None, error)
+        except Exception as bug:  # as at the edge: one request ends with it, not the server
+            log.exception("request %s: a bug in the server", self._id)
+            self._fail(bug)
         self._is_begun = True
         response, self._response = self._response, None
         return response
@@ -263,10 +266,22 @@ class InferExchange:
         """Take the model's response, or the error."""
         if self._is_over:
             return
-        if response is not None and (n_bytes := memory_bytes(response.outputs.values())) > LARGE_BODY:
+        try:
+            n_bytes = 0 if response is None else memory_bytes(response.outputs.values())
+        except Exception as bug:  # a backend may send anything
+            log.exception("request %s: a bug in the server", self._id)
+            self._fail(bug)
+            return
+        if response is not None and n_bytes > LARGE_BODY:
             self._writing = asyncio.ensure_future(self._encode_off_loop(response, n_bytes))
         else:
             self._finish(self._reply(response, error))
+
+    def _fail(self, bug: Exception) -> None:
+        """End the request with an internal error."""
+        without_frames(bug)
+        if not self._is_over:
+            self._finish(error_reply(BUG.status, BUG.message))
 
     async def _encode_off_loop(self, response: InferResponse, n_bytes: int) -> None:
         try:

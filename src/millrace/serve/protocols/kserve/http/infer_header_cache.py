@@ -18,7 +18,8 @@ from millrace.serve.protocols.kserve.shared_memory import TenantRegions
 
 MAX_HEADERS, MAX_HEADER_BYTES = 512, 4 << 10  # about 2 MiB
 # A first member `id` without escapes: JSON's text of it is the id itself, in requests and responses.
-_ID = re.compile(rb'\{\s*"id"\s*:\s*"([ !#-\[\]-~]+)"\s*,')
+_ID = re.compile(rb'\{[ \t\r\n]*"id"[ \t\r\n]*:[ \t\r\n]*"([ !#-\[\]-~]+)"[ \t\r\n]*,')
+_Key = tuple[RequestValidator, bool, bytes]  # of the model; whether an id was cut off; the rest of the JSON
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class InferHeaderCache:
     """The cached JSON of all requests of one server. If it is full, it begins anew."""
 
     def __init__(self) -> None:
-        self._headers: dict[tuple[RequestValidator, bytes], InferHeader] = {}
+        self._headers: dict[_Key, InferHeader] = {}
 
     def read(
         self, body: bytes, n_json: int | None, model: Model, shared: TenantRegions | None
@@ -74,12 +75,11 @@ class InferHeaderCache:
             return request, InferHeader(options)
         id_match = _ID.match(body, 0, n_json)
         request_id, at = (id_match[1].decode(), id_match.end()) if id_match is not None else ("", 0)
-        key = model.checker, body[at:n_json]
+        key = model.checker, at > 0, body[at:n_json]
         header = self._headers.get(key)
         if header is None or header.template is None or len(body) - n_json != header.template.n_bytes:
-            return self._read_anew(body, n_json, model, shared, key, has_id=id_match is not None)
-        places = [(body, n_json + offset) for offset in header.template.offsets]
-        return header.template.fill(places, request_id), header
+            return self._read_anew(body, n_json, model, shared, key)
+        return header.template.fill(body, [n_json + offset for offset in header.template.offsets], request_id), header
 
     def _read_anew(
         self,
@@ -87,9 +87,7 @@ class InferHeaderCache:
         n_json: int,
         model: Model,
         shared: TenantRegions | None,
-        key: tuple[RequestValidator, bytes],
-        *,
-        has_id: bool,
+        key: _Key,
     ) -> tuple[InferRequest, InferHeader]:
         """Read a request with another JSON, and cache it. raises StatusError"""
         request, options = read_infer(body, n_json, model.name, model.checker, shared)
@@ -97,9 +95,10 @@ class InferHeaderCache:
         if options.inputs or options.shared:
             return request, header  # its regions may change
         template = InferTemplate.from_request(request, model.checker, len(body) - n_json)
+        _, has_id, rest = key
         if template is None or (not has_id and request.id):
             return request, header
-        if has_id and read_infer(b"{" + key[1] + body[n_json:], 1 + len(key[1]), model.name, model.checker)[0].id:
+        if has_id and read_infer(b"{" + rest + body[n_json:], 1 + len(rest), model.name, model.checker)[0].id:
             return request, header  # another member `id` counts
         header.template = template
         if len(self._headers) >= MAX_HEADERS:
