@@ -48,7 +48,7 @@ class Front:
     def model(self, told: Any) -> Any:
         return self._model
 
-    async def check_infer(self, told: Any, *_: Any) -> tuple[InferRequest, InferMessage]:
+    async def check_infer(self, data: bytes, told: Any, *_: Any) -> tuple[InferRequest, InferMessage]:
         return InferRequest({}, request_id=told.id), InferMessage(GrpcOutputOptions())
 
     async def encode_off_loop(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
