@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
+from millrace.checkpoint.config.model_config import ModelConfig
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.compile.random_weights import source_of
 from millrace.compile.source import Source
 

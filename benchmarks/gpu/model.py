@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.shapes import SHAPES
-from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
+from millrace.checkpoint.config.model_config import ModelConfig
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.compile.lower_gpu.lower import lower_for_gpu, placement_of
 from millrace.compile.lower_gpu.memory import needs_of
 from millrace.compile.passes.pipeline import gpu, run_passes

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint.config.config_keys import FAMILIES, HARMLESS, ONLY_AT
+from millrace.checkpoint.config.config_keys import HARMLESS, ONLY_AT
 from millrace.checkpoint.config.config_reader import MAX_KEYS, check_keys
 from millrace.checkpoint.config.declared_keys import DECLARED, GGUF_KEYS
 from millrace.checkpoint.config.encoder_config import read_encoder
+from millrace.checkpoint.config.families.all_families import FAMILIES
 from millrace.checkpoint.config.model_config import read_config
 from millrace.errors import CheckpointError
 from tests.support.published_configs import GEMMA, LLAMA_2, LLAMA_31, MISTRAL_1, QWEN_3, QWEN_25

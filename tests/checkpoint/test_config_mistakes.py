@@ -43,7 +43,7 @@ WRONG: list[tuple[Mapping[str, object], dict[str, object], list[str]]] = [
     (LLAMA_2, {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": 1}}, ["truncate", "true"]),
     (LLAMA_2, {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0}}, ["attention_factor"]),
     (LLAMA_2, {"rope_scaling": {"type": "dynamic"}}, ["factor", "dynamic"]),
-    (LLAMA_2, {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["longrope", "yarn"]),
+    (LLAMA_2, {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["longrope", "short_factor"]),
     (LLAMA_2, {"rope_scaling": {"type": "linear"}}, ["factor", "linear"]),
     (LLAMA_2, {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}, ["rope_type"]),
     (LLAMA_2, {"rope_scaling": {"type": "linear", "factor": 0.5}}, ["factor", "0.5"]),

@@ -7,7 +7,8 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.config_writer import config_json
-from millrace.checkpoint.config.model_config import RopeConfig, read_config
+from millrace.checkpoint.config.model_config import read_config
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.errors import CheckpointError
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 

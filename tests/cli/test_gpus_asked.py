@@ -126,10 +126,10 @@ def test_a_build_is_refused_by_the_table(device: Device, precision: str) -> None
 def test_kernels_of_a_cpu_are_timed_where_that_is_asked(
     flags: tuple[str, ...], seconds: float, millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of(name: str, checkpoint: Checkpoint, settings: BuildSettings, *_: Any, **__: Any) -> Builder:
+    def from_settings(name: str, checkpoint: Checkpoint, settings: BuildSettings, *_: Any, **__: Any) -> Builder:
         raise ConfigError(f"{settings.tune:g} seconds", "", "")
 
-    monkeypatch.setattr(Builder, "of", of)
+    monkeypatch.setattr(Builder, "from_settings", from_settings)
     done = millrace("build", "tiny", "-o", tmp_path / "e", "--device", "H100", *flags)
     done.assert_mistake(f"error: {seconds} seconds")
 

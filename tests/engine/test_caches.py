@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.checkpoint.config.model_config import RopeConfig
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower_cpu.lower import lower
 from millrace.compile.lower_cpu.program import Bounds

@@ -1,6 +1,6 @@
-"""A family's names are defined once, in `config_keys.py`; everything else that names families knows the same ones."""
+"""A family's names are defined once, in `config/families/`; everything else that names families knows the same ones."""
 
-from millrace.checkpoint.config.config_keys import FAMILIES
+from millrace.checkpoint.config.families.all_families import FAMILIES
 from millrace.checkpoint.gguf.metadata import ARCHITECTURES
 from millrace.model import families
 

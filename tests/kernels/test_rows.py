@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.checkpoint.config.model_config import RopeConfig
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.kernels.convert.ref import pack_rows, to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.embed.ref import embed

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from millrace.checkpoint.config.model_config import RopeConfig, read_config
+from millrace.checkpoint.config.model_config import read_config
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.model.layers import inverse_frequencies, rotary_angles
 
 transformers = pytest.importorskip("transformers", reason="the independent truth")

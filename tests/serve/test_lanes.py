@@ -111,7 +111,7 @@ class Template:
     def name_for(self, has_tools: bool) -> str:
         return "default"
 
-    def another(self) -> "Template":
+    def separate_copy(self) -> "Template":
         self.others.append(Template())
         return self.others[-1]
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from millrace.checkpoint.config.config_keys import FAMILIES
+from millrace.checkpoint.config.families.all_families import FAMILIES
 
 OUTPUT = Path(__file__).parents[2] / "src/millrace/checkpoint/config/declared_keys.py"
 HEAD = '''"""Keys that transformers' configuration class of each family declares, and GGUF's keys that llama.cpp knows.

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.config.model_config import RopeConfig
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.model import ops
 from millrace.model.module import Module, Parameter, Table
 from millrace.model.tensor import Tensor

@@ -3,15 +3,10 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.checkpoint.config.config_keys import (
-    FAMILIES,
-    GENERATION_KEYS,
-    HARMLESS,
-    ONLY_AT,
-    ModelFamily,
-    Neutral,
-)
+from millrace.checkpoint.config.config_keys import GENERATION_KEYS, HARMLESS, ONLY_AT
 from millrace.checkpoint.config.declared_keys import DECLARED
+from millrace.checkpoint.config.families.all_families import FAMILIES
+from millrace.checkpoint.config.families.family import ModelFamily, Neutral
 from millrace.errors import CheckpointError, close_matches, sanitize
 
 CONFIG = "config.json"

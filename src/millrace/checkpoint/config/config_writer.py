@@ -1,7 +1,8 @@
 """Writes config.json from a ModelConfig, for checkpoints of other formats."""
 
-from millrace.checkpoint.config.config_keys import FAMILIES
-from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
+from millrace.checkpoint.config.families.all_families import FAMILIES
+from millrace.checkpoint.config.model_config import ModelConfig
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.errors import CheckpointError
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "squared_relu": "relu2"}

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.checkpoint.config.config_keys import FAMILIES
 from millrace.checkpoint.config.config_reader import ConfigKeys, ConfigReader, Raw, wrong
+from millrace.checkpoint.config.families.all_families import FAMILIES
 from millrace.errors import CheckpointError, ConfigError, sanitize
 from millrace.settings import read_given, reject_duplicate_keys
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config.config_keys import FAMILIES
 from millrace.checkpoint.config.config_reader import HEAD_SIZES, head_fits, unread_keys
 from millrace.checkpoint.config.declared_keys import GGUF_KEYS
-from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
+from millrace.checkpoint.config.families.all_families import FAMILIES
+from millrace.checkpoint.config.model_config import ModelConfig
+from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.checkpoint.gguf.reader import GgufFile, Value
 from millrace.errors import CheckpointError
 

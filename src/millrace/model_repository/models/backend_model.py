@@ -14,6 +14,7 @@ from millrace.model_repository.backends.backend import InstanceContext, ModelBac
 from millrace.model_repository.execution.instance_worker import EventLoopMailbox, InstanceWorker
 from millrace.model_repository.execution.model_warmup import warm_up_instance
 from millrace.model_repository.models.bls import BlsExecutor
+from millrace.model_repository.models.memory_usage import MemoryUsage
 from millrace.model_repository.models.model_version import NO_RESPONSE, Model, ModelVersionSource
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
@@ -104,9 +105,8 @@ class BackendModel(Model):
             return None
         batch, responses = self._queue.single_batch(request), list[_Response]()
         request.send_by = lambda _, *response: responses.append(response)
-        now_ns = time.monotonic_ns()
+        request.queued_ns = request.started_ns = now_ns = time.monotonic_ns()
         request.received_ns = request.received_ns or now_ns
-        request.queued_ns = request.started_ns = now_ns
         worker.run_inline(batch)
         request.finished, done_ns = True, time.monotonic_ns()
         self.statistics.record_batch(batch, done_ns)
@@ -398,22 +398,3 @@ class BackendModel(Model):
     def _close_if_done(self) -> None:
         if self._is_over and not self._n_busy:
             self._close()
-
-
-class MemoryUsage:
-    """The memory usage of one model. The first failure of an instance to report is logged, later ones are not."""
-
-    def __init__(self, name: str, version: int, workers: Sequence[InstanceWorker]) -> None:
-        self._name, self._version, self._workers = name, version, workers
-        self._has_failed = False
-
-    def report(self) -> list[dict[str, Any]]:
-        """Return Triton's `memory_usage`; empty if an instance fails to report, because a partial sum would mislead."""
-        try:
-            sizes = [n_bytes for worker in self._workers if (n_bytes := worker.memory_bytes()) is not None]
-        except BaseException as error:  # a backend may raise anything; other models are still reported
-            if not self._has_failed:
-                log.warning("%s version %d: its memory usage is unknown", self._name, self._version, exc_info=error)
-            self._has_failed = True
-            return []
-        return [{"type": "CPU", "id": 0, "byte_size": sum(sizes)}] if sizes else []
