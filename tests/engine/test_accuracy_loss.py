@@ -19,7 +19,7 @@ def decoded(**changed: Any) -> Evaluation:
 
 def test_what_can_be_is_taken() -> None:
     assert "auto chose w8a8 g128: KL 0.0138" in decoded().summary
-    assert decoded(kl=-1e-9).price and decoded(kl=None, perplexity_ratio=None).price
+    assert decoded(kl=-1e-9).chosen_loss and decoded(kl=None, perplexity_ratio=None).chosen_loss
     assert (
         "perplexity x 1e+30," in decoded(perplexity_ratio=1e30).summary
         and len(decoded(perplexity_ratio=1e30).summary) < 300

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from millrace.compile.builder import build_engine
 from millrace.compile.settings import BuildSettings
-from millrace.tune.accuracy_pricing import pricing
+from millrace.tune.precision_selector import precision_selector
 from tests.e2e.live import MODEL, Live, live
 from tools.nightly.packages import smollm2
 
@@ -90,7 +90,11 @@ SCHEMAS: dict[type[BaseModel], tuple[tuple[str, ...], int]] = {
 def smol(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("smollm2") / "engine"
     build_engine(
-        "smollm2", smollm2(), folder, BuildSettings(precision="auto", max_context=4096, tune=0), pricing=pricing
+        "smollm2",
+        smollm2(),
+        folder,
+        BuildSettings(precision="auto", max_context=4096, tune=0),
+        new_selector=precision_selector,
     )
     with live(folder) as server:
         yield server

@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights.quantized_matrix import FP8
-from millrace.compile.accuracy_pricing import AccuracyQuery
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions, precision_map
+from millrace.compile.precision_selection import AccuracyQuery
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation, rounded
@@ -28,12 +28,12 @@ from millrace.evaluate.divergence import compared, log_probabilities
 from millrace.evaluate.sizes import SHORTEST
 from millrace.graph.types import Array
 from millrace.model.module import Weights
-from millrace.tune.precision import PrecisionPricer, label
+from millrace.tune.precision import AccuracySelector, label
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf
 
 CONTEXT = 48  # short windows: quick
-PRICER = PrecisionPricer(Calibration("The wheel turned all day, and the river went by under the old mill. " * 12))
+SELECTOR = AccuracySelector(Calibration("The wheel turned all day, and the river went by under the old mill. " * 12))
 
 
 @pytest.fixture(scope="module")
@@ -55,59 +55,59 @@ def question(
     )  # fmt: skip
 
 
-def test_the_price_is_what_a_built_engine_is_found_to_cost(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_the_loss_is_that_of_a_built_engine(tiny: Checkpoint, tmp_path: Path) -> None:
     """`compared` goes by whole engines, and is itself tested against transformers."""
     executors, source = {}, Source.from_checkpoint(tiny, CONTEXT)
     for name, kv in (("fp32", None), ("w4a8", None), ("w8a8", KvFormat.INT8)):
         options = BuildOptions(precision=precision_map(name, 32), kv_format=kv)
         write_engine(source, plan_engine(source, options), tmp_path / name, name=name)
         executors[name] = Engine.open(tmp_path / name).executor(n_pages=2)
-    text = PRICER.calibration.windows(tiny.tokenizer, CONTEXT)
+    text = SELECTOR.calibration.windows(tiny.tokenizer, CONTEXT)
     readers = {name: partial(log_probabilities, executor) for name, executor in executors.items()}
     found = compared(readers["fp32"], readers, [*text.ids], text.first)
     for name, kv in (("w4a8", None), ("w8a8", KvFormat.INT8)):
-        chosen, evaluation = PRICER.answer(question(tiny, [name], kv_format=kv))
-        (price,) = evaluation.tried
+        chosen, evaluation = SELECTOR.select(question(tiny, [name], kv_format=kv))
+        (loss,) = evaluation.tried
         assert chosen == precision_map(name, 32) and evaluation.tokens == found[name].n > 100
-        assert price.kl == rounded(found[name].mean_kl) and price.perplexity_ratio == rounded(found[name].ratio)
-        assert price.agreement == pytest.approx(found[name].agreement, abs=5e-4) and price.kl is not None
+        assert loss.kl == rounded(found[name].mean_kl) and loss.perplexity_ratio == rounded(found[name].ratio)
+        assert loss.agreement == pytest.approx(found[name].agreement, abs=5e-4) and loss.kl is not None
         table = Engine.open(tmp_path / name)
-        assert price.weights_bytes < table.manifest.cpu.weights_bytes
+        assert loss.weights_bytes < table.manifest.cpu.weights_bytes
     for executor in executors.values():
         executor.close()
 
 
 def test_auto_takes_the_first_that_keeps_within_the_bound(tiny: Checkpoint) -> None:
     names = ("w4a8", "w8a8", "bf16", "fp32")
-    chosen, everything = PRICER.answer(question(tiny, names, max_kl=0))
-    prices = everything.tried
-    kls = [p.kl or 0 for p in prices]
-    assert chosen.default == "fp32" and prices[3] == AccuracyLoss(
+    chosen, everything = SELECTOR.select(question(tiny, names, max_kl=0))
+    losses = everything.tried
+    kls = [p.kl or 0 for p in losses]
+    assert chosen.default == "fp32" and losses[3] == AccuracyLoss(
         "fp32", 0, 1, 1, 15_859_712
     )  # the reference is not run twice
-    assert [p.name for p in prices] == [FOUR, "w8a8 g32", "bf16", "fp32"] and kls == sorted(kls, reverse=True)
-    chosen, evaluation = PRICER.answer(question(tiny, names, max_kl=kls[1]))  # the bound itself is within
-    assert chosen.default == "w8a8" and evaluation.tried == prices[:2] and evaluation.price == prices[1]
-    assert (evaluation.text, evaluation.digest) == ("bundled", PRICER.digest) and evaluation.not_measured == ""
+    assert [p.name for p in losses] == [FOUR, "w8a8 g32", "bf16", "fp32"] and kls == sorted(kls, reverse=True)
+    chosen, evaluation = SELECTOR.select(question(tiny, names, max_kl=kls[1]))  # the bound itself is within
+    assert chosen.default == "w8a8" and evaluation.tried == losses[:2] and evaluation.chosen_loss == losses[1]
+    assert (evaluation.text, evaluation.digest) == ("bundled", SELECTOR.digest) and evaluation.not_measured == ""
     with pytest.raises(ConfigError, match=r"no precision keeps within --max-kl 1e-09: the best is w8a8 g32") as refused:
-        PRICER.answer(question(tiny, names[:2], max_kl=1e-9))
+        SELECTOR.select(question(tiny, names[:2], max_kl=1e-9))
     assert f"at least {kls[1]:.3g}" in refused.value.expected
 
 
 def test_the_answer_depends_neither_on_threads_nor_on_the_instruction_set(
     tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, pricer = question(tiny, ["w8a8"]), PrecisionPricer(Calibration(PRICER.calibration.content[:400]))
-    found = pricer.answer(asked)
+    asked, selector = question(tiny, ["w8a8"]), AccuracySelector(Calibration(SELECTOR.calibration.content[:400]))
+    found = selector.select(asked)
     for way in ({"threads": 1}, {"threads": 1, "isa": "scalar"}):
         monkeypatch.setattr(piecewise_forward, "NativeExecutor", partial(NativeExecutor, **way))
-        assert pricer.answer(asked) == found
+        assert selector.select(asked) == found
 
 
 def test_progress_counts_on_to_its_total(tiny: Checkpoint) -> None:
     seen: list[tuple[str, int, int]] = []
     asked = replace(question(tiny, ["w4a8", "w8a8"], max_kl=0.1), progress=lambda *said: seen.append(said))
-    PRICER.answer(asked)
+    SELECTOR.select(asked)
     done, totals = [d for _, d, _ in seen], {t for _, _, t in seen}
     assert done == sorted(done) and totals == {3 * 11} and done[0] == 0 and done[-1] < 3 * 11
     assert [w for w, d, _ in seen if d in (0, 11, 22)] == [
@@ -123,11 +123,11 @@ def of_file(folder: Path, kind: Kind) -> PrecisionMap:
 def test_the_page_about_precisions_shows_what_is_found(tiny: Checkpoint) -> None:
     """docs/precision.md: its example, and why W4A16 is no candidate."""
     page = " ".join((Path(__file__).parents[2] / "docs" / "precision.md").read_text().split())
-    pricer, source = PrecisionPricer(Calibration.open(None)), Source.from_checkpoint(tiny)
-    own = replace(question(tiny, [], max_kl=0.1), source=source, candidates=pricer.candidates(source.own_precision))
-    _, evaluation = pricer.answer(own)
-    assert f"price {evaluation.summary}" in page
-    better = pricer.answer(replace(own, candidates=[precision_map("w4a16")], max_kl=None))[1].price
+    selector, source = AccuracySelector(Calibration.open(None)), Source.from_checkpoint(tiny)
+    own = replace(question(tiny, [], max_kl=0.1), source=source, candidates=selector.candidates(source.own_precision))
+    _, evaluation = selector.select(own)
+    assert f"accuracy {evaluation.summary}" in page
+    better = selector.select(replace(own, candidates=[precision_map("w4a16")], max_kl=None))[1].chosen_loss
     assert better and f"(KL {better.kl} instead of {evaluation.tried[0].kl} on `tiny`)" in page
 
 
@@ -135,19 +135,19 @@ def test_candidates(tmp_path: Path) -> None:
     """Cheapest first, nothing above the checkpoint's own; integers as they are stored before all else."""
 
     def of(own: PrecisionMap) -> list[str]:
-        return [p.default.value for p in PRICER.candidates(own)]
+        return [p.default.value for p in SELECTOR.candidates(own)]
 
     assert of(precision_map("bf16")) == ["w4a8", "w8a8", "w8a16", "bf16"]
     assert of(precision_map("fp32")) == ["w4a8", "w8a8", "w8a16", "bf16", "fp32"]
-    asked = PRICER.candidates(precision_map("bf16", 64, "w8a8"))
+    asked = SELECTOR.candidates(precision_map("bf16", 64, "w8a8"))
     assert {(p.group, p.head) for p in asked} == {(64, "w8a8")}
     random_checkpoint(tmp_path / "c", "llama", **BLOCKY)
     four, eight = of_file(tmp_path, Kind.Q4_0), of_file(tmp_path, Kind.Q8_0)
     assert of(four) == ["w4a8", "w4a16", "bf16", "fp32"] and of(eight) == ["w8a8", "w8a16", "bf16", "fp32"]
-    as_stored, wider, *_ = PRICER.candidates(four)
+    as_stored, wider, *_ = SELECTOR.candidates(four)
     assert as_stored == four and {p for _, p in wider.patterns} <= {"w4a16", "w8a16"}
     fp8 = nearest_precisions({"q": StoredMatrix("fp8", 9, FP8), "lm_head": StoredMatrix("bfloat16", 1)})
-    assert of(fp8) == ["fp8a16", "bf16", "fp32"] and PRICER.candidates(fp8)[0] == fp8
+    assert of(fp8) == ["fp8a16", "bf16", "fp32"] and SELECTOR.candidates(fp8)[0] == fp8
     assert of(replace(four, group=128, stored_groups=False)) == [
         "w4a8",
         "w8a8",
@@ -158,7 +158,7 @@ def test_candidates(tmp_path: Path) -> None:
     assert of(of_file(tmp_path, Kind.F16))[-1] == "fp32"
 
 
-def test_answers_that_are_not_finite_have_no_price(tmp_path: Path) -> None:
+def test_answers_that_are_not_finite_have_no_loss(tmp_path: Path) -> None:
     """And cannot be written into a manifest as numbers: JSON has none for them."""
     folder = random_checkpoint(tmp_path / "c", "llama")
     checkpoint = Checkpoint.open(folder)
@@ -169,10 +169,10 @@ def test_answers_that_are_not_finite_have_no_price(tmp_path: Path) -> None:
         return given.load(name).astype(np.float32) * np.float32(1e30 if "attention_layernorm" in name else 1)
 
     source = replace(asked.source, weights=Weights(given.shapes, huge))
-    _, evaluation = PRICER.answer(replace(asked, source=source))
+    _, evaluation = SELECTOR.select(replace(asked, source=source))
     with pytest.raises(ConfigError, match="no precision whose answers are finite"):
-        PRICER.answer(replace(asked, source=source, max_kl=1.0))
-    assert evaluation.price is not None and evaluation.price.kl is None and "no KL" in evaluation.summary
+        SELECTOR.select(replace(asked, source=source, max_kl=1.0))
+    assert evaluation.chosen_loss is not None and evaluation.chosen_loss.kl is None and "no KL" in evaluation.summary
     assert msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation) == evaluation
 
 
@@ -185,19 +185,19 @@ def test_weights_that_cannot_be_rounded_so_are_out_of_the_race(tmp_path: Path) -
         return given.load(name).astype(np.float32) * np.float32(1e-12 if "o_proj" in name else 1)
 
     asked = replace(asked, source=replace(asked.source, weights=Weights(given.shapes, small)))
-    chosen, evaluation = PRICER.answer(replace(asked, max_kl=10.0))
+    chosen, evaluation = SELECTOR.select(replace(asked, max_kl=10.0))
     assert chosen.default == "bf16" and evaluation.tried[0].kl is None and "w8a8 g32 none" in evaluation.summary
     with pytest.raises(CheckpointError, match="too small"):
-        PRICER.answer(replace(asked, candidates=asked.candidates[:1]))
+        SELECTOR.select(replace(asked, candidates=asked.candidates[:1]))
 
 
 def test_a_context_too_short_for_it_is_said(tiny: Checkpoint) -> None:
-    chosen, evaluation = PRICER.answer(question(tiny, ["w4a8"], context=SHORTEST - 1))
+    chosen, evaluation = SELECTOR.select(question(tiny, ["w4a8"], context=SHORTEST - 1))
     assert chosen.default == "w4a8" and evaluation.summary == "not measured: a context of 15 tokens is too short for it"
     with pytest.raises(ConfigError, match="a context of 15 tokens is too short"):
-        PRICER.answer(question(tiny, ["w4a8"], 0.1, context=SHORTEST - 1))
-    text = PRICER.calibration.windows(tiny.tokenizer, SHORTEST)
-    assert PRICER.answer(question(tiny, ["w4a8"], context=SHORTEST))[1].tokens == len(text.ids) * 11
+        SELECTOR.select(question(tiny, ["w4a8"], 0.1, context=SHORTEST - 1))
+    text = SELECTOR.calibration.windows(tiny.tokenizer, SHORTEST)
+    assert SELECTOR.select(question(tiny, ["w4a8"], context=SHORTEST))[1].tokens == len(text.ids) * 11
 
 
 def test_names() -> None:
@@ -215,7 +215,7 @@ def test_names() -> None:
 
 
 def test_rounded_again_is_not_as_stored(tmp_path: Path) -> None:
-    """Of a file in Q8_0: four bits are another rounding, which no price may hide; eight are its own."""
+    """Of a file in Q8_0: four bits are another rounding, which no figure may hide; eight are its own."""
     random_checkpoint(tmp_path / "c", "llama", **BLOCKY)
     stored = Source.from_checkpoint(Checkpoint.open(write_gguf(tmp_path / "q.gguf", tmp_path / "c", Kind.Q8_0))).stored
 

@@ -30,7 +30,7 @@ from millrace.runtime.open_engine import OpenedEncoder, RunningModel, open_any
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.request.tool_specs import checked_tools
 from millrace.runtime.settings import RunSettings
-from millrace.tune.accuracy_pricing import pricing
+from millrace.tune.precision_selector import precision_selector
 
 Message = Mapping[str, object]
 _LOG = logging.getLogger("millrace")  # messages of a build; shown if the application configures logging
@@ -158,7 +158,13 @@ class LLM:
         with _in_python_words(self._given_as):
             build, run, precisions = _split({"precision": precision, **settings})
             name, engine = find_engine(
-                str(model), build, read_env(), say=_LOG.info, precisions=precisions, pricing=pricing, place=run.place
+                str(model),
+                build,
+                read_env(),
+                say=_LOG.info,
+                precisions=precisions,
+                new_selector=precision_selector,
+                place=run.place,
             )
             self._opened, self._loop = _open(name, engine, run, compat_vllm.asks_for_embeddings(settings))
         self._threading = threading.Lock()

@@ -14,7 +14,7 @@ from millrace.env import Env
 from millrace.errors import EngineError
 from millrace.runtime.open_engine import OpenedEncoder, RunningModel, open_any, open_engine
 from millrace.runtime.settings import RunSettings
-from millrace.tune.accuracy_pricing import pricing
+from millrace.tune.precision_selector import precision_selector
 
 
 def engine_of(
@@ -23,7 +23,8 @@ def engine_of(
     """Return name and engine of MODEL, downloaded and built if needed. quiet: no progress"""
     with raise_on_sigterm(), progress(quiet) as report:
         return find_engine(
-            model, build, env, progress=report, say=lambda text: note(f"note: {text}"), pricing=pricing, place=place
+            model, build, env, progress=report, say=lambda text: note(f"note: {text}"),
+            new_selector=precision_selector, place=place,
         )  # fmt: skip
 
 

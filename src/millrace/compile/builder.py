@@ -10,13 +10,20 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
-from millrace.compile.accuracy_pricing import AUTO, AccuracyQuery, Pricing, PricingTask, check_measured, to_measure
 from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, resolve_options, write_engine
 from millrace.compile.cache.file_digests import checkpoint_identity
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.disk_space_check import check_new, check_room
 from millrace.compile.lower_gpu.precision import GpuPrecision, gpu_precision
 from millrace.compile.precision import PrecisionMap, precision_map
+from millrace.compile.precision_selection import (
+    AUTO,
+    AccuracyQuery,
+    PrecisionTask,
+    SelectorFactory,
+    check_measured,
+    to_measure,
+)
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
 from millrace.compile.tune.tuner import Tuning
@@ -46,7 +53,7 @@ class Builder:
     checkpoint: Checkpoint
     source: Source
     options: BuildOptions
-    measure: PricingTask
+    measure: PrecisionTask
     alone: GpuPrecision
     tuning: Tuning | None
     cache: Path | None
@@ -55,11 +62,11 @@ class Builder:
     @classmethod
     def from_settings(
         cls, name: str, checkpoint: Checkpoint, build: BuildSettings, cache: Path | None,
-        precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
-        *, for_gpu: bool = False,
+        precisions: Mapping[str, str] | None = None, progress: Progress | None = None,
+        new_selector: SelectorFactory | None = None, *, for_gpu: bool = False,
     ) -> "Builder":  # fmt: skip
-        """Resolve the settings. precisions: a map by layer patterns, in place of `build.precision`; pricing: measures
-        losses
+        """Resolve the settings. precisions: a map by layer patterns, in place of `build.precision`;
+        new_selector: creates what measures losses
 
         for_gpu: `build.precision` may be a GPU-only one; the engine then runs in its substitute on a CPU
         raises ConfigError for invalid settings
@@ -86,7 +93,7 @@ class Builder:
             kv_format=kv_format,
             tiles=build.bf16_sums == "tiles" if build.bf16_sums else "amx" in usable_isas(),
         )
-        measure = to_measure(build, checkpoint, source, options, pricing)
+        measure = to_measure(build, checkpoint, source, options, new_selector)
         check_measured(build, measure)
         timings = None if cache is None else TimingCache(cache / "timings.json")
         rows = _rows(build, options, source.max_context)
@@ -130,25 +137,28 @@ class Builder:
 
     def _measured(self, folder: Path) -> tuple[BuildOptions, Evaluation]:
         """Return the options with the chosen precision, and its accuracy loss."""
-        if self.measure.pricer is None:
+        if self.measure.selector is None:
             return self.options, Evaluation(self.measure.without)
         first = replace(self.options, precision=self.measure.candidates[0])
         check_room(folder, plan_engine(self.source, first).program.weights_bytes)  # report mistakes early
-        question = AccuracyQuery(
+        query = AccuracyQuery(
             source=self.source, tokenizer=self.checkpoint.tokenizer,
             options=replace(self.options, tiles=self.measure.tiles), candidates=self.measure.candidates,
             max_kl=self.measure.max_kl, progress=self.progress or (lambda *_: None),
         )  # fmt: skip
-        precision, evaluation = self.measure.pricer.answer(question)
+        precision, evaluation = self.measure.selector.select(query)
         return replace(self.options, precision=precision), evaluation
 
 
 def build_engine(
     name: str, checkpoint: Path, folder: Path, build: BuildSettings, cache: Path | None = None,
-    precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
+    precisions: Mapping[str, str] | None = None, progress: Progress | None = None,
+    new_selector: SelectorFactory | None = None,
 ) -> Engine:  # fmt: skip
     """Compile a checkpoint (folder or GGUF file) into `folder`, which must not exist. Arguments as in Builder."""
-    Builder.from_settings(name, Checkpoint.open(checkpoint), build, cache, precisions, progress, pricing).write(folder)
+    Builder.from_settings(name, Checkpoint.open(checkpoint), build, cache, precisions, progress, new_selector).write(
+        folder
+    )
     return Engine.open(folder)
 
 

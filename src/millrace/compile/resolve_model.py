@@ -22,7 +22,7 @@ from millrace.errors import CheckpointError, ConfigError, EngineError, nearest
 from millrace.settings import flag_of
 
 if TYPE_CHECKING:
-    from millrace.compile.accuracy_pricing import Pricing
+    from millrace.compile.precision_selection import SelectorFactory
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 
@@ -69,14 +69,14 @@ def _cached(model: str, env: Env) -> tuple[str, Path]:
 
 def find_engine(
     model: str | tuple[str, Path], build: BuildSettings, env: Env, *, progress: Progress | None = None,
-    say: Say | None = None, precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None,
+    say: Say | None = None, precisions: Mapping[str, str] | None = None, new_selector: "SelectorFactory | None" = None,
     place: DeviceId = ON_CPU,
 ) -> tuple[str, Engine]:  # fmt: skip
     """Return MODEL's engine: the folder itself if it is one, otherwise from the cache, or built now. For a GPU, make it
     anew.
 
     model: or its name and its folder, if the folder's name is not the model's
-    precisions: a map by layer patterns, in place of `build.precision`; pricing: measures accuracy losses
+    precisions: a map by layer patterns, in place of `build.precision`; new_selector: measures accuracy losses
     """
     gpu = None if place.device == CPU else find_gpu(place.device)
     name, folder = model_folder(model, env, progress) if isinstance(model, str) else model
@@ -99,7 +99,7 @@ def find_engine(
         raise no_tokenizer(folder)
     from millrace.compile.builder import Builder  # imports the compiler, which a built engine does not need
 
-    builder = Builder.from_settings(name, checkpoint, build, env.cache, precisions, progress, pricing)
+    builder = Builder.from_settings(name, checkpoint, build, env.cache, precisions, progress, new_selector)
     with EngineCache(env.cache).get_or_build(name, builder.key, builder.write) as (result, fresh):
         engine = Engine.open(result)
     if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
@@ -159,7 +159,7 @@ def _through_transformers(
 
 def _say_price(engine: Engine, say: Say | None) -> None:
     """Report the accuracy loss at every start: the user may not be the builder."""
-    if say and engine.manifest.evaluation.price is not None:
+    if say and engine.manifest.evaluation.chosen_loss is not None:
         say(engine.manifest.evaluation.summary)
 
 

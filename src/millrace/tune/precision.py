@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from millrace.compile.accuracy_pricing import AccuracyQuery
 from millrace.compile.build import BuildOptions, plan_pieces, resolve_options
 from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap, StoredMatrix
+from millrace.compile.precision_selection import AccuracyQuery
 from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation, rounded
 from millrace.engine.cache_specs import KV_FORMATS, KvFormat
 from millrace.engine.io_slots import slot
@@ -36,8 +36,8 @@ _REFERENCE = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFo
 
 
 @dataclass(frozen=True, slots=True)
-class PrecisionPricer:
-    """The pricer described in compile/accuracy_pricing.py."""
+class AccuracySelector:
+    """The selector described in compile/precision_selection.py."""
 
     calibration: Calibration
 
@@ -56,75 +56,75 @@ class PrecisionPricer:
             return (*dict.fromkeys(stored), *(_plain(p, own) for p in (Precision.BF16, Precision.FP32)))
         return (*(_plain(p, own) for p in ORDER[: ORDER.index(own.default)]), own)
 
-    def answer(self, question: AccuracyQuery) -> tuple[PrecisionMap, Evaluation]:
-        context = question.source.max_context
-        if context < SHORTEST and question.max_kl is None:
-            return question.candidates[0], Evaluation(f"a context of {context} tokens is too short for it")
-        text = self.calibration.windows(question.tokenizer, context)
-        race, tried = _CandidateSearch(question, text), list[AccuracyLoss]()
-        with answers(race.reference, race.vocab_size) as exact:
-            for candidate in question.candidates:
-                tried.append(race.price(candidate, exact))
-                if question.max_kl is None or tried[-1].within(question.max_kl):
+    def select(self, query: AccuracyQuery) -> tuple[PrecisionMap, Evaluation]:
+        context = query.source.max_context
+        if context < SHORTEST and query.max_kl is None:
+            return query.candidates[0], Evaluation(f"a context of {context} tokens is too short for it")
+        text = self.calibration.windows(query.tokenizer, context)
+        search, tried = _CandidateSearch(query, text), list[AccuracyLoss]()
+        with answers(search.reference, search.vocab_size) as exact:
+            for candidate in query.candidates:
+                tried.append(search.measure(candidate, exact))
+                if query.max_kl is None or tried[-1].within(query.max_kl):
                     return candidate, Evaluation(
                         not_measured="", text=self.calibration.kind, digest=self.digest, tokens=text.n_scored,
-                        window=int(text.ids.shape[1]), max_kl=question.max_kl, tried=tried,
+                        window=int(text.ids.shape[1]), max_kl=query.max_kl, tried=tried,
                     )  # fmt: skip
-        raise _none_within(tried, question.max_kl or 0)
+        raise _none_within(tried, query.max_kl or 0)
 
 
 class _CandidateSearch:
     """Evaluates candidates one after another against a single evaluation of the reference."""
 
-    def __init__(self, question: AccuracyQuery, text: Windows) -> None:
-        self._question, self._text, self._done = question, text, 0
-        exact = self._pieces(replace(question.options, precision=_REFERENCE.precision, kv_format=_REFERENCE.kv_format))
+    def __init__(self, query: AccuracyQuery, text: Windows) -> None:
+        self._query, self._text, self._done = query, text, 0
+        exact = self._pieces(replace(query.options, precision=_REFERENCE.precision, kv_format=_REFERENCE.kv_format))
         logits = slot(exact[-1].outputs, LOGITS)
         assert logits is not None and isinstance(logits.shape[1], int), "a language model"
         self.vocab_size = logits.shape[1]
-        self._total = (1 + len(question.candidates)) * len(exact)
+        self._total = (1 + len(query.candidates)) * len(exact)
         self.reference = self._read(exact, "fp32, the reference")
 
-    def price(self, candidate: PrecisionMap, exact: Answers) -> AccuracyLoss:
+    def measure(self, candidate: PrecisionMap, exact: Answers) -> AccuracyLoss:
         """Return the loss of a candidate. Unrepresentable scales count as an infinite loss if there is a bound on KL;
         otherwise they raise CheckpointError"""
-        options = replace(self._question.options, precision=candidate)
-        chosen = resolve_options(self._question.source, options)
-        name = label(candidate, chosen.kv_format, chosen.by_tiles, self._question.source.stored)
+        options = replace(self._query.options, precision=candidate)
+        chosen = resolve_options(self._query.source, options)
+        name = label(candidate, chosen.kv_format, chosen.by_tiles, self._query.source.stored)
         pieces = self._pieces(options)
         if self._is_reference(options):
             return AccuracyLoss(name, 0.0, 1.0, 1.0, sum(p.matrix_bytes for p in pieces))
         try:
             reading = self._read(pieces, name)
             with answers(reading, self.vocab_size) as rough, np.errstate(all="ignore"):  # non-finite: no loss
-                return price(name, score(exact, rough, self._text), reading.matrix_bytes)
+                return rounded_loss(name, score(exact, rough, self._text), reading.matrix_bytes)
         except CheckpointError:  # the reference read the same weights, so the checkpoint itself is valid
-            if self._question.max_kl is None:
+            if self._query.max_kl is None:
                 raise
             return AccuracyLoss(name, None, None, 0.0, sum(p.matrix_bytes for p in pieces))
 
     def _is_reference(self, options: BuildOptions) -> bool:
-        one, other = (resolve_options(self._question.source, candidate) for candidate in (options, _REFERENCE))
+        one, other = (resolve_options(self._query.source, candidate) for candidate in (options, _REFERENCE))
         return (one.precision.meaning, one.kv_format) == (other.precision.meaning, other.kv_format)
 
     def _pieces(self, options: BuildOptions) -> tuple[Program, ...]:
         """Plan programs with one window per step; the split into steps does not change results."""
         length = int(self._text.ids.shape[1])
         step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
-        return tuple(plan_pieces(self._question.source, step))
+        return tuple(plan_pieces(self._query.source, step))
 
     def _read(self, pieces: Sequence[Program], name: str) -> ReadText:
         def advance() -> None:
             self._done += 1
-            self._question.progress(f"measuring {name}, piece by piece", self._done, self._total)
+            self._query.progress(f"measuring {name}, piece by piece", self._done, self._total)
 
-        self._question.progress(f"measuring {name}, piece by piece", self._done, self._total)
+        self._query.progress(f"measuring {name}, piece by piece", self._done, self._total)
         reading = read(pieces, self._text, self.vocab_size, advance)
         self._done += 1
         return reading
 
 
-def price(name: str, result: DivergenceScore, weights_bytes: int) -> AccuracyLoss:
+def rounded_loss(name: str, result: DivergenceScore, weights_bytes: int) -> AccuracyLoss:
     """Return the loss as it is stored, rounded to significant digits."""
     return AccuracyLoss(
         name, rounded(result.mean_kl), rounded(result.ratio), rounded(result.agreement) or 0.0, weights_bytes

@@ -26,8 +26,8 @@ from millrace.engine.cuda.device_lookup import CPU
 from millrace.errors import ConfigError
 from millrace.report.format_numbers import count
 from millrace.settings import read_given, reject_duplicate_keys
-from millrace.tune.accuracy_pricing import pricing
 from millrace.tune.engine_settings import ChosenSettings, choose_settings
+from millrace.tune.precision_selector import precision_selector
 from millrace.tune.settings import TrafficSettings
 
 
@@ -59,7 +59,7 @@ def run(
         for path, settings, by in engines:
             checkpoint = Checkpoint.open(folder)
             Builder.from_settings(
-                name, checkpoint, settings, env.cache, precisions, report, pricing, for_gpu=for_gpu
+                name, checkpoint, settings, env.cache, precisions, report, precision_selector, for_gpu=for_gpu
             ).write(path)  # fmt: skip
             engine = Engine.open(path)
             seconds, started_s = time.perf_counter() - started_s, time.perf_counter()
@@ -136,7 +136,7 @@ def show(tables: Tables, seconds: float, by: ChosenSettings | None = None, *, fo
             ("program", f"{len(tables.calls)} calls for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
             ("tactics", tuning_text(tables)),
-            ("price", m.evaluation.summary),
+            ("accuracy", m.evaluation.summary),
             *(("note", text) for text in m.notes),
             ("next", serve),
         ]

@@ -14,7 +14,7 @@ from millrace.compile.builder import build_engine
 from millrace.compile.disk_space_check import check_new
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
-from millrace.tune.accuracy_pricing import pricing
+from millrace.tune.precision_selector import precision_selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,6 @@ def build_output(options: CompressOptions) -> Built | None:
             options.env.cache,
             None,
             report,
-            pricing,
+            precision_selector,
         )
     return Built(Tables(engine), time.perf_counter() - started_s)

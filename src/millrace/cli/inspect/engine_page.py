@@ -49,7 +49,7 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     reads = sum(call.matrix_bytes for call in tables.calls)
     return render(
         Path(__file__).with_name("engine_page.html"), m=tables.engine.manifest, tables=tables, memory=tables.memory(),
-        prices=candidate_losses(tables),
+        losses=candidate_losses(tables),
         plan=_plan(tables), layers=_layers(tables, reads, roofline), size=size, count=count, kinds=KINDS,
         turn="step" if tables.of_texts else "run",
         formats=list(tables.bytes_by_format().items())[:FEW], passes=tables.program.passes[:MANY],

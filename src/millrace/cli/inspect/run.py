@@ -50,7 +50,7 @@ def _summary(tables: Tables) -> None:
         [
             ("model", f"{m.architecture}, {count(m.n_parameters)} parameters" + vocabulary),
             ("precision", tables.precision()),
-            ("price", m.evaluation.summary),
+            ("accuracy", m.evaluation.summary),
             ("limits", tables.limits),
             ("tactics", tuning_text(tables)),
             ("built by", f"millrace {m.millrace}, engine format {m.format}"),

@@ -55,7 +55,7 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
         "sums": m.cpu.bf16_sums,
         "layers": sanitize(" ".join(f"{pattern} {value}" for pattern, value in layers.items())),
         "content": m.identity[:6],
-        "kl": m.evaluation.price.kl if m.evaluation.price else None, "price": m.evaluation.summary,
+        "kl": m.evaluation.chosen_loss.kl if m.evaluation.chosen_loss else None, "accuracy": m.evaluation.summary,
     }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def distinguishing_settings(settings: Mapping[str, Mapping[str, Any]]) -> dict[s
     differences = {}
     for name, mine in settings.items():
         alike = [k for k in settings.values() if k and all(k[i] == mine.get(i) for i in ("model", "precision"))]
-        differ = [i for i in mine if i not in ("kl", "price") and any(k[i] != mine[i] for k in alike)]
+        differ = [i for i in mine if i not in ("kl", "accuracy") and any(k[i] != mine[i] for k in alike)]
         differences[name] = ", ".join(f"{i} {mine[i]!s:.40}" for i in differ if i != "content" or differ == [i])
     return differences
 

@@ -14,7 +14,6 @@ import millrace
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.tokenizer.tokenizer_files import no_tokenizer
-from millrace.compile.accuracy_pricing import AUTO
 from millrace.compile.build import SCORED_ROWS, BuildOptions, ResolvedOptions, notes_of, resolve_options, slot_entry
 from millrace.compile.builder import ENCODER_PRECISIONS, check_encoder, requested_precision
 from millrace.compile.cache.file_digests import checkpoint_identity
@@ -25,6 +24,7 @@ from millrace.compile.lower_gpu.precision import IN_PLACE_OF, GpuPrecision, gpu_
 from millrace.compile.passes.pipeline import gpu as passes
 from millrace.compile.passes.pipeline import run_passes
 from millrace.compile.precision import PrecisionMap, precision_map
+from millrace.compile.precision_selection import AUTO
 from millrace.compile.random_weights import random_source
 from millrace.compile.settings import BuildSettings, Progress, Say
 from millrace.compile.source import Source

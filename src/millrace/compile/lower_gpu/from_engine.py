@@ -145,7 +145,7 @@ def _about(manifest: Manifest) -> GpuBuildInfo:
 
 def _priced(manifest: Manifest) -> tuple[str, ...]:
     """Return a note on its accuracy loss, if it was measured on a CPU."""
-    if manifest.evaluation.price is None:
+    if manifest.evaluation.chosen_loss is None:
         return ()
     besides = "; rows of E4M3 are not in it" if manifest.gpu.fp8_rows else ""
     return (f"on a CPU {manifest.evaluation.summary}{besides}",)

@@ -7,8 +7,8 @@ weights have a scale per output and activations one per token.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from millrace.compile.accuracy_pricing import AUTO
 from millrace.compile.precision import MEANT, PrecisionMap, StoredMatrix, plain_format
+from millrace.compile.precision_selection import AUTO
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.engine.artifact.manifest import GpuSection

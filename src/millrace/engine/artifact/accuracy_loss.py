@@ -50,24 +50,23 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tried: Annotated[list[AccuracyLoss], msgspec.Meta(max_length=64)] = []  # the last one is the engine's
 
     @property
-    def price(self) -> AccuracyLoss | None:
+    def chosen_loss(self) -> AccuracyLoss | None:
         """The engine's loss; None if it was not measured."""
         return self.tried[-1] if self.tried else None
 
     @property
     def summary(self) -> str:
         """Return the evaluation in one line."""
-        if self.price is None:
+        if self.chosen_loss is None:
             return f"not measured: {self.not_measured or 'nobody says why'}"
         text = "the bundled text" if self.text == "bundled" else "a text of one's own"
         cut = f" in windows of {self.window}" if self.window else ""
         where = f"on {self.tokens:,} tokens{cut} of {text}, beside fp32"
         if self.max_kl is None:
-            return f"{self.price.name} costs {self.price.figures} ({where})"
+            return f"{self.chosen_loss.name} costs {self.chosen_loss.figures} ({where})"
         over = ", ".join(f"{p.name} {'none' if p.kl is None else format(p.kl, '.3g')}" for p in self.tried[:-1])
-        return f"auto chose {self.price.name}: {self.price.figures} ({where}; at most {self.max_kl:g} was asked" + (
-            f"; over it: {over})" if over else ")"
-        )
+        choice = f"auto chose {self.chosen_loss.name}: {self.chosen_loss.figures}"
+        return f"{choice} ({where}; at most {self.max_kl:g} was asked" + (f"; over it: {over})" if over else ")")
 
     @property
     def texts(self) -> list[str]:

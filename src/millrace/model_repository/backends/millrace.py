@@ -35,7 +35,7 @@ from millrace.runtime.request.request import Request
 from millrace.runtime.request.sampling_params import COMPLETION_TOKENS, Delta, FinishReason, SamplingParams
 from millrace.runtime.settings import RunSettings
 from millrace.settings import Settings, parse_size, plain_type
-from millrace.tune.accuracy_pricing import pricing
+from millrace.tune.precision_selector import precision_selector
 
 TEXT, OUT = "text_input", "text_output"
 _CHECKPOINT = ("config.json", "manifest.json")
@@ -268,7 +268,7 @@ def _open_engine(context: InstanceContext) -> RunningModel | OpenedEncoder:
     build, run = _settings(context.config.name, parameters)
     # a version's folder is named 1
     model = named or (context.config.name, _place(context.folder / str(context.version)))
-    name, engine = find_engine(model, build, read_env(), pricing=pricing, place=run.place)
+    name, engine = find_engine(model, build, read_env(), new_selector=precision_selector, place=run.place)
     return open_any(name, engine, run)
 
 

@@ -51,7 +51,7 @@ class Open:
 
     def __init__(self, front: Front, n: int, write: Callable[[bytes], Any]) -> None:
         self.n_admitted, self._asked, self._never = 0, [ASKED] * n, asyncio.Event()
-        caller: Any = SimpleNamespace(bill=TokenUsage())
+        caller: Any = SimpleNamespace(token_usage=TokenUsage())
         of: Any = front
         self.stream = Stream(of, self._admit, SHARE, 5, False, caller)
         self.task = asyncio.ensure_future(self.stream.run(partial(asyncio.sleep, 0), self._read, write))

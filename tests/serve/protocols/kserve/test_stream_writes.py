@@ -66,7 +66,7 @@ class Opened:
         self, write: Callable[[bytes], Coroutine[Any, Any, None]], write_s: float = 5, model: Decoupled | None = None
     ) -> None:
         self.model = model or Decoupled()
-        caller: Any = SimpleNamespace(bill=TokenUsage())
+        caller: Any = SimpleNamespace(token_usage=TokenUsage())
         front: Any = Front(self.model)
         self.stream = Stream(front, lambda n: nullcontext(), SHARE, write_s, False, caller)
         self._requests: list[bytes | None] = [

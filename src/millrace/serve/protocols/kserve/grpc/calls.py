@@ -46,7 +46,7 @@ class GrpcCallContext:
 
     shown: Mapping[str, str] = field(default_factory=dict)
     parent: Parent | None = None
-    bill: TokenUsage = field(default_factory=TokenUsage)
+    token_usage: TokenUsage = field(default_factory=TokenUsage)
     tenant: str = ""
     owner: str = ""
 
@@ -135,7 +135,7 @@ class GrpcFrontend:
         checked: tuple[InferRequest, InferMessage] = await self._run_off_loop(read, n_bytes)
         if caller.shown:
             checked[0].parameters.update(caller.shown)
-        checked[0].token_usage, checked[0].tenant = caller.bill, caller.tenant
+        checked[0].token_usage, checked[0].tenant = caller.token_usage, caller.tenant
         self._repository.common.tracer.trace_stream(checked[0], "GRPC", began_ns, caller.parent)
         return checked
 

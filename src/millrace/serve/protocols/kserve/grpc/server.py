@@ -229,7 +229,7 @@ class GrpcServer:
         metadata = call.metadata
         tenant, owner = (call.grant.tenant, call.grant.owner) if call.grant is not None else ("", "")
         return GrpcCallContext(
-            self._guard.forwarded_headers(metadata), self._front.parent(metadata), call.bill, tenant, owner
+            self._guard.forwarded_headers(metadata), self._front.parent(metadata), call.token_usage, tenant, owner
         )
 
     async def _call(
@@ -262,9 +262,10 @@ class GrpcServer:
             code, details = grpc.StatusCode.INTERNAL, BUG.message
         finally:
             self._serving.load.n -= 1
-            total_ms, prompt, generated = (time.perf_counter() - began_s) * 1e3, call.bill.prompt, call.bill.generated
+            total_ms, usage = (time.perf_counter() - began_s) * 1e3, call.token_usage
+            prompt, generated = usage.prompt, usage.generated
             if call.grant is not None:
-                call.grant.end(call.bill.take())
+                call.grant.end(call.token_usage.take())
             if name == _INFER and not (prompt or generated):
                 self._backend.log.add("GRPC", service + name, request_id, code.value[0], total_ms, details)
             else:
@@ -352,7 +353,7 @@ class _OpenCall:
 
     metadata: dict[str, str]
     grant: Grant | None = None
-    bill: TokenUsage = field(default_factory=TokenUsage)
+    token_usage: TokenUsage = field(default_factory=TokenUsage)
 
 
 async def _finish_call(context: Any, outcome: T | _Refusal) -> T:

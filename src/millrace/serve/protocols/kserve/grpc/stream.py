@@ -318,7 +318,7 @@ class Stream:
         self._open.discard(request)
         request.admitted.close()
         if self._grant is not None:
-            self._grant.charge(self._caller.bill.take())
+            self._grant.charge(self._caller.token_usage.take())
         if request.unread is not None:
             request.unread.close()
         self._room.release()

@@ -105,8 +105,8 @@ class KServe:
             except StatusError as full:  # the front has answers to its own
                 return error_reply(STATUS[full.code], full.message)
             finally:  # the call's end charges them
-                bill = request.bill
-                call.log.prompt_tokens, call.log.generated_tokens = bill.prompt or None, bill.generated or None
+                usage = request.token_usage
+                call.log.prompt_tokens, call.log.generated_tokens = usage.prompt or None, usage.generated or None
 
     async def _answer(self, request: HttpCall, send: Send) -> HttpReply:
         """Answer a request, and send its events if it has any; a disconnect cancels the inference."""

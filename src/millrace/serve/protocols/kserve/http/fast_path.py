@@ -339,8 +339,8 @@ class InferExchange:
         self._is_over = True
         fast_path, head, took_ms = self._fast_path, self._head, (time.monotonic_ns() - self._began_ns) / 1e6
         fast_path.backend.leave()
-        bill = self._request.token_usage if self._request is not None else None
-        prompt, generated = (bill.prompt, bill.generated) if bill is not None else (0, 0)
+        usage = self._request.token_usage if self._request is not None else None
+        prompt, generated = (usage.prompt, usage.generated) if usage is not None else (0, 0)
         self._end_grant(prompt + generated)
         if prompt or generated:
             log_request(RequestLog("POST", head.path, self._id, status, took_ms, None, prompt, generated or None))

@@ -53,7 +53,7 @@ class HttpCall:
     body: bytes
     grew: Callable[[int], None] = lambda n_bytes: None  # called with memory held in addition to `body`; may raise
     arrived_ns: int = 0  # time.monotonic_ns(), before its body
-    bill: TokenUsage = field(default_factory=TokenUsage)
+    token_usage: TokenUsage = field(default_factory=TokenUsage)
     tenant: str = ""  # name of its API key, if there are several
     owner: str = ""  # the tenant whose models it may change; "" for all of them
 
@@ -219,7 +219,7 @@ class HttpFrontend:
         inference: InferRequest
         inference, output_options = await self._run_off_loop(read, n_slow)
         self._show_headers(inference, request)
-        inference.token_usage, inference.tenant = request.bill, request.tenant
+        inference.token_usage, inference.tenant = request.token_usage, request.tenant
         return inference, output_options
 
     async def _stream(
@@ -245,7 +245,7 @@ class HttpFrontend:
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         inference = await self._run_off_loop(lambda: read_generate(request.body, model), len(request.body))
         self._show_headers(inference, request)
-        inference.token_usage, inference.tenant = request.bill, request.tenant
+        inference.token_usage, inference.tenant = request.token_usage, request.tenant
         self._repository.common.tracer.trace_stream(inference, "HTTP", request.arrived_ns, self._parent(request))
         if not streamed:
             return HttpReply(200, await generate(model, inference, self._run_off_loop), [(b"content-type", _JSON)])

@@ -1,4 +1,7 @@
-"""Interface to accuracy measurement, which is above the compiler in the import order, so callers pass it in."""
+"""Interface to the selection of a precision by its accuracy.
+
+Measuring is above the compiler in the import order, so callers pass a selector in.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +39,8 @@ class AccuracyQuery:
     progress: Progress
 
 
-class Pricer(Protocol):
-    """Measures accuracy on one text."""
+class PrecisionSelector(Protocol):
+    """Chooses a precision by its accuracy on one text."""
 
     @property
     def digest(self) -> str:
@@ -46,16 +49,18 @@ class Pricer(Protocol):
     def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
         """Return the candidates of `auto`, cheapest first. own: the model's default precision"""
 
-    def answer(self, question: AccuracyQuery) -> tuple[PrecisionMap, Evaluation]:
+    def select(self, query: AccuracyQuery) -> tuple[PrecisionMap, Evaluation]:
         """Choose a precision. raises ConfigError if no candidate is within the bound, and for an unusable text"""
 
 
-Pricing = Callable[[BuildSettings], Pricer]  # supplied by the caller; called only if something is measured
+SelectorFactory = Callable[
+    [BuildSettings], PrecisionSelector
+]  # supplied by the caller; called only if something is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PricingTask:
-    """What is measured before an engine is built. Without a pricer nothing is, for the reason in `without`.
+class PrecisionTask:
+    """What is measured before an engine is built. Without a selector nothing is, for the reason in `without`.
 
     tiles: whether bfloat16 sums by tiles were requested. An engine that has them because of its machine is measured
     without them, so that equal queries have equal answers everywhere
@@ -63,18 +68,18 @@ class PricingTask:
 
     candidates: tuple[PrecisionMap, ...] = ()
     max_kl: float | None = None
-    pricer: Pricer | None = None
+    selector: PrecisionSelector | None = None
     without: str = ""
     tiles: bool = False
 
     @property
     def key(self) -> str:
         """Equal for measurements made in the same way; the candidates are identified separately."""
-        return "" if self.pricer is None else f"measured {self.max_kl} {self.tiles} {self.pricer.digest}"
+        return "" if self.selector is None else f"measured {self.max_kl} {self.tiles} {self.selector.digest}"
 
 
-def _without_price(source: Source, options: BuildOptions) -> str:
-    """Return why an engine has no price: it computes what the checkpoint stores, or is the reference itself."""
+def _exact_reason(source: Source, options: BuildOptions) -> str:
+    """Return why no loss is measured: the engine computes what the checkpoint stores, or is the reference itself."""
     own, requested = (
         resolve_options(source, replace(options, precision=None, kv_format=None)),
         resolve_options(source, options),
@@ -88,8 +93,12 @@ def _without_price(source: Source, options: BuildOptions) -> str:
 
 
 def to_measure(
-    build: BuildSettings, checkpoint: Checkpoint, source: Source, options: BuildOptions, pricing: Pricing | None
-) -> PricingTask:
+    build: BuildSettings,
+    checkpoint: Checkpoint,
+    source: Source,
+    options: BuildOptions,
+    new_selector: SelectorFactory | None,
+) -> PrecisionTask:
     """Return what to measure. raises ConfigError if `auto` is requested and nothing can or may be measured"""
     auto = build.precision == AUTO
     if isinstance(checkpoint.config, EncoderConfig):
@@ -98,7 +107,7 @@ def to_measure(
         without = "the checkpoint has no tokenizer to read a text with"
     elif not build.evaluate:
         without = "--no-evaluate was given"
-    elif pricing is None:
+    elif new_selector is None:
         without = Evaluation().not_measured
     else:
         without = ""
@@ -108,19 +117,23 @@ def to_measure(
             "a language model with its tokenizer, and measuring",
             "name a precision, or leave it out for the model's own",
         )  # fmt: skip
-    without = (not auto and _without_price(source, options)) or without
-    if without or pricing is None:
-        return PricingTask(without=without)
-    pricer, requested, tiles = pricing(build), resolve_options(source, options).precision, build.bf16_sums == "tiles"
+    without = (not auto and _exact_reason(source, options)) or without
+    if without or new_selector is None:
+        return PrecisionTask(without=without)
+    selector, requested, tiles = (
+        new_selector(build),
+        resolve_options(source, options).precision,
+        build.bf16_sums == "tiles",
+    )
     if not auto:
-        return PricingTask(candidates=(requested,), pricer=pricer, tiles=tiles)
+        return PrecisionTask(candidates=(requested,), selector=selector, tiles=tiles)
     bound = AUTO_MAX_KL if build.max_kl is None else build.max_kl
-    return PricingTask(candidates=pricer.candidates(requested), max_kl=bound, pricer=pricer, tiles=tiles)
+    return PrecisionTask(candidates=selector.candidates(requested), max_kl=bound, selector=selector, tiles=tiles)
 
 
-def check_measured(build: BuildSettings, task: PricingTask) -> None:
+def check_measured(build: BuildSettings, task: PrecisionTask) -> None:
     """Check that a text to measure on comes with something to measure. raises ConfigError"""
-    if build.calibration is not None and task.pricer is None:
+    if build.calibration is not None and task.selector is None:
         raise ConfigError(
             f"--calibration is given, and nothing is measured: {task.without}", "a precision that is measured",
             "leave it out, or ask for --precision auto",

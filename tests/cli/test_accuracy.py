@@ -14,8 +14,8 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.artifact.manifest import read_manifest
 from millrace.evaluate import calibration
-from millrace.tune.accuracy_pricing import pricing
-from millrace.tune.precision import PrecisionPricer
+from millrace.tune.precision import AccuracySelector
+from millrace.tune.precision_selector import precision_selector
 from tests.cli.conftest import Millrace
 from tests.support.checkpoints import random_encoder
 
@@ -28,7 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "TOKENS", 192)
 
 
-def test_a_lossy_precision_is_obeyed_and_its_price_said(millrace: Millrace, tmp_path: Path) -> None:
+def test_a_lossy_precision_is_obeyed_and_its_accuracy_shown(millrace: Millrace, tmp_path: Path) -> None:
     out = tmp_path / "e"
     built = millrace("build", "tiny", "-o", out, "--precision", "w4a8", *SHORT)
     assert (
@@ -38,13 +38,18 @@ def test_a_lossy_precision_is_obeyed_and_its_price_said(millrace: Millrace, tmp_
     )
     assert "measuring fp32, the reference, piece by piece ..." in built.err
     m = read_manifest(out)
-    assert m.precision["default"] == "w4a8" and m.evaluation.price and m.evaluation.price.kl and m.evaluation.tokens
+    assert (
+        m.precision["default"] == "w4a8"
+        and m.evaluation.chosen_loss
+        and m.evaluation.chosen_loss.kl
+        and m.evaluation.tokens
+    )
     assert m.evaluation.summary in millrace("inspect", out).out
     shown = json.loads(millrace("inspect", out, "--json").out)["evaluation"]
-    assert shown["tried"][0]["kl"] == m.evaluation.price.kl and shown["max_kl"] is None
+    assert shown["tried"][0]["kl"] == m.evaluation.chosen_loss.kl and shown["max_kl"] is None
     assert millrace("inspect", out, "--html", tmp_path / "e.html").code == 0
     page = (tmp_path / "e.html").read_text()
-    assert "Price of the precision" in page and f"{m.evaluation.price.kl:.3g}" in page
+    assert "Accuracy of the precision" in page and f"{m.evaluation.chosen_loss.kl:.3g}" in page
 
 
 def test_auto_keeps_its_choice_and_evidence(millrace: Millrace, tmp_path: Path) -> None:
@@ -71,13 +76,14 @@ def test_the_choice_is_the_same_where_there_are_tiles(monkeypatch: pytest.Monkey
     for name, isas, more in (("without", (), {}), ("with", ("amx",), {}), ("asked", (), {"bf16_sums": "tiles"})):
         monkeypatch.setattr(builder, "usable_isas", lambda isas=isas: isas)
         engine = build_engine(
-            "tiny", BUNDLED / "tiny", tmp_path / name, BuildSettings(**settings, **more), pricing=pricing  # type: ignore[arg-type]
+            "tiny", BUNDLED / "tiny", tmp_path / name, BuildSettings(**settings, **more),  # type: ignore[arg-type]
+            new_selector=precision_selector,
         )  # fmt: skip
         found.append((engine.manifest.cpu.bf16_sums, engine.manifest.evaluation))
     (pairs, one), (tiles, other), (_, theirs) = found
     assert (pairs, tiles) == ("pairs", "tiles") and one == other
     assert [p.name for p in theirs.tried][-1] == "w8a8 g128, bf16 summed by tiles"
-    assert theirs.price and one.price and theirs.price.kl != one.price.kl
+    assert theirs.chosen_loss and one.chosen_loss and theirs.chosen_loss.kl != one.chosen_loss.kl
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,7 @@ def test_what_is_not_measured_says_why(millrace: Millrace, tmp_path: Path, asked
     "asked",
     [("--kv-cache-dtype", "int8"), ("--head", "w8a8"), ("--precision", "fp32", "--kv-cache-dtype", "bf16")],
 )
-def test_whatever_changes_answers_has_a_price(millrace: Millrace, tmp_path: Path, asked: tuple[str, ...]) -> None:
+def test_whatever_changes_answers_is_measured(millrace: Millrace, tmp_path: Path, asked: tuple[str, ...]) -> None:
     built = millrace("build", "tiny", "-o", tmp_path / "e", *asked, *SHORT)
     assert " costs KL " in built.out, built.out
 
@@ -109,9 +115,9 @@ def test_a_built_engine_is_not_measured_again(millrace: Millrace, cache: Path, m
     first = millrace(*asked)
     assert first.code == 0 and "note: w8a8 g128 costs KL" in first.err
     listed = json.loads(millrace("list", "--json").out)
-    assert listed[0]["kl"] > 0 and "costs KL" in listed[0]["price"]
+    assert listed[0]["kl"] > 0 and "costs KL" in listed[0]["accuracy"]
     measured: list[object] = []
-    monkeypatch.setattr(PrecisionPricer, "answer", lambda self, question: measured.append(question))
+    monkeypatch.setattr(AccuracySelector, "select", lambda self, query: measured.append(query))
     again = millrace(*asked)
     assert again.code == 0 and "note: w8a8 g128 costs KL" in again.err and not measured, "who runs it is told"
     assert len(json.loads(millrace("list", "--json").out)) == 1
@@ -122,7 +128,8 @@ def test_the_key_says_what_was_asked_and_on_which_text(tmp_path: Path) -> None:
     mine.write_text("The wheel turned. " * 90)
 
     def key(**given: object) -> str:
-        return Builder.from_settings("tiny", checkpoint, BuildSettings(**given), None, pricing=pricing).key  # type: ignore[arg-type]
+        build = BuildSettings(**given)  # type: ignore[arg-type]
+        return Builder.from_settings("tiny", checkpoint, build, None, new_selector=precision_selector).key
 
     auto = key(precision="auto")
     assert auto == key(precision="auto", max_kl=0.01) and key() == key(precision="bf16") == key(evaluate=False)
@@ -203,7 +210,7 @@ def test_room_is_looked_for_before_measuring(
     assert "measuring" not in result.err
 
 
-def test_encoders_have_no_price(millrace: Millrace, tmp_path: Path) -> None:
+def test_encoders_are_not_measured(millrace: Millrace, tmp_path: Path) -> None:
     model = random_encoder(tmp_path / "m")
     millrace("build", model, "-o", tmp_path / "a", "--precision", "auto").assert_mistake(
         "--precision auto", "an encoder"
