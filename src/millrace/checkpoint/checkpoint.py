@@ -19,6 +19,8 @@ from millrace.checkpoint.config.model_config import ModelConfig, read_config
 from millrace.checkpoint.config.sentence_transformers import sentence_files, with_sentences
 from millrace.checkpoint.files import Report, file_digest
 from millrace.checkpoint.gguf.reader import is_gguf
+from millrace.checkpoint.gptq_awq.scheme import PackedScheme, is_packed, read_packed
+from millrace.checkpoint.gptq_awq.tensors import PackedTensors
 from millrace.checkpoint.tokenizer.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
@@ -149,8 +151,8 @@ def content_identity(tensors_digest: str, files: Files) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class CompressedCheckpoint(Checkpoint):
-    """A checkpoint in the compressed-tensors format."""
+class QuantizedCheckpoint(Checkpoint):
+    """A folder of quantized matrices: compressed-tensors, GPTQ or AWQ."""
 
     own_precisions = True
 
@@ -195,7 +197,7 @@ def _open_gguf(path: Path) -> GgufCheckpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     fields = _config_fields(folder, _read_raw(folder))
     config, notes = fields.config, fields.notes
-    tensors = CompressedTensors.from_folder(folder, fields.compression) if fields.compression else Tensors.open(folder)
+    tensors = _open_tensors(folder, fields.quantization)
     if isinstance(config, ModelConfig):
         config, tensors, tied_notes = resolve_tied_head(config, tensors)
         notes += tied_notes
@@ -205,8 +207,14 @@ def _open_folder(folder: Path) -> Checkpoint:
         config = replace(config, dtype=stored)
     elif stored != config.dtype:
         notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
-    kind = CompressedCheckpoint if fields.compression else Checkpoint
+    kind = QuantizedCheckpoint if fields.quantization else Checkpoint
     return kind(folder, config, tensors, fields.generation, notes)
+
+
+def _open_tensors(folder: Path, quantization: Compression | PackedScheme | None) -> Tensors:
+    if isinstance(quantization, Compression):
+        return CompressedTensors.from_folder(folder, quantization)
+    return PackedTensors.from_folder(folder, quantization) if quantization else Tensors.open(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +223,7 @@ class _ConfigFiles:
 
     config: ModelConfig | EncoderConfig
     generation: GenerationDefaults
-    compression: Compression | None
+    quantization: Compression | PackedScheme | None
     has_dtype: bool
 
     @property
@@ -243,13 +251,15 @@ def _read_raw(folder: Path) -> dict[str, object]:
 def _config_fields(folder: Path, raw: dict[str, object]) -> _ConfigFiles:
     """Read the configuration files. raw: config.json; its quantization_config is removed. raises CheckpointError"""
     fields = None if family_of(raw).is_encoder else raw.get(COMPRESSION)
-    compression = read_compression(fields) if is_compressed(fields) else None
-    if compression:
+    quantization = (
+        read_compression(fields) if is_compressed(fields) else read_packed(fields) if is_packed(fields) else None
+    )
+    if quantization:
         del raw[COMPRESSION]
     config = with_sentences(read_encoder(raw), folder) if family_of(raw).is_encoder else read_config(raw)
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
     return _ConfigFiles(
-        config, generation, compression, any(raw.get(key) is not None for key in ("dtype", "torch_dtype"))
+        config, generation, quantization, any(raw.get(key) is not None for key in ("dtype", "torch_dtype"))
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
+from millrace.checkpoint.checkpoint import Checkpoint, GgufCheckpoint, QuantizedCheckpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, TensorInfo
 from millrace.compress.checkpoint.tensor_layout import NAMES, StoredTensorSpec, TensorLayout
@@ -233,7 +233,7 @@ def _sparse_notes(sparse: Mapping[str, LayerRecipe]) -> tuple[str, ...]:
 
 
 def _check_source(checkpoint: Checkpoint) -> None:
-    if isinstance(checkpoint, CompressedCheckpoint):
+    if isinstance(checkpoint, QuantizedCheckpoint):
         raise CheckpointError(
             f"{checkpoint.folder} is compressed already", "floats, or a GGUF",
             "name the checkpoint that it was made of: rounding twice loses twice",

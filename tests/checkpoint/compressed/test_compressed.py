@@ -209,7 +209,7 @@ def at(path: str, value: object) -> Edit:
 
 G = "config_groups/group_0"
 WRONG: list[tuple[Edit, list[str]]] = [
-    (at("quant_method", "gptq"), ["quantization_config", "compressed-tensors"]),
+    (at("quant_method", "bitnet"), ["quantization_config", "compressed-tensors"]),
     (at("fromat", 1), ["fromat", "format"]),
     (at("format", "marlin-24"), ["marlin-24", "pack-quantized"]),
     (at("kv_cache_scheme", {"num_bits": 8}), ["kv_cache_scheme.dynamic is None", "true"]),

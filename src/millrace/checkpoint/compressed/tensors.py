@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.compressed.packing import unpack, words_of
 from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
 from millrace.checkpoint.compressed.scheme import STATIC_FP8, Compression, Scheme
+from millrace.checkpoint.weights.integer_matrix import integer_floats, integer_format, integer_matrix
 from millrace.checkpoint.weights.quantized_matrix import E4M3, FP8, QuantisedFormat, QuantisedMatrix
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError
@@ -137,15 +138,7 @@ class CompressedTensors(Tensors):
         if stored_format.e4m3:
             own = np.ascontiguousarray(self._scales(layer)[:, :1], np.float32)
             return QuantisedMatrix(self._e4m3(layer), own, group, bits, e4m3=True)
-        codes, scales, zeros = self._codes(layer), self._scales(layer).astype(np.float16), self._zeros(layer)
-        if zeros is None:
-            return QuantisedMatrix(codes, scales, group, bits)
-        if not stored_format.minimums:
-            wide = np.repeat(zeros, group, axis=1)[:, : codes.shape[1]]
-            return QuantisedMatrix(codes - wide, scales, group, bits)
-        if stored_format.bits == 4:  # unsigned codes
-            codes, zeros = codes + np.int8(8), zeros + np.int8(8)
-        return QuantisedMatrix(codes, scales, group, bits, _minimums(scales, zeros)[0])
+        return integer_matrix(self._codes(layer), self._scales(layer), self._zeros(layer), stored_format, bits)
 
     def activation_bits(self, name: str) -> int:
         layer = self._layers.get(name)
@@ -158,17 +151,7 @@ class CompressedTensors(Tensors):
     def _format(self, layer: _Layer) -> QuantisedFormat | None:
         if layer.scheme.floats:  # float32 holds any scale
             return FP8 if layer.n_groups == 1 else None
-        wide = self._scales(layer)
-        with np.errstate(over="ignore"):
-            scales = wide.astype(np.float16)
-        bits, group, zeros = layer.scheme.bits, layer.group, self._zeros(layer)
-        if not np.array_equal(scales.astype(np.float64), wide):
-            return None
-        if zeros is None:
-            return QuantisedFormat(bits, group)
-        if _minimums(scales, zeros + np.int8(8) if bits == 4 else zeros)[1]:
-            return QuantisedFormat(bits, group, minimums=True)
-        return QuantisedFormat(5, group) if bits == 4 else None  # code - zero is -15 .. 15
+        return integer_format(layer.scheme.bits, layer.group, self._scales(layer), self._zeros(layer))
 
     def _floats(self, layer: _Layer) -> NDArray[np.float32]:
         scales, zeros = self._scales(layer), self._zeros(layer)
@@ -177,14 +160,9 @@ class CompressedTensors(Tensors):
         rows = max((1 << 22) // layer.shape[1], 1)
         for start in range(0, len(codes), rows):  # a few rows at a time, because they are float64
             part = slice(start, start + rows)
-            wide = codes[part].astype(np.float64)
-            if zeros is not None:
-                wide -= self._wide(layer, zeros[part])
-            result[part] = wide * self._wide(layer, scales[part])
+            part_zeros = None if zeros is None else zeros[part]
+            result[part] = integer_floats(codes[part], scales[part], part_zeros, layer.group)
         return result
-
-    def _wide(self, layer: _Layer, of_groups: Array) -> Array:
-        return np.repeat(of_groups, layer.group, axis=1)[:, : layer.shape[1]]
 
     def _codes(self, layer: _Layer) -> NDArray[np.int8]:
         """Return the codes (N, K), signed or unsigned as stored."""
@@ -221,14 +199,6 @@ class CompressedTensors(Tensors):
         if layer.scheme.packed:
             return np.ascontiguousarray(unpack(zeros.T, layer.scheme.bits, layer.shape[0]).T)
         return zeros.reshape(layer.shape[0], layer.n_groups)
-
-
-def _minimums(scales: NDArray[np.float16], zeros: NDArray[np.int8]) -> tuple[NDArray[np.float16], bool]:
-    """Return -zero * scale, and whether float16 holds all of them exactly."""
-    exact = -zeros.astype(np.float64) * scales.astype(np.float64)
-    with np.errstate(over="ignore"):
-        result = exact.astype(np.float16)
-    return result, bool((result.astype(np.float64) == exact).all())
 
 
 def _module(layer: _Layer) -> str:

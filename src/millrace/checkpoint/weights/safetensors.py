@@ -319,7 +319,7 @@ def _info(path: Path, name: str, entry: dict[str, Any], place: tuple[int, int], 
         raise CheckpointError(
             f"{path}: {name} has dtype {kind}",
             ", ".join(names),
-            "choose an unquantised checkpoint, or a compressed one whose config.json says compressed-tensors",
+            "choose an unquantized checkpoint, or one whose config.json says compressed-tensors, gptq or awq",
         )
     dtype = dtype or "float32"
     needed = math.prod(shape) * _DTYPES[dtype].itemsize
