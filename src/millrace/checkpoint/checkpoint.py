@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from millrace.checkpoint.chat.chat_template import ChatTemplate
 from millrace.checkpoint.chat.template_files import additional_templates, flatten, read_templates
 from millrace.checkpoint.compressed.scheme import KEY as COMPRESSION
-from millrace.checkpoint.compressed.scheme import Compression, is_compressed, read_compression
-from millrace.checkpoint.compressed.tensors import CompressedTensors
 from millrace.checkpoint.config.config_reader import family_of
 from millrace.checkpoint.config.encoder_config import EncoderConfig, read_encoder
 from millrace.checkpoint.config.generation_config import GENERATION_CONFIG, GenerationDefaults, read_generation
@@ -19,8 +17,7 @@ from millrace.checkpoint.config.model_config import ModelConfig, read_config
 from millrace.checkpoint.config.sentence_transformers import sentence_files, with_sentences
 from millrace.checkpoint.files import Report, file_digest
 from millrace.checkpoint.gguf.reader import is_gguf
-from millrace.checkpoint.gptq_awq.scheme import PackedScheme, is_packed, read_packed
-from millrace.checkpoint.gptq_awq.tensors import PackedTensors
+from millrace.checkpoint.quantization import open_tensors, read_quantization
 from millrace.checkpoint.tokenizer.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
@@ -195,9 +192,13 @@ def _open_gguf(path: Path) -> GgufCheckpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    fields = _config_fields(folder, _read_raw(folder))
+    raw = _read_raw(folder)
+    quantization = None if family_of(raw).is_encoder else read_quantization(raw.get(COMPRESSION), folder)
+    if quantization:
+        raw.pop(COMPRESSION, None)
+    fields = _config_fields(folder, raw)
     config, notes = fields.config, fields.notes
-    tensors = _open_tensors(folder, fields.quantization)
+    tensors = open_tensors(folder, quantization)
     if isinstance(config, ModelConfig):
         config, tensors, tied_notes = resolve_tied_head(config, tensors)
         notes += tied_notes
@@ -207,14 +208,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         config = replace(config, dtype=stored)
     elif stored != config.dtype:
         notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
-    kind = QuantizedCheckpoint if fields.quantization else Checkpoint
+    kind = QuantizedCheckpoint if quantization else Checkpoint
     return kind(folder, config, tensors, fields.generation, notes)
-
-
-def _open_tensors(folder: Path, quantization: Compression | PackedScheme | None) -> Tensors:
-    if isinstance(quantization, Compression):
-        return CompressedTensors.from_folder(folder, quantization)
-    return PackedTensors.from_folder(folder, quantization) if quantization else Tensors.open(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +218,6 @@ class _ConfigFiles:
 
     config: ModelConfig | EncoderConfig
     generation: GenerationDefaults
-    quantization: Compression | PackedScheme | None
     has_dtype: bool
 
     @property
@@ -249,18 +243,10 @@ def _read_raw(folder: Path) -> dict[str, object]:
 
 
 def _config_fields(folder: Path, raw: dict[str, object]) -> _ConfigFiles:
-    """Read the configuration files. raw: config.json; its quantization_config is removed. raises CheckpointError"""
-    fields = None if family_of(raw).is_encoder else raw.get(COMPRESSION)
-    quantization = (
-        read_compression(fields) if is_compressed(fields) else read_packed(fields) if is_packed(fields) else None
-    )
-    if quantization:
-        del raw[COMPRESSION]
+    """Read the configuration files. raw: config.json without a known quantization_config. raises CheckpointError"""
     config = with_sentences(read_encoder(raw), folder) if family_of(raw).is_encoder else read_config(raw)
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
-    return _ConfigFiles(
-        config, generation, quantization, any(raw.get(key) is not None for key in ("dtype", "torch_dtype"))
-    )
+    return _ConfigFiles(config, generation, any(raw.get(key) is not None for key in ("dtype", "torch_dtype")))
 
 
 def _stored_dtype(tensors: Tensors) -> str:

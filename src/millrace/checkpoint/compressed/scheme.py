@@ -65,6 +65,8 @@ class Scheme:
     activation_bits: int = 16
     float_activations: bool = False  # 8-bit floats
     per_token: bool = False  # dynamic scales of activations, one per token
+    block_rows: int = 1  # outputs per scale
+    scale_suffix: str = ".weight_scale"
 
     @property
     def packed(self) -> bool:
@@ -120,12 +122,12 @@ def read_compression(raw: Mapping[str, Any]) -> Compression:
         if key in _HARMLESS:
             continue
         if key not in _ONLY_AT:
-            raise _wrong(key, value, nearest(key, {*_HARMLESS, *_ONLY_AT}))
+            raise unsupported(key, value, nearest(key, {*_HARMLESS, *_ONLY_AT}))
         if not any(value == at and type(value) is type(at) for at in _ONLY_AT[key]):
-            raise _wrong(key, value, " or ".join(map(_json, _ONLY_AT[key])))
+            raise unsupported(key, value, " or ".join(map(_json, _ONLY_AT[key])))
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_SCHEMES:
-        raise _wrong("config_groups", groups, f"1 to {_MAX_SCHEMES} schemes")
+        raise unsupported("config_groups", groups, f"1 to {_MAX_SCHEMES} schemes")
     schemes = tuple(_scheme(f"config_groups.{name}", value, raw.get("format")) for name, value in groups.items())
     return Compression(schemes, _targets("ignore", raw.get("ignore") or []), _kv_cache(raw.get(_KV)))
 
@@ -146,7 +148,7 @@ def _kv_cache(raw: object) -> str | None:
     if raw is None:
         return None
     if not isinstance(raw, dict):
-        raise _wrong(_KV, raw, "null, or how keys and values are kept")
+        raise unsupported(_KV, raw, "null, or how keys and values are kept")
     _check_keys(_KV, raw, _ARGUMENTS)
     floats = raw.get("type", "int") == "float"
     four = raw.get("num_bits") == 4 and not floats
@@ -163,20 +165,22 @@ def _kv_cache(raw: object) -> str | None:
 
 def _scheme(where: str, raw: object, format: object) -> Scheme:
     if not isinstance(raw, dict):
-        raise _wrong(where, raw, "a scheme with targets and weights")
+        raise unsupported(where, raw, "a scheme with targets and weights")
     _check_keys(where, raw, _SCHEME_KEYS)
     if raw.get("output_activations") is not None:
-        raise _wrong(f"{where}.output_activations", raw["output_activations"], "null: results are not rounded here")
+        raise unsupported(
+            f"{where}.output_activations", raw["output_activations"], "null: results are not rounded here"
+        )
     own = raw.get("format") or format
     if own not in FORMATS:
-        raise _wrong(f"{where}.format", own, f"one of {', '.join(FORMATS)}; with {_MIXED} of each scheme's own")
+        raise unsupported(f"{where}.format", own, f"one of {', '.join(FORMATS)}; with {_MIXED} of each scheme's own")
     targets = _targets(f"{where}.targets", raw.get("targets"))
     scheme = _weights(f"{where}.weights", raw.get("weights"), targets, str(own))
     rows = raw.get("input_activations")
     activation_bits, floats = _activations(f"{where}.input_activations", rows)
     per_token = isinstance(rows, dict) and bool(rows.get("dynamic")) and rows.get("strategy") == "token"
     if activation_bits == 8 and floats != scheme.floats and not (floats and scheme.bits == 4):
-        raise _wrong(f"{where}.input_activations.type", "float" if floats else "int", "the weights' own type")
+        raise unsupported(f"{where}.input_activations.type", "float" if floats else "int", "the weights' own type")
     values = {f: getattr(scheme, f) for f in ("bits", "group", "symmetric", "floats", "per_tensor")}
     return Scheme(
         targets, str(own), **values, activation_bits=activation_bits, float_activations=floats, per_token=per_token
@@ -185,7 +189,7 @@ def _scheme(where: str, raw: object, format: object) -> Scheme:
 
 def _weights(where: str, raw: object, targets: tuple[str, ...], format: str) -> Scheme:
     if not isinstance(raw, dict):
-        raise _wrong(where, raw, "how weights are stored")
+        raise unsupported(where, raw, "how weights are stored")
     _check_keys(where, raw, _ARGUMENTS)
     _check_values(where, raw, {
         "block_structure": (None,), "dynamic": (None, False), "actorder": (None, False, "weight", "static"),
@@ -193,18 +197,18 @@ def _weights(where: str, raw: object, targets: tuple[str, ...], format: str) -> 
     bits, kind, symmetric = raw.get("num_bits"), raw.get("type", "int"), raw.get("symmetric", True)
     floats = kind == "float"
     if kind not in ("int", "float"):
-        raise _wrong(f"{where}.type", kind, "int or float")
+        raise unsupported(f"{where}.type", kind, "int or float")
     if type(bits) is not int or bits not in ((8,) if floats else BITS):
-        raise _wrong(f"{where}.num_bits", bits, "8 bits of floats" if floats else "4 or 8")
+        raise unsupported(f"{where}.num_bits", bits, "8 bits of floats" if floats else "4 or 8")
     if type(symmetric) is not bool or not (symmetric or not floats):
-        raise _wrong(f"{where}.symmetric", symmetric, "true, or of integers false")
+        raise unsupported(f"{where}.symmetric", symmetric, "true, or of integers false")
     if floats == (format in (PACKED, INTEGERS)) and format != NAIVE:
-        raise _wrong(f"{where}.type", kind, f"what the format {format} holds")
+        raise unsupported(f"{where}.type", kind, f"what the format {format} holds")
     if bits == 4 and format != PACKED:
-        raise _wrong(f"{where}.num_bits", bits, f"8 in the format {format}")
+        raise unsupported(f"{where}.num_bits", bits, f"8 in the format {format}")
     strategy, group = _grouping(where, raw)
     if strategy == "tensor" and not floats:
-        raise _wrong(f"{where}.strategy", strategy, "group or channel")
+        raise unsupported(f"{where}.strategy", strategy, "group or channel")
     return Scheme(
         targets, format, bits, group if strategy == "group" else None, symmetric, floats, strategy == "tensor"
     )
@@ -214,15 +218,15 @@ def _grouping(where: str, raw: Mapping[str, Any]) -> tuple[str, int]:
     """Return the strategy, derived from group_size if it is missing, and the group size."""
     size = raw.get("group_size")
     if size is not None and type(size) is not int:
-        raise _wrong(f"{where}.group_size", size, "a number of inputs")
+        raise unsupported(f"{where}.group_size", size, "a number of inputs")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = raw.get("strategy") or inferred
     if strategy not in ("group", "channel", "tensor"):
-        raise _wrong(f"{where}.strategy", strategy, "group, channel or tensor")
+        raise unsupported(f"{where}.strategy", strategy, "group, channel or tensor")
     if strategy == "group" and (size is None or not 4 <= size <= 4096 or size % 4):
-        raise _wrong(f"{where}.group_size", size, "a multiple of 4, at most 4096")
+        raise unsupported(f"{where}.group_size", size, "a multiple of 4, at most 4096")
     if strategy != "group" and size not in (None, -1):
-        raise _wrong(f"{where}.group_size", size, f"null: {strategy} has one scale for more than that")
+        raise unsupported(f"{where}.group_size", size, f"null: {strategy} has one scale for more than that")
     return str(strategy), size or 0
 
 
@@ -231,7 +235,7 @@ def _activations(where: str, raw: object) -> tuple[int, bool]:
     if raw is None:
         return 16, False
     if not isinstance(raw, dict):
-        raise _wrong(where, raw, "null, or how activations are rounded")
+        raise unsupported(where, raw, "null, or how activations are rounded")
     _check_keys(where, raw, _ARGUMENTS)
     floats = raw.get("type", "int") == "float"
     # activations stay bfloat16 here in any case
@@ -247,19 +251,19 @@ def _activations(where: str, raw: object) -> tuple[int, bool]:
 def _check_keys(where: str, raw: Mapping[str, object], valid_keys: set[str]) -> None:
     for key in raw:
         if key not in valid_keys:
-            raise _wrong(f"{where}.{key}", raw[key], nearest(key, valid_keys))
+            raise unsupported(f"{where}.{key}", raw[key], nearest(key, valid_keys))
 
 
 def _check_values(where: str, raw: Mapping[str, object], only: Mapping[str, tuple[object, ...]]) -> None:
     for key, values in only.items():
         value = raw.get(key)
         if not any(value == at and type(value) is type(at) for at in values):
-            raise _wrong(f"{where}.{key}", value, " or ".join(map(_json, values)))
+            raise unsupported(f"{where}.{key}", value, " or ".join(map(_json, values)))
 
 
 def _targets(where: str, raw: object) -> tuple[str, ...]:
     if not isinstance(raw, list) or not all(isinstance(t, str) and 0 < len(t) <= _LONGEST for t in raw):
-        raise _wrong(where, raw, f"a list of names, each of at most {_LONGEST} characters")
+        raise unsupported(where, raw, f"a list of names, each of at most {_LONGEST} characters")
     for target in filter(_is_pattern, raw):
         _glob(target)
     return tuple(raw)
@@ -284,11 +288,12 @@ def _glob(target: str) -> str:
     body, end = (expression[:-1], "") if expression.endswith("$") else (expression, "*")
     pieces = _PIECE.findall(body)
     if "".join(pieces) != body:
-        raise _wrong("a pattern", target, r"names, \., .* and a $ at the end")
+        raise unsupported("a pattern", target, r"names, \., .* and a $ at the end")
     return "".join({".*": "*", "\\.": ".", ".": "?"}.get(piece, piece) for piece in pieces) + end
 
 
-def _wrong(key: str, value: object, expected: str) -> CheckpointError:
+def unsupported(key: str, value: object, expected: str) -> CheckpointError:
+    """Return the error for a key of quantization_config."""
     return CheckpointError(f"config.json: {KEY}: {key} is {value!r:.300}", expected, _MEND)
 
 

@@ -25,7 +25,7 @@ from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, Array, TensorIn
 from millrace.errors import CheckpointError
 
 WEIGHT, PACKED, SHAPE = ".weight", ".weight_packed", ".weight_shape"
-SCALE, ZERO = ".weight_scale", ".weight_zero_point"
+ZERO, SCALES = ".weight_zero_point", (".weight_scale", ".weight_scale_inv")
 # in addition to floating-point types
 NAMES = {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}
 _E4M3_NAN = 0x7F  # and the same with the sign bit
@@ -184,10 +184,14 @@ class CompressedTensors(Tensors):
         return codes
 
     def _scales(self, layer: _Layer) -> NDArray[np.float64]:
-        """Return the scales (N, G). raises CheckpointError if one is NaN"""
-        scales = self._parts.load(_module(layer) + SCALE).astype(np.float64)
+        """Return the scales (N, G). raises CheckpointError if one is not finite"""
+        scales = self._parts.load(_module(layer) + layer.scheme.scale_suffix).astype(np.float64)
         if not np.isfinite(scales).all():
-            raise CheckpointError(f"{_module(layer)}{SCALE} has scales that are not finite", "numbers", _AGAIN)
+            raise CheckpointError(
+                f"{_module(layer)}{layer.scheme.scale_suffix} has scales that are not finite", "numbers", _AGAIN
+            )
+        if layer.scheme.block_rows > 1:
+            return np.repeat(scales.reshape(-1, layer.n_groups), layer.scheme.block_rows, axis=0)[: layer.shape[0]]
         return np.broadcast_to(scales.reshape(-1, layer.n_groups) if scales.size > 1 else scales.reshape(1, 1),
                                (layer.shape[0], layer.n_groups))  # fmt: skip
 
@@ -218,7 +222,7 @@ def _own_parts(layer: _Layer) -> tuple[str, ...]:
     values = (PACKED, SHAPE) if layer.scheme.packed else (WEIGHT,)
     zeros = () if layer.scheme.symmetric else (ZERO,)
     statics = _ALLOWED if layer.scheme.float_activations else ()
-    return (*values, SCALE, *zeros, *statics)
+    return (*values, layer.scheme.scale_suffix, *zeros, *statics)
 
 
 def _layer(parts: Tensors, module: str, scheme: Scheme) -> _Layer:
@@ -235,8 +239,9 @@ def _layer(parts: Tensors, module: str, scheme: Scheme) -> _Layer:
         if module + WEIGHT in parts:
             raise CheckpointError(f"{module} has weight and weight_packed", "one of them", _AGAIN)
     N, G = layer.shape[0], layer.n_groups
-    scales = [(1,), (1, 1), ()] if scheme.per_tensor else [(N, G)] + [(N,)] * (G == 1)
-    _check(parts, module + SCALE, _SCALES, *scales)
+    rows = -(-N // scheme.block_rows)
+    scales = [(1,), (1, 1), ()] if scheme.per_tensor else [(rows, G)] + [(rows,)] * (G == 1)
+    _check(parts, module + scheme.scale_suffix, _SCALES, *scales)
     if not scheme.symmetric:
         packed = scheme.packed
         _check(parts, module + ZERO, ("int32",) if packed else ("int8",),
@@ -267,7 +272,7 @@ def _check_plain(name: str, info: TensorInfo, compression: Compression) -> None:
         raise CheckpointError(
             f"the checkpoint has {name}", "codes in the order of their inputs, with one level of scales", _AGAIN
         )
-    if info.dtype not in FLOAT_NAMES or name.endswith((SCALE, ZERO, SHAPE)):
+    if info.dtype not in FLOAT_NAMES or name.endswith((*SCALES, ZERO, SHAPE)):
         raise CheckpointError(f"{name} ({info.dtype}) belongs to no compressed layer", "floats beside these", _AGAIN)
     scheme = (
         compression.scheme_of(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) and len(info.shape) == 2 else None

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from millrace.checkpoint.compressed.scheme import unsupported
 from millrace.checkpoint.gptq_awq.packing import BITS
-from millrace.errors import CheckpointError, nearest
+from millrace.errors import nearest
 
-KEY = "quantization_config"
 GPTQ, AWQ = "gptq", "awq"
 GEMM, GEMV = "gemm", "gemv"
-_MEND = "choose another checkpoint, or compress the original one with `millrace compress`"
 _MAX_GROUP = 1 << 16
 
 # Keys of how the codes were found, or of the kernels of other engines; they change no weight.
@@ -98,16 +97,16 @@ def read_packed(raw: Mapping[str, Any]) -> PackedScheme:
     """Parse quantization_config. raises CheckpointError that names what is unsupported"""
     for key, value in raw.items():
         if key in _ONLY_AT and value not in _ONLY_AT[key]:
-            raise _wrong(key, value, "null: this would require other arithmetic")
+            raise unsupported(key, value, "null: this would require other arithmetic")
         if key not in _HARMLESS and key not in _ONLY_AT:
-            raise _wrong(key, value, nearest(key, _HARMLESS | _ONLY_AT.keys()))
+            raise unsupported(key, value, nearest(key, _HARMLESS | _ONLY_AT.keys()))
     is_gptq = raw["quant_method"] == GPTQ
     bits = raw.get("bits", raw.get("w_bit"))
     if type(bits) is not int or bits not in (BITS if is_gptq else (4,)):
-        raise _wrong("bits", bits, "2, 3, 4 or 8" if is_gptq else "4")
+        raise unsupported("bits", bits, "2, 3, 4 or 8" if is_gptq else "4")
     group = raw.get("group_size", raw.get("q_group_size"))
     if type(group) is not int or (group != -1 and not (4 <= group <= _MAX_GROUP and group % 4 == 0)):
-        raise _wrong("group_size", group, f"-1 for whole rows, or a multiple of 4 up to {_MAX_GROUP}")
+        raise unsupported("group_size", group, f"-1 for whole rows, or a multiple of 4 up to {_MAX_GROUP}")
     layout, offset = (GPTQ, _zero_offset(raw)) if is_gptq else (_awq_layout(raw), 0)
     return PackedScheme(bits, None if group == -1 else group, layout, offset)
 
@@ -115,18 +114,14 @@ def read_packed(raw: Mapping[str, Any]) -> PackedScheme:
 def _zero_offset(raw: Mapping[str, Any]) -> int:
     name = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     if name not in ("gptq", "gptq_v2"):
-        raise _wrong("checkpoint_format", name, "gptq or gptq_v2")
+        raise unsupported("checkpoint_format", name, "gptq or gptq_v2")
     return int(name == "gptq")
 
 
 def _awq_layout(raw: Mapping[str, Any]) -> str:
     if raw.get("zero_point", True) is not True:
-        raise _wrong("zero_point", raw["zero_point"], "true")
+        raise unsupported("zero_point", raw["zero_point"], "true")
     layout = str(raw.get("version", GEMM)).lower()
     if layout not in (GEMM, GEMV):
-        raise _wrong("version", raw["version"], f"{GEMM} or {GEMV}")
+        raise unsupported("version", raw["version"], f"{GEMM} or {GEMV}")
     return layout
-
-
-def _wrong(key: str, value: object, expected: str) -> CheckpointError:
-    return CheckpointError(f"config.json: {KEY}: {key} is {value!r:.300}", expected, _MEND)

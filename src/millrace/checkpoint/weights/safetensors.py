@@ -319,7 +319,7 @@ def _info(path: Path, name: str, entry: dict[str, Any], place: tuple[int, int], 
         raise CheckpointError(
             f"{path}: {name} has dtype {kind}",
             ", ".join(names),
-            "choose an unquantized checkpoint, or one whose config.json says compressed-tensors, gptq or awq",
+            "choose an unquantized checkpoint, or one whose config.json says how it is quantized",
         )
     dtype = dtype or "float32"
     needed = math.prod(shape) * _DTYPES[dtype].itemsize
