@@ -122,7 +122,7 @@ CONFIGS: list[tuple[Packing, dict[str, Any], list[str]]] = [
     (Packing(), {"group_sizes": 128}, ["group_sizes", "group_size"]),
     (Packing("gemm"), {"version": "gemv_fast"}, ["version is 'gemv_fast'", "gemm or gemv"]),
     (Packing("gemm"), {"zero_point": False}, ["zero_point is False"]),
-    (Packing(), {"quant_method": "bitsandbytes"}, ["quantization_config", "compressed-tensors, GPTQ, AWQ"]),
+    (Packing(), {"quant_method": "bitsandbytes"}, ["quantization_config", "compressed-tensors, gptq, awq"]),
     (Packing(), {"bits": 8}, [".qzeros is"]),
     (Packing(), {"group_size": 128}, [".qzeros is (3, 16)", "(1, 16), by config.json"]),
 ]
