@@ -12,6 +12,7 @@ Progress = Callable[[int, int], None]  # downloaded bytes, total bytes; the tota
 _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 # The files of a checkpoint. Mistral's repositories have a second copy of the weights, consolidated*.safetensors.
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_TORCH_PATTERNS = ["*.json", "pytorch_model*.bin", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 
 
@@ -22,13 +23,15 @@ def resolve(
     token: str | None = None,
     offline: bool = False,
     progress: Progress | None = None,
+    torch_weights: bool = False,
 ) -> Path:
     """Return the folder of `model`, downloading it into the hub's cache if needed.
 
     hf_home: the hub's folder (`hub/` in it is the cache); None: ~/.cache/huggingface
     offline: use the cache only
+    torch_weights: download weights of PyTorch, to be converted, instead of safetensors
     raises HubError if the id is unknown, private or cannot be reached; CheckpointError if there is no such folder or
-        the repository has no safetensors
+        the repository has no such weights
     """
     try:
         local = Path(model).expanduser()
@@ -51,22 +54,32 @@ def resolve(
             "check the spelling",
         )
     cache = (hf_home or Path.home() / ".cache" / "huggingface") / "hub"
-    folder = _download(match["repo"], match["revision"], cache, token, offline, progress)
-    if not any(folder.glob("*.safetensors")):
+    patterns = _TORCH_PATTERNS if torch_weights else _PATTERNS
+    folder = _download((match["repo"], match["revision"]), patterns, cache, token, offline, progress)
+    if torch_weights:
+        if not any(folder.glob("pytorch_model*.bin")):
+            raise CheckpointError(
+                f"{match['repo']} has no pytorch_model*.bin files", "weights of PyTorch, to be converted",
+                "use it as it is if it has safetensors; other formats are not read",
+            )  # fmt: skip
+    elif not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{match['repo']} has no .safetensors files",
-            "weights as safetensors; pickled ones (.bin, .pt) can run any code when opened and are not read",
-            "convert it: AutoModelForCausalLM.from_pretrained(ID).save_pretrained(FOLDER) with transformers",
+            "weights as safetensors; pickled ones (.bin, .pt) can run any code when opened, and have to be converted",
+            f"convert it, which runs none of it: millrace convert {model} -o FOLDER",
         )
     return folder
 
 
 def _download(
-    repo: str, revision: str | None, cache: Path, token: str | None, offline: bool, progress: Progress | None
-) -> Path:
+    repository: tuple[str, str | None], patterns: list[str], cache: Path, token: str | None, offline: bool,
+    progress: Progress | None,
+) -> Path:  # fmt: skip
+    """repository: and its revision"""
     import huggingface_hub
     from huggingface_hub import errors
 
+    repo, revision = repository
     shown = f"{repo}@{revision}" if revision else repo
     try:
         folder = huggingface_hub.snapshot_download(
@@ -75,7 +88,7 @@ def _download(
             cache_dir=cache,
             token=token,
             local_files_only=offline,
-            allow_patterns=_PATTERNS,
+            allow_patterns=patterns,
             ignore_patterns=_UNWANTED,
             tqdm_class=_quiet_bar(progress),
         )

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 BUNDLED = Path(__file__).parent.parent / "bundled"
 
 
-def model_folder(model: str, env: Env, progress: Progress | None = None) -> tuple[str, Path]:
+def model_folder(
+    model: str, env: Env, progress: Progress | None = None, torch_weights: bool = False
+) -> tuple[str, Path]:  # fmt: skip
     """Return a short name and the local folder or GGUF file of MODEL, downloaded if it is a hub id.
 
+    torch_weights: download weights of PyTorch instead of safetensors
     raises CheckpointError, HubError
     """
     if not model:
@@ -50,7 +53,10 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
         if progress:
             progress(f"downloading {model}", done, total)
 
-    folder = resolve(model, hf_home=env.hf_home, token=env.hf_token, offline=env.hf_offline, progress=downloading)
+    folder = resolve(
+        model, hf_home=env.hf_home, token=env.hf_token, offline=env.hf_offline, progress=downloading,
+        torch_weights=torch_weights,
+    )  # fmt: skip
     return model.split("@")[0].split("/")[-1], folder
 
 

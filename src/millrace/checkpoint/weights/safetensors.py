@@ -246,7 +246,7 @@ def _no_weights(folder: Path) -> CheckpointError:
         return CheckpointError(
             f"{folder} has its weights only as pickle ({', '.join(pickles[:3])}), which can run any code when opened",
             "weights as .safetensors",
-            "convert them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) with transformers",
+            f"convert them, which runs none of it: millrace convert {folder} -o NEW_FOLDER",
         )
     return CheckpointError(
         f"{folder} has no weights", f"{SINGLE} or {INDEX}", "name the folder of a complete Hugging Face checkpoint"

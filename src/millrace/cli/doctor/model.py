@@ -8,7 +8,8 @@ import click
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.tokenizer.tokenizer_files import no_tokenizer
-from millrace.checkpoint.weights.safetensors import Tensors
+from millrace.checkpoint.weights.safetensors import INDEX, SINGLE, Tensors
+from millrace.checkpoint.weights.torch_folder import torch_weight_files
 from millrace.cli.console import heading, note, pairs, print_json
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.source import Source
@@ -47,6 +48,9 @@ def examine_model(model: str, env: Env, as_json: bool) -> None:
           for title, implementation in (("native", NATIVE), ("transformers", TRANSFORMERS))
           if implementation in (report.implementation, *report.lacks)),
     ])  # fmt: skip
+    if report.command is None and _has_torch_weights(folder):
+        note(f"Convert it first: {click.style(f'millrace convert {model} -o FOLDER', bold=True)}")
+        return
     note(f"Run it: {click.style(report.command, bold=True)}" if report.command else "Nothing here runs it.")
 
 
@@ -70,6 +74,12 @@ def _examine(model: str, folder: Path) -> ModelReport:
     engine.close()
     command = f"millrace serve {model} --model-impl {TRANSFORMERS}"
     return ModelReport(model, engine.manifest.architecture, TRANSFORMERS, lacks, command)
+
+
+def _has_torch_weights(folder: Path) -> bool:
+    """Return whether the weights are files of PyTorch only, which are not read as they are."""
+    is_safe = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    return folder.is_dir() and not is_safe and bool(torch_weight_files(folder))
 
 
 def _native_architecture(folder: Path) -> str:

@@ -10,11 +10,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.checkpoint.weights.safetensors import INDEX, SINGLE
 from millrace.compress.checkpoint.compression_record import RECORD
@@ -55,6 +56,17 @@ class TensorWriter:
         data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         with file.open("r+b") as opened:
             write_at(opened.fileno(), data, offset)
+        self._left.remove(name)
+
+    def put_blocks(self, name: str, blocks: Iterable[NDArray[np.uint8]]) -> None:
+        """Write a tensor from the blocks of its bytes; call once for each one in `specs`."""
+        (file, offset), end = self._places[name], self._places[name][1] + self._specs[name].nbytes
+        with file.open("r+b") as opened:
+            for block in blocks:
+                assert offset + len(block) <= end, (name, offset, len(block), end)
+                write_at(opened.fileno(), memoryview(block.data), offset)
+                offset += len(block)
+        assert offset == end, (name, offset, end)
         self._left.remove(name)
 
     def finish(self) -> None:
