@@ -19,9 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.files import FileState, read_span, unreadable
-from millrace.checkpoint.weights.torch_pickle import ITEM_BYTES, TorchStorage, TorchTensor, read_torch_pickle
+from millrace.checkpoint.weights.torch_pickle import (
+    ITEM_BYTES,
+    TorchGlobal,
+    TorchStorage,
+    TorchTensor,
+    read_torch_pickle,
+)
 from millrace.checkpoint.weights.zip_directory import ReadAt, read_zip_directory
-from millrace.errors import CheckpointError
+from millrace.errors import CheckpointError, sanitize
 
 MAX_PICKLE_BYTES = 32 << 20
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
@@ -195,7 +201,7 @@ def _check_little_endian(path: Path, is_little: bool) -> None:
 def _state_dict(path: Path, root: object) -> tuple[dict[str, TorchTensor], tuple[str, ...]]:
     """Return the tensors by name, and a description of what else there is."""
     if not isinstance(root, dict):
-        raise CheckpointError(f"{path} holds an object of type {type(root).__name__}", "a state_dict", _EXPORT)
+        raise CheckpointError(f"{path} holds an object of type {_type(root)}", "a state_dict", _EXPORT)
     choices = [("", root), *((key, root[key]) for key in _WRAPPERS if isinstance(root.get(key), dict))]
     choices = [(key, value) for key, value in choices if any(isinstance(v, TorchTensor) for v in value.values())]
     if len(choices) != 1:
@@ -212,10 +218,12 @@ def _state_dict(path: Path, root: object) -> tuple[dict[str, TorchTensor], tuple
     extras = [f"{key} ({_type(value)})" for key, value in entries.items() if key not in tensors]
     if wrapper:
         extras += [f"{key} ({_type(value)})" for key, value in root.items() if key != wrapper]
-    return tensors, tuple(extras)
+    return tensors, tuple(map(sanitize, extras))
 
 
 def _type(value: object) -> str:
+    if isinstance(value, TorchGlobal):
+        return value.name
     return "tensor" if isinstance(value, TorchTensor) else type(value).__name__
 
 

@@ -9,6 +9,7 @@ source: https://github.com/python/cpython/blob/main/Lib/pickletools.py, torch/_u
 """
 
 import pickletools
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,9 @@ class TorchTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Global:
+class TorchGlobal:
+    """A global of the table, such as a dtype, that is only named."""
+
     name: str
 
 
@@ -93,10 +96,12 @@ def read_torch_pickle(data: BinaryIO, path: Path) -> tuple[object, dict[str, Tor
     """
     machine = _StackMachine(path)
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if count >= MAX_OPCODES:
-                raise CheckpointError(f"{path} has a pickle of more opcodes", f"at most {MAX_OPCODES:,}", _AGAIN)
-            machine.run(opcode.name, argument)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of escape sequences in strings of protocol 0
+            for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+                if count >= MAX_OPCODES:
+                    raise CheckpointError(f"{path} has a pickle of more opcodes", f"at most {MAX_OPCODES:,}", _AGAIN)
+                machine.run(opcode.name, argument)
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} has a damaged pickle: {error}", "a file of torch.save", _AGAIN) from error
     return machine.result(), machine.storages
@@ -239,13 +244,13 @@ class _StackMachine:
                 self._refuse(f"has a dict with a key of type {type(key).__name__}")
             target[key] = value
 
-    def _global(self, name: str) -> _Global:
+    def _global(self, name: str) -> TorchGlobal:
         if name not in _GLOBALS:
             self._refuse(f"names {name}")
-        return _Global(name)
+        return TorchGlobal(name)
 
     def _call(self, function: object, arguments: object) -> object:
-        name = function.name if isinstance(function, _Global) else type(function).__name__
+        name = function.name if isinstance(function, TorchGlobal) else type(function).__name__
         match name, arguments:
             case "collections.OrderedDict", ():
                 return OrderedDict[Any, Any]()
@@ -262,7 +267,7 @@ class _StackMachine:
                 return self._tensor(storage, storage.dtype, (offset, shape, strides))
             case (
                 "torch._utils._rebuild_tensor_v3",
-                (TorchStorage() as storage, offset, shape, strides, _, _, _Global(dtype), *more),
+                (TorchStorage() as storage, offset, shape, strides, _, _, TorchGlobal(dtype), *more),
             ) if dtype in _DTYPES:
                 self._check_metadata(more)
                 return self._tensor(storage, _DTYPES[dtype], (offset, shape, strides))
@@ -276,7 +281,7 @@ class _StackMachine:
 
     def _storage(self, id_: object) -> TorchStorage:
         match id_:
-            case ("storage", _Global(kind), str(key), str(), int(count), *view) if (
+            case ("storage", TorchGlobal(kind), str(key), str(), int(count), *view) if (
                 kind in _STORAGES and 0 <= count < 2**62 and view in ([], [None])
             ):
                 storage = TorchStorage(key, _STORAGES[kind], count)

@@ -41,11 +41,11 @@ class ConversionResult:
     def notes(self) -> tuple[str, ...]:
         """Return notes to show to the user about what the folder does not have."""
         rows = (
-            (self.extras, "entries of the source are no tensors, and are not in the result"),
-            (self.left_out, "other files of weights or training are not copied"),
+            (self.extras, "not in the result, because they are not tensors"),
+            (self.left_out, "not copied, because they are other weights or the state of a training"),
         )
         return tuple(
-            f"{len(names)} {what}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
             for names, what in rows
             if names
         )
