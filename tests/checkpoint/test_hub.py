@@ -74,7 +74,21 @@ def test_a_repository_of_pickles(tmp_path: Path) -> None:
     cached(tmp_path, ["config.json"])
     with pytest.raises(CheckpointError) as caught:
         resolve("mill/race", hf_home=tmp_path, offline=True)
-    assert "pickle" in caught.value.expected and "convert" in caught.value.mend
+    assert "pickle" in caught.value.expected and "millrace convert mill/race -o FOLDER" in caught.value.mend
+    with pytest.raises(CheckpointError, match=r"has no pytorch_model\*\.bin"):
+        resolve("mill/race", hf_home=tmp_path, offline=True, torch_weights=True)
+
+
+def test_weights_of_pytorch_are_downloaded_to_be_converted(
+    tmp_path: Path, hub: Callable[[Answer], list[dict[str, Any]]]
+) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    calls = hub(lambda **_: str(tmp_path))
+    assert resolve("mill/race", hf_home=tmp_path, torch_weights=True) == tmp_path
+    files = ["config.json", "pytorch_model-00001-of-00002.bin", "tokenizer.model", "merges.txt"]
+    others = ["model.safetensors", "tf_model.h5", "training_args.bin", "modeling.py"]
+    allowed = calls[0]["allow_patterns"]
+    assert list(huggingface_hub.utils.filter_repo_objects([*files, *others], allow_patterns=allowed)) == files
 
 
 def test_what_is_asked_of_the_hub(tmp_path: Path, hub: Callable[[Answer], list[dict[str, Any]]]) -> None:

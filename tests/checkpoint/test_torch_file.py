@@ -2,6 +2,7 @@
 
 import struct
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_no_state_dict(save: Save, value: object, part: str) -> None:
 @pytest.mark.parametrize(("value", "part"), [
     (np.ones(2), "numpy"), ({1, 2}, "__builtin__.set"), (1j, "__builtin__.complex"),
     (torch.ones(2, dtype=torch.complex64), "torch.ComplexFloatStorage"),
-    (torch.device("cpu"), "torch.device"), (Path("a"), "pathlib"),
+    (torch.device("cpu"), "torch.device"), (Namespace(lr=1), "argparse.Namespace"), (Path("a"), "pathlib"),
     (torch.ones(2).to_sparse(), "torch._utils._rebuild_sparse_tensor"), (torch.nn.Linear(1, 1), "torch.nn.modules"),
 ])  # fmt: skip
 def test_other_objects_are_refused_by_name(save: Save, value: object, part: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -212,3 +213,16 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="No space"):
         convert_to_safetensors(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_memory_is_two_blocks(tmp_path: Path) -> None:
+    """Of tensors in order; one in another order is held once."""
+    base = torch.zeros(6000, 4000, dtype=torch.bfloat16)  # 48 MB
+    peaks = []
+    for number, tensor in enumerate((base, base.T)):
+        source = folder(tmp_path / f"old{number}", {"pytorch_model.bin": {"w": tensor}})
+        tracemalloc.start()
+        convert_to_safetensors(source, tmp_path / f"out{number}")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[0] < 36 << 20 and peaks[1] < 48_000_000 + (36 << 20)

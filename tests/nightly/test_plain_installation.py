@@ -235,6 +235,8 @@ NOT_RUN = {
     "millrace build MODEL -o ENGINE --device H100": _GPU,
     "millrace serve --model-repository examples/answers/models": "test_answers.py puts the models there, and runs it",
     "millrace serve --model-repository examples/ocr/models": "test_ocr.py puts the models there, and runs it",
+    "millrace convert old-model -o new-model": "it needs a checkpoint with weights of PyTorch",
+    "millrace serve new-model": "it needs the one that `millrace convert` writes",
     "millrace eval MODEL": "a sentence names it without --data, which MMLU needs",
     "millrace size fit RESULT... --model M --hardware H100 --precision fp8": "it needs results of a server on that GPU",
     "millrace size verify MODEL": "the fixture runs it, for a profile that others read",

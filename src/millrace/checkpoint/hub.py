@@ -12,7 +12,7 @@ Progress = Callable[[int, int], None]  # downloaded bytes, total bytes; the tota
 _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 # The files of a checkpoint. Mistral's repositories have a second copy of the weights, consolidated*.safetensors.
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
-_TORCH_PATTERNS = ["*.json", "pytorch_model*.bin", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt"]
+_TORCH_PATTERNS = ["*.json", "pytorch_model*.bin", "*.model", "*.jinja", "vocab.txt", "merges.txt"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 
 

@@ -77,7 +77,7 @@ class TorchFolder:
 def torch_weight_files(folder: Path) -> list[str]:
     """Return the names of the files that may hold weights of PyTorch."""
     names = sorted(path.name for path in folder.iterdir() if path.suffix in TORCH_SUFFIXES)
-    return [name for name in names if not _TRAINING.fullmatch(name) and name not in ("program.bin", "weights.bin")]
+    return [name for name in names if not _TRAINING.fullmatch(name) and name != "program.bin"]  # an engine's
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -9,7 +9,7 @@ from millrace.env import Env
 
 EPILOG = """\b
 Examples:
-  millrace convert ./old-model -o new-model
+  millrace convert old-model -o new-model
   millrace convert org/name@revision -o new-model --json
   millrace serve new-model
 
