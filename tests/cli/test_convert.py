@@ -69,7 +69,7 @@ def test_a_pickle_that_calls_is_refused_and_never_run(millrace: Millrace, old: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
 
 
-def test_other_commands_point_to_it(millrace: Millrace, old: Path, tmp_path: Path) -> None:
+def test_other_commands_point_to_it(millrace: Millrace, old: Path, engine: Path, tmp_path: Path) -> None:
     advice = f"millrace convert {old} -o"
     millrace("build", old, "-o", tmp_path / "engine").assert_mistake(advice)
     millrace("serve", old).assert_mistake(advice)
@@ -77,3 +77,5 @@ def test_other_commands_point_to_it(millrace: Millrace, old: Path, tmp_path: Pat
     result = millrace("doctor", old)
     assert result.code == 0 and f"Convert it first: {advice}" in result.err
     assert json.loads(millrace("doctor", old, "--json").out)["implementation"] is None
+    (engine / "manifest.json").write_text("{}")
+    assert "Nothing here runs it" in millrace("doctor", engine).err, "a damaged engine is no checkpoint of PyTorch"

@@ -78,8 +78,8 @@ def _examine(model: str, folder: Path) -> ModelReport:
 
 def _has_torch_weights(folder: Path) -> bool:
     """Return whether the weights are files of PyTorch only, which are not read as they are."""
-    is_safe = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
-    return folder.is_dir() and not is_safe and bool(torch_weight_files(folder))
+    is_other = any((folder / name).is_file() for name in (SINGLE, INDEX, MANIFEST))
+    return folder.is_dir() and not is_other and bool(torch_weight_files(folder))
 
 
 def _native_architecture(folder: Path) -> str:
