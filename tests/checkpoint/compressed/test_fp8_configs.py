@@ -57,7 +57,7 @@ def write_fp8(
             wide = scales.repeat(block[0], 0)[:N].repeat(block[1], 1)[:, :K]
         tensors |= {name: codes, module + suffix: scales}
         if suffix == ".weight_scale":
-            tensors[module + ".input_scale"] = np.float32(0.5).reshape(())
+            tensors[module + ".input_scale"] = np.full((), 0.5, np.float32)
         exact[name] = codes.astype(np.float64) * wide.astype(np.float64)
     for old in folder.glob("*.safetensors*"):
         old.unlink()
