@@ -12,8 +12,11 @@ import torch
 import transformers
 
 from millrace import LLM, SamplingParams
+from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_FILES, read_files
+from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer
+from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.compile.resolve_model import BUNDLED
-from millrace.engine.transformers.engine import _context, _kv_numbers, _largest_width
+from millrace.engine.transformers.engine import _context, _kv_numbers, _largest_width, transformers_engine
 from millrace.errors import CheckpointError, ConfigError, MillraceError
 from tests.support.command_line import run_process
 
@@ -124,6 +127,26 @@ def test_bfloat16_is_taken_where_it_is_stored_or_asked_for(tmp_path: Path) -> No
         with LLM(tmp_path / folder, model_impl="transformers", threads=1, precision=precision) as llm:
             assert llm._opened.engine.manifest.precision == {"default": expected}
             assert len(llm.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
+
+
+def test_texts_end_with_the_tokens_of_all_files(tmp_path: Path) -> None:
+    """As of a native engine: a tuned model may end its turns with a token that only its tokenizer names."""
+    write_checkpoint(tmp_path, gpt2)
+
+    def ids() -> list[int]:
+        tensors = Tensors.open(tmp_path)
+        return transformers_engine("m", tmp_path, tensors, "", max_context=64).manifest.eos_token_ids
+
+    own = make_tokenizer(read_files(tmp_path, TOKENIZER_FILES), tmp_path, VOCAB).eos_token_id
+    assert own is not None
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert ids() == [7, 8, own]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": own}))
+    assert ids() == [own]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "eos_token_id": 9}))
+    assert ids() == [9, own]
 
 
 def refusal(folder: Path, **settings: Any) -> MillraceError:

@@ -122,10 +122,7 @@ class Checkpoint:
         if isinstance(self.config, EncoderConfig):
             return ()
         result = self.generation.eos_token_ids or self.config.eos_token_ids
-        if not self.has_tokenizer:
-            return result
-        eos = self.tokenizer.eos_token_id
-        return result if eos is None or eos in result else (*result, eos)
+        return with_tokenizers_own(result, self.tokenizer) if self.has_tokenizer else result
 
     def identity(self, digest_of: DigestOf = file_digest, report: Report | None = None) -> str:
         """Return 32 hexadecimal digits that are equal for checkpoints of equal content, whatever their paths and dates.
@@ -137,6 +134,12 @@ class Checkpoint:
             small |= sentence_files(self.folder)
         small |= additional_templates(self.folder)
         return content_identity(self.tensors.digest(digest_of, report), small)
+
+
+def with_tokenizers_own(eos_token_ids: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that end a text, with the tokenizer's own."""
+    eos = tokenizer.eos_token_id
+    return eos_token_ids if eos is None or eos in eos_token_ids else (*eos_token_ids, eos)
 
 
 def content_identity(tensors_digest: str, files: Files) -> str:

@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import millrace
-from millrace.checkpoint.checkpoint import CONFIG
+from millrace.checkpoint.checkpoint import CONFIG, with_tokenizers_own
 from millrace.checkpoint.config.generation_config import GENERATION_CONFIG
-from millrace.checkpoint.tokenizer.tokenizer import read_json_object
+from millrace.checkpoint.tokenizer.tokenizer import (
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    read_files,
+    read_json_object,
+)
+from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer
 from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.engine.artifact.accuracy_loss import Evaluation
 from millrace.engine.artifact.engine import Engine
@@ -119,7 +126,6 @@ def transformers_engine(
     is_bf16 = all(tensor.dtype == "bfloat16" for tensor in tensors.values())  # float16 would lose bits as bfloat16
     chosen = precision or ("bf16" if is_bf16 else "fp32")
     context = _context(text, max_context)
-    eos: Any = read_json_object(folder / GENERATION_CONFIG).get("eos_token_id", getattr(text, "eos_token_id", None))
     batch = max_batch or MAX_BATCH
     weights_bytes = n_parameters * WEIGHT_BYTES[chosen]
     logits = SlotEntry(LOGITS, ["R", int(text.vocab_size)], DType.F32, None)
@@ -129,7 +135,7 @@ def transformers_engine(
         n_parameters=n_parameters,
         symbols=[SymbolEntry(s, 1, most, most) for s, most in (("T", MAX_STEP_TOKENS), ("S", batch), ("R", batch))],
         max_context=context, vocab_size=int(text.vocab_size),
-        eos_token_ids=[eos] if isinstance(eos, int) else [int(token) for token in eos or ()],
+        eos_token_ids=list(_eos_token_ids(folder, text)),
         bos_token_id=getattr(text, "bos_token_id", None), files={CONFIG: FileEntry(tensors.nbytes, source)},
         notes=[SLOW], evaluation=Evaluation("it runs as stored, or as fp32"),
         cpu=CpuSection(
@@ -142,6 +148,18 @@ def transformers_engine(
     return TransformersEngine(
         folder, manifest, lock, config=config, kv_bytes_per_token=_kv_numbers(text) * WEIGHT_BYTES[chosen]
     )
+
+
+def _eos_token_ids(folder: Path, text: Any) -> tuple[int, ...]:
+    """Return the ids that end a text, as of a native engine. text: the decoder's configuration"""
+    eos: Any = read_json_object(folder / GENERATION_CONFIG).get("eos_token_id")
+    if eos is None:
+        eos = getattr(text, "eos_token_id", None)
+    result = (eos,) if isinstance(eos, int) else tuple(int(token) for token in eos or ())
+    files = read_files(folder, TOKENIZER_FILES)
+    if TOKENIZER_JSON not in files and TOKENIZER_MODEL not in files:
+        return result
+    return with_tokenizers_own(result, make_tokenizer(files, folder, int(text.vocab_size)))
 
 
 SLOW = (
