@@ -34,6 +34,7 @@ KNOWN = {
     "xgboost is not installed": "`make nightly`, part xgboost",
     "cv2 is not installed": "`make nightly`, part model-imports",
     "sklearn.linear_model is not installed": "`make nightly`, part model-imports",
+    "bitsandbytes is not installed": "`make nightly`, part bitsandbytes",
     "jsonschema is not installed": "`make nightly`, part json-schema",
     "promtool is not installed": "`make nightly`, part promtool",
     "OpenTelemetry's SDK is not installed": "`make nightly`, part opentelemetry",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,12 +119,8 @@ def write_packed(folder: Path, source: Path, packing: Packing, seed: int = 0, **
     return exact
 
 
-def rewrite(folder: Path, **tensors: Array | None) -> None:
-    """Replace tensors of a folder by name, __ for a dot; None removes one."""
+def rewrite(folder: Path, tensors: Mapping[str, Array | None]) -> None:
+    """Replace tensors of a folder by name; None removes one."""
     path = folder / "model.safetensors"
-    held = safetensors.numpy.load_file(path)
-    for name, array in tensors.items():
-        held.pop(name.replace("__", "."), None)
-        if array is not None:
-            held[name.replace("__", ".")] = array
-    safetensors.numpy.save_file(held, path)
+    content = {**safetensors.numpy.load_file(path), **tensors}
+    safetensors.numpy.save_file({name: array for name, array in content.items() if array is not None}, path)

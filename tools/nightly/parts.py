@@ -62,6 +62,7 @@ SPANS = "tests/serve/test_spans.py"
 RAISES = "tests/model_repository/test_python_faults.py"
 MODEL_IMPORTS = "tests/model_repository/test_model_imports.py"
 OCR = "tests/nightly/test_ocr.py"
+BITSANDBYTES = "tests/checkpoint/bitsandbytes"
 JSON_SCHEMA = "tests/nightly/test_json_schema.py"
 ANSWERS = "tests/nightly/test_answers.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
@@ -220,6 +221,11 @@ PARTS = (
         "json-schema", "random answers held to random schemas, validated by jsonschema",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", JSON_SCHEMA),
         packages=("jsonschema==4.26.0",), files=(JSON_SCHEMA, "tests/fuzz/schemas.py", "src/millrace/runtime"),
+    ),
+    Part(
+        "bitsandbytes", "matrices as the library itself stores and reads them",
+        ("{python}", "-m", "pytest", "--skips", "none", BITSANDBYTES), packages=("bitsandbytes==0.50.2",),
+        files=(BITSANDBYTES, "src/millrace/checkpoint/bitsandbytes"),
     ),
     Part(
         "promtool", "the alerts of examples/monitoring by Prometheus' own tool",

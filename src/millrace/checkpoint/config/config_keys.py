@@ -59,7 +59,10 @@ GENERATION_KEYS = _words(
 
 # transformers applies these to every family: they change the model's results, except at these values.
 ONLY_AT: Mapping[str, Neutral] = {
-    "quantization_config": ((None,), "compressed-tensors, gptq, awq, fp8 and modelopt are read, of decoders"),
+    "quantization_config": (
+        (None,),
+        "compressed-tensors, gptq, awq, fp8, modelopt, bitsandbytes are read, of decoders",
+    ),
     "compression_config": ((None,), "compressed checkpoints are not read yet"),
     "partial_rotary_factor": ((None, 1, 1.0), "RoPE turns whole heads"),
     "is_encoder_decoder": ((None, False), "models of two stacks are not supported"),

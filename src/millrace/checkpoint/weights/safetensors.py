@@ -36,7 +36,7 @@ _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOAT_NAMES = tuple(_NAMES.values())
 _DTYPES = {
     "float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int8": np.dtype("i1"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8"),
+    "uint8": np.dtype("u1"), "int8": np.dtype("i1"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8"),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }  # fmt: skip
 # Tables stored by old checkpoints that can be derived from config.json; transformers skips them too.
