@@ -68,6 +68,22 @@ def test_what_a_configuration_cannot_be(changed: dict[str, object], says: list[s
     assert all(word in str(error.value) for word in says), error.value
 
 
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta", "camembert"])
+def test_roberta_counts_positions_after_the_padding_token(name: str) -> None:
+    import transformers
+
+    theirs, ours = transformers.AutoConfig.for_model(name), read_encoder({"model_type": name})
+    assert (ours.first_position, ours.max_positions) == (2, theirs.max_position_embeddings - 2)
+    assert ours.vocab_size == theirs.vocab_size and ours.norm_eps == theirs.layer_norm_eps
+    other = read_encoder({"model_type": name, "pad_token_id": 9, "max_position_embeddings": 11})
+    assert (other.first_position, other.max_positions, other.max_context) == (10, 1, 1)
+    for pad in (None, -1, 511, True, "1"):
+        with pytest.raises(CheckpointError, match=r"pad_token_id is[\s\S]*0 to 510"):
+            read_encoder({"model_type": name, "pad_token_id": pad})
+    with pytest.raises(CheckpointError, match="is_decoder"):
+        read_encoder({"model_type": name, "is_decoder": True})
+
+
 def test_heads_are_said_to_be_unused() -> None:
     assert read_encoder(BERT).notes == ()
     assert "BertForMaskedLM" in read_encoder({**BERT, "architectures": ["BertForMaskedLM"]}).notes[0]
@@ -164,6 +180,8 @@ def test_names_of_tensors(folder: Path) -> None:
     assert (
         parameter_of("bert.pooler.dense.bias", config) is None and parameter_of("cls.predictions.bias", config) is None
     )
+    assert parameter_of("roberta.encoder.layer.0.output.dense.bias", config) == "encoder.layer.0.output.dense.bias"
+    assert parameter_of("roberta.pooler.dense.bias", config) is None and parameter_of("lm_head.bias", config) is None
     assert parameter_of("classifier.weight", config) == "classifier.weight"  # and so an error, when it is traced
     arrays = safetensors.numpy.load_file(folder / "model.safetensors")
     arrays["embeddings.position_ids"] = np.arange(130)[None]

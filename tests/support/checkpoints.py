@@ -1,13 +1,19 @@
 """Small random Hugging Face checkpoints of every family, written by transformers, in sizes that fit nothing evenly."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_word_pieces
+from tests.support.vocabularies import (
+    save_byte_fallback,
+    save_byte_level,
+    save_roberta,
+    save_word_pieces,
+    save_xlm_roberta,
+)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "lfm2")
 ODD_SIZES: Mapping[str, object] = {
@@ -134,26 +140,29 @@ def random_checkpoint(
     return folder
 
 
+ENCODERS: Mapping[str, Callable[..., None]] = {
+    "bert": save_word_pieces, "roberta": save_roberta, "xlm-roberta": save_xlm_roberta, "camembert": save_xlm_roberta,
+}  # fmt: skip
 MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 
 
 def random_encoder(
-    folder: Path, seed: int = 0, *, pooling: str | None = "mean", normalised: bool = True, dtype: str = "float32",
-    tokenizer: Mapping[str, object] | None = None, **overrides: object,
+    folder: Path, seed: int = 0, *, family: str = "bert", pooling: str | None = "mean", normalised: bool = True,
+    dtype: str = "float32", tokenizer: Mapping[str, object] | None = None, **overrides: object,
 ) -> Path:  # fmt: skip
-    """Write a BERT with a WordPiece tokenizer as sentence-transformers saves one; the folder.
+    """Write a BERT, or an encoder of a similar family, as sentence-transformers saves one; the folder.
 
     pooling: None leaves the folder without modules.json; tokenizer: keys of tokenizer_config.json
-    overrides: keys of transformers' BertConfig
+    overrides: keys of the family's transformers configuration
     """
     import torch
     import transformers
 
-    config = transformers.BertConfig(**{**BERT_SIZES, **overrides})
-    model = transformers.BertModel(config)
+    config = transformers.AutoConfig.for_model(family, **{**BERT_SIZES, **overrides})
+    model = transformers.AutoModel.from_config(config)
     _randomise(model, seed, zero_centred_norms=False)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    save_word_pieces(folder, **(tokenizer or {}))
+    ENCODERS[family](folder, **(tokenizer or {}))
     if pooling is not None:
         write_modules(folder, ("Transformer", "Pooling", *(("Normalize",) if normalised else ())))
         said = {

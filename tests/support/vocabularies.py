@@ -106,6 +106,50 @@ def save_word_pieces(folder: Path, **config: object) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(whole))
 
 
+_ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+_ROBERTA_NAMED = {
+    "bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "mask_token": {"__type": "AddedToken", "content": "<mask>", "lstrip": True, "normalized": False},
+}  # fmt: skip
+
+
+def save_roberta(folder: Path, **config: object) -> None:
+    """RoBERTa's kind: byte-level BPE, <s> and </s> around a text. config: keys of tokenizer_config.json"""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=_ROBERTA, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    _save_roberta(folder, tokenizer, {"tokenizer_class": "RobertaTokenizer", **config})
+
+
+def save_xlm_roberta(folder: Path, **config: object) -> None:
+    """XLM-RoBERTa's kind: SentencePiece's unigrams without byte fallback, <s> and </s> around a text.
+
+    config: keys of tokenizer_config.json
+    """
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=_ROBERTA, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(corpus(), trainer)
+    around = {"single": "<s> $A </s>", "pair": "<s> $A </s> </s> $B </s>"}
+    tokenizer.post_processor = processors.TemplateProcessing(**around, special_tokens=[("<s>", 0), ("</s>", 2)])
+    _save_roberta(folder, tokenizer, {"tokenizer_class": "XLMRobertaTokenizer", **config})
+
+
+def _save_roberta(folder: Path, tokenizer: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True, normalized=False)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**_ROBERTA_NAMED, **config}))
+
+
 def save_sentencepiece(folder: Path, vocab_size: int = 600, dummy_prefix: bool = True, **config: object) -> None:
     """tokenizer.model and tokenizer_config.json, as Llama 2's repository has them."""
     written = io.BytesIO()
@@ -162,8 +206,10 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "byte fallback, no space": partial(save_byte_fallback, decoder="keep"),
     "metaspace": partial(save_byte_fallback, decoder="metaspace"),
     "word pieces": save_word_pieces,
+    "roberta": save_roberta,
+    "xlm-roberta": save_xlm_roberta,
     "sentencepiece": save_sentencepiece,
     "sentencepiece, no space": partial(save_sentencepiece, dummy_prefix=False),
 }
 # What models that write have: every byte can be said, and no token is spelled otherwise at the beginning of a text.
-OF_DECODERS = tuple(kind for kind in KINDS if kind != "word pieces")
+OF_DECODERS = tuple(kind for kind in KINDS if kind not in ("word pieces", "xlm-roberta"))

@@ -19,7 +19,9 @@ SPREAD = 0.02  # standard deviation of the weights
 def source_of(config: ModelConfig | EncoderConfig) -> Source:
     """Return a source of normal weights, with norms at 1; each tensor has its own seed, and is drawn on demand."""
     model = build_model(config)
-    sizes = {n: tuple(d for d in p.shape if isinstance(d, int)) for n, p in model.parameters() if "rotary" not in n}
+    sizes = {
+        n: tuple(d for d in p.stored_shape if isinstance(d, int)) for n, p in model.parameters() if "rotary" not in n
+    }
 
     def load(name: str) -> NDArray[np.float32]:
         if name.lower().endswith("norm.weight"):

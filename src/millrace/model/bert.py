@@ -1,4 +1,5 @@
-"""BERT (arXiv:1810.04805) as an encoder of sentences (arXiv:1908.10084): a vector for each text.
+"""BERT (arXiv:1810.04805) and RoBERTa (arXiv:1907.11692) as encoders of sentences (arXiv:1908.10084): a vector for
+each text.
 
 T tokens of a run, S sequences, H heads, D head size.
 """
@@ -15,7 +16,7 @@ from millrace.model.tensor import Tensor
 class BertEmbeddings(Module):
     def __init__(self, c: EncoderConfig) -> None:
         self.word_embeddings = Embedding(c.vocab_size, c.hidden_size)
-        self.position_embeddings = Embedding(c.max_positions, c.hidden_size)
+        self.position_embeddings = Embedding(c.max_positions, c.hidden_size, first_row=c.first_position)
         self.token_type_embeddings = Embedding(c.n_types, c.hidden_size)
         self.LayerNorm = LayerNorm(c.hidden_size, c.norm_eps)
 
@@ -117,15 +118,16 @@ def bert_sentences(c: EncoderConfig) -> BertSentences:
     return BertFirstTokens(c) if c.pooling == "cls" else BertSentences(c)
 
 
-_HEADS = re.compile(r"(bert\.)?pooler\.|cls\.(predictions|seq_relationship)\.")
+_PREFIX = re.compile(r"(ro)?bert(a)?\.")  # of checkpoints with a head
+_HEADS = re.compile(r"pooler\.|cls\.(predictions|seq_relationship)\.|lm_head\.")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # of converted checkpoints
 
 
 def parameter_name(tensor: str) -> str | None:
     """Return the parameter of a checkpoint's tensor; None for parts that do not affect a text's vector."""
-    if _HEADS.match(tensor):
+    name = _PREFIX.sub("", tensor, count=1) if _PREFIX.match(tensor) else tensor
+    if _HEADS.match(name):
         return None
-    name = tensor.removeprefix("bert.")
     for old, new in _OLD_NAMES.items():
         name = name.removesuffix(old) + new if name.endswith(old) else name
     return name

@@ -45,7 +45,12 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Gemma3ForCausalLM": Gemma2ForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
 }
-ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {"BertModel": bert_sentences}
+ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {
+    "BertModel": bert_sentences,
+    "RobertaModel": bert_sentences,
+    "XLMRobertaModel": bert_sentences,
+    "CamembertModel": bert_sentences,
+}
 
 HEAD = "lm_head"  # the head's name in every family, as in Hugging Face's checkpoints
 

@@ -24,8 +24,10 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    def __init__(self, count: int, n: int, *, scale: float = 1.0) -> None:
-        self.weight = Parameter(count, n)
+    """`first_row`: the tensor's row of id 0; the rows before it are unused (RoBERTa's positions)."""
+
+    def __init__(self, count: int, n: int, *, scale: float = 1.0, first_row: int = 0) -> None:
+        self.weight = Parameter(count, n, first_row=first_row)
         self._scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:

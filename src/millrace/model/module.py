@@ -19,15 +19,25 @@ Stored = Callable[[int, int], QuantisedMatrix | None]
 
 
 class Parameter(Tensor):
-    """A tensor of the checkpoint, named by its path in the model: `layers.0.mlp.up_proj.weight`."""
+    """A tensor of the checkpoint, named by its path in the model: `layers.0.mlp.up_proj.weight`.
 
-    __slots__ = ("_dtype", "_shape", "name")
+    first_row: number of the tensor's first row that the model uses; the rows before it are not loaded
+    """
 
-    def __init__(self, *shape: int, dtype: DType = F32) -> None:
+    __slots__ = ("_dtype", "_first_row", "_shape", "name")
+
+    def __init__(self, *shape: int, dtype: DType = F32, first_row: int = 0) -> None:
         super().__init__(None, Value(shape, dtype))
         self._shape: Shape = shape
-        self._dtype = dtype
+        self._dtype, self._first_row = dtype, first_row
         self.name = ""
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape of the tensor in the checkpoint."""
+        first, *rest = self.shape
+        assert isinstance(first, int), self.name
+        return (first + self._first_row, *rest)
 
     def bind(
         self, trace: Trace, name: str, load: Callable[[], Array], stored: Stored | None = None,
@@ -35,6 +45,9 @@ class Parameter(Tensor):
     ) -> None:  # fmt: skip
         self.name = name
         self._trace = trace
+        if self._first_row:
+            load_tensor = load
+            load, stored, format = (lambda: load_tensor()[self._first_row :]), None, None
         self._value = Value(self._shape, self._dtype, Constant(load, (name,), stored, format))
 
 
@@ -247,7 +260,7 @@ def _output_ports(model: Module, results: object) -> tuple[Port, ...]:
 
 def _check_tensors(model: Module, weights: Weights) -> None:
     """Check that each parameter has its tensor, and each tensor its parameter."""
-    needed = {name: p.shape for name, p in model.parameters() if not isinstance(p, Table)}
+    needed = {name: p.stored_shape for name, p in model.parameters() if not isinstance(p, Table)}
     unused = sorted(weights.shapes.keys() - needed.keys())
     whose, name = type(model).__name__, "correct the names"
     missing = next((name for name in needed if name not in weights.shapes), None)

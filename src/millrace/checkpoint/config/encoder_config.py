@@ -24,7 +24,7 @@ class EncoderConfig:
     The last three fields are not from config.json: `checkpoint/config/sentence_transformers.py` reads them.
     """
 
-    architecture: str  # "BertModel"
+    architecture: str  # "BertModel" | "RobertaModel" | ...
     hidden_size: int
     intermediate_size: int
     n_layers: int
@@ -32,6 +32,7 @@ class EncoderConfig:
     vocab_size: int
     max_positions: int  # tokens of the longest text that the model can read
     n_types: int
+    first_position: int = 0  # row of the position table that embeds a text's first token
     norm_eps: float
     activation: str  # "gelu" | "gelu_tanh" | "relu" | "silu"
     dtype: str = "float32"
@@ -57,12 +58,28 @@ def read_encoder(raw: Raw) -> EncoderConfig:
     names = raw.get("architectures") or [family.architecture]
     if isinstance(names, list) and names != [family.architecture]:
         notes += (f"the head of {names[0]} is not used: this model gives a vector for each text",)
-    max_positions = read.positive_int("max_position_embeddings")
+    first_position, max_positions = _positions(read)
     return EncoderConfig(
         architecture=family.architecture, hidden_size=hidden_size,
         intermediate_size=read.positive_int("intermediate_size"),
         n_layers=read.positive_int("num_hidden_layers", high=MAX_LAYERS), n_heads=n_heads,
         vocab_size=read.positive_int("vocab_size"), max_positions=max_positions,
-        n_types=read.positive_int("type_vocab_size"), norm_eps=read.positive_float("layer_norm_eps"),
+        n_types=read.positive_int("type_vocab_size"), first_position=first_position,
+        norm_eps=read.positive_float("layer_norm_eps"),
         activation=ENCODER_ACTIVATIONS[activation], dtype=read_dtype(raw), notes=notes, max_context=max_positions,
     )  # fmt: skip
+
+
+def _positions(read: ConfigReader) -> tuple[int, int]:
+    """Return the first position's row in the table, and the number of positions.
+
+    RoBERTa, whose families read pad_token_id, counts positions from the row after it. (transformers also gives a
+    padding token within a text that row; here every token has the position that follows.)
+    """
+    n_rows = read.positive_int("max_position_embeddings")
+    if "pad_token_id" not in read.family.defaults:
+        return 0, n_rows
+    pad = read.get("pad_token_id")
+    if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < n_rows - 1:
+        raise wrong("pad_token_id", pad, f"0 to {n_rows - 2}: positions follow it, up to max_position_embeddings")
+    return pad + 1, n_rows - pad - 1

@@ -1,6 +1,8 @@
 """Encoders, which compute embeddings."""
 
-from millrace.checkpoint.config.families.family import ModelFamily
+from collections.abc import Mapping
+
+from millrace.checkpoint.config.families.family import ModelFamily, Neutral
 
 _BERT: dict[str, object] = {
     "vocab_size": 30522,
@@ -14,17 +16,23 @@ _BERT: dict[str, object] = {
     "layer_norm_eps": 1e-12,
 }
 
+_ROBERTA = {**_BERT, "pad_token_id": 1}  # positions are counted from the row after it
+
+_ONLY_AT: dict[str, Neutral] = {
+    "position_embedding_type": (("absolute", None), "positions are embedded as they are counted"),
+    "is_decoder": ((False, None), "an encoder attends to the whole text"),
+}
+
+
+def _family(name: str, prefix: str, defaults: Mapping[str, object], *heads: str) -> ModelFamily:
+    """Return the family of `{prefix}Model`. heads: other classes of its checkpoints, `{prefix}For{head}`"""
+    also = tuple(f"{prefix}For{head}" for head in heads)
+    return ModelFamily(name, f"{prefix}Model", defaults, _ONLY_AT, is_encoder=True, also=also)
+
 
 ENCODERS = (
-    ModelFamily(
-        "bert",
-        "BertModel",
-        _BERT,
-        {
-            "position_embedding_type": (("absolute", None), "positions are embedded as they are counted"),
-            "is_decoder": ((False, None), "an encoder attends to the whole text"),
-        },
-        is_encoder=True,
-        also=("BertForMaskedLM", "BertForPreTraining"),
-    ),
+    _family("bert", "Bert", _BERT, "MaskedLM", "PreTraining"),
+    _family("roberta", "Roberta", {**_ROBERTA, "vocab_size": 50265}, "MaskedLM"),
+    _family("xlm-roberta", "XLMRoberta", _ROBERTA, "MaskedLM"),
+    _family("camembert", "Camembert", _ROBERTA, "MaskedLM"),
 )
