@@ -25,7 +25,8 @@ from millrace.runtime.settings import RunSettings
 from tests.e2e.test_on_gpu import HERE, never
 from tests.runtime.test_embeddings import TEXTS, by_transformers, vectors
 from tests.serve.test_embeddings import serving
-from tests.support.checkpoints import random_encoder
+from tests.support.checkpoints import random_cross_encoder, random_encoder
+from tests.support.engines import build
 
 PRECISIONS = [("fp32", 1e-6), ("bf16", 0.02), ("w8a8", 0.05)]  # how far from transformers, as on a CPU
 
@@ -150,3 +151,24 @@ def test_inputs_that_do_not_fit(folder: Path) -> None:
             network.run({**given, **other})
     network.close()
     engine.close()
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_a_cross_encoder(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a checkpoint, and from the engine of a CPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = random_cross_encoder(tmp_path / "model", family=family)
+    with LLM(folder, tune=0) as llm:
+        want = [output.outputs.score for output in llm.score(TEXTS[3], TEXTS[2:6])]
+    build(folder, tmp_path / "engine", "fp32").close()
+    for model in (folder, tmp_path / "engine"):
+        with LLM(model, device="cuda") as llm:
+            got = [output.outputs.score for output in llm.score(TEXTS[3], TEXTS[2:6])]
+        assert np.abs(np.array(got) - want).max() <= 1e-6
+
+
+def test_positions_after_the_padding_token(tmp_path: Path) -> None:
+    folder = random_encoder(tmp_path, family="roberta", max_position_embeddings=132, type_vocab_size=1)
+    want = by_transformers(folder, TEXTS[:6])
+    with LLM(folder, device="cuda") as llm:
+        assert np.abs(vectors(llm.embed(TEXTS[:6], truncate_prompt_tokens=-1)) - want).max() <= 1e-6

@@ -175,6 +175,29 @@ def random_encoder(
     return folder
 
 
+def random_cross_encoder(
+    folder: Path, seed: int = 0, *, family: str = "bert", activation: str | None = None, **overrides: object
+) -> Path:
+    """Write a cross-encoder, as sentence-transformers 4 saves one; the folder.
+
+    activation: of torch.nn; None: nothing is said. overrides: keys of the family's transformers configuration
+    """
+    import transformers
+
+    own = {} if family == "bert" else {"type_vocab_size": 1, "max_position_embeddings": 132}
+    config = transformers.AutoConfig.for_model(family, num_labels=1, **{**BERT_SIZES, **own, **overrides})
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    _randomise(model, seed, zero_centred_norms=False)
+    model.save_pretrained(folder)
+    ENCODERS[family](folder)
+    if activation is not None:
+        raw = json.loads((folder / "config.json").read_text())
+        module = "linear" if activation == "Identity" else "activation"
+        raw["sentence_transformers"] = {"activation_fn": f"torch.nn.modules.{module}.{activation}", "version": "4.0.1"}
+        (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
 def write_modules(folder: Path, names: Sequence[str]) -> None:
     modules = [
         {"idx": i, "name": str(i), "path": MODULES.get(name, name), "type": f"sentence_transformers.models.{name}"}

@@ -95,7 +95,9 @@ def save_word_pieces(folder: Path, **config: object) -> None:
     trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=named, show_progress=False)
     tokenizer.train_from_iterator(corpus(), trainer)
     tokenizer.decoder = decoders.WordPiece()
-    around = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    around = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     tokenizer.post_processor = around
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=9)

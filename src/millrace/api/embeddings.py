@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from millrace.api.offline_generate import Progress, Prompt, prompt_tokens
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
-from millrace.runtime.encoder_loop import EncoderLoop, check_ids, truncate_ids, truncation
+from millrace.runtime.encoder_loop import EmbeddingJob, EncoderLoop, Vectors, check_ids, truncate_ids, truncation
 
 PROGRESS_S = 0.2
 
@@ -31,6 +31,18 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
+def result_of(job: EmbeddingJob, progress: Callable[[Progress], None] | None) -> Vectors:
+    """Wait for the vectors of a job, and cancel it if the wait is interrupted. raises EngineError, BusyError"""
+    n_texts = len(job.texts)
+    try:
+        while progress is not None and not job.future.done():
+            wait((job.future,), timeout=PROGRESS_S)
+            progress(Progress(n_texts - job.n_missing, n_texts, job.n_tokens_done))
+        return job.future.result()
+    finally:
+        job.future.cancel()  # Ctrl-C: leave nothing running
+
+
 def embed(
     loop: EncoderLoop, tokenizer: Tokenizer, prompts: Sequence[Prompt], truncate_prompt_tokens: int | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -47,14 +59,7 @@ def embed(
         if most is not None:
             ids = truncate_ids(ids, most, (0, 0) if text is None else tokenizer.special_around)
         texts.append(check_ids(ids, loop.limits, f"text {i}"))
-    job = loop.submit(texts)
-    try:
-        while progress is not None and not job.future.done():
-            wait((job.future,), timeout=PROGRESS_S)
-            progress(Progress(len(texts) - job.n_missing, len(texts), job.n_tokens_done))
-        vectors = job.future.result()
-    finally:
-        job.future.cancel()  # Ctrl-C: leave nothing running
+    vectors = result_of(loop.submit(texts), progress)
     return [
         EmbeddingRequestOutput(uuid.uuid4().hex, EmbeddingOutput(vector.tolist()), ids.tolist())
         for vector, ids in zip(vectors, texts, strict=True)

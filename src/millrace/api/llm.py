@@ -16,8 +16,10 @@ from millrace.api import compat_vllm
 from millrace.api.embeddings import EmbeddingRequestOutput, embed
 from millrace.api.hf_tokenizer import HfTokenizer
 from millrace.api.offline_generate import Progress, Prompt, RequestOutput, astream, generate
+from millrace.api.scores import Scorer, ScoringRequestOutput
 from millrace.checkpoint.chat.chat_prompt import PromptRenderer
 from millrace.checkpoint.chat.chat_template import normalised
+from millrace.checkpoint.tokenizer.pair_template import PairTemplate
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
@@ -41,6 +43,7 @@ _CHAT = frozenset({
     "messages", "sampling_params", "use_tqdm", "add_generation_prompt", "chat_template_kwargs", "tools",
 })  # fmt: skip
 _EMBED = frozenset({"prompts", "truncate_prompt_tokens", "use_tqdm"})
+_SCORE = frozenset({"data_1", "data_2", "truncate_prompt_tokens", "use_tqdm"})
 _CAN = {True: "embed()", False: "generate(), chat() and astream()"}
 _FLAG = re.compile(rf"(?<!\S)--(no-)?({_FLAGS})(?![\w-])( (?=[\d\"]|auto\b))?")
 
@@ -238,17 +241,43 @@ class LLM:
         """
         self._check_usable()
         compat_vllm.check_call("embed", other_arguments, _EMBED, frozenset())
-        if not isinstance(self._loop, EncoderLoop):
+        if not isinstance(self._loop, EncoderLoop) or self._pairs:
+            kind, can = ("cross-encoder", "score()") if self._pairs else ("language model", "generate() or chat()")
             raise RequestError(
-                f"{self._opened.name} is a language model: it gives no vector for a text", "generate() or chat()",
+                f"{self._opened.name} is a {kind}: it gives no vector for a text", can,
                 "call these, or make an LLM of an encoder of sentences",
             )  # fmt: skip
-        with self._threading:
-            if not self._loop.thread.running:
-                self._loop.start()
+        self._start(self._loop)
         with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
             each = _prompts(prompts)
             return embed(self._loop, self._opened.tokenizer, each, truncate_prompt_tokens, progress)
+
+    @property
+    def score(self) -> Callable[..., list[ScoringRequestOutput]]:
+        """Score pairs of texts with a cross-encoder: `llm.score("a query", ["a text", "b"])[0].outputs.score`.
+
+        A score's bits depend only on its pair.
+        data_1: a text, or as many as in data_2; data_2: a text or a list
+        truncate_prompt_tokens: as in embed(); the longer text of a pair is shortened first
+        """
+        if not self._pairs:
+            raise AttributeError("score")  # __getattr__ says what to use instead
+
+        self._check_usable()
+        assert isinstance(self._loop, EncoderLoop)
+        self._start(self._loop)
+        scorer = Scorer(self._loop, self._opened.tokenizer, self._pairs)
+
+        def score(
+            data_1: str | Sequence[str], data_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None,
+            use_tqdm: bool = False, **other_arguments: object,
+        ) -> list[ScoringRequestOutput]:  # fmt: skip
+            self._check_usable()
+            compat_vllm.check_call("score", other_arguments, _SCORE, frozenset())
+            with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
+                return scorer.score(data_1, data_2, truncate_prompt_tokens, progress)
+
+        return score
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -273,6 +302,17 @@ class LLM:
         with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
             return generate(self._generating, prompts, params, progress, continues=continues)
 
+    def _start(self, loop: EncoderLoop) -> None:
+        with self._threading:
+            if not loop.thread.running:
+                loop.start()
+
+    @property
+    def _pairs(self) -> PairTemplate | None:
+        """How a cross-encoder's texts are joined; None for another model."""
+        opened = self.__dict__.get("_opened")
+        return opened.pairs if isinstance(opened, OpenedEncoder) else None
+
     def _check_usable(self) -> None:
         if os.getpid() != self._made_in:
             raise RequestError(
@@ -286,9 +326,10 @@ class LLM:
     @property
     def _generating(self) -> EngineLoop:
         if isinstance(self._loop, EncoderLoop):
+            can, what = ("score()", "a score for two texts") if self._pairs else ("embed()", "a vector for each text")
             raise RequestError(
-                f"{self._opened.name} is an encoder: it gives a vector for each text, and no next token", "embed()",
-                "call embed(), or make an LLM of a model that generates text",
+                f"{self._opened.name} is an encoder: it gives {what}, and no next token", can,
+                f"call {can}, or make an LLM of a model that generates text",
             )  # fmt: skip
         return self._loop
 
@@ -338,7 +379,8 @@ class LLM:
 
     def __getattr__(self, name: str) -> Any:
         encoder = isinstance(self.__dict__.get("_loop"), EncoderLoop)
-        raise compat_vllm.no_attribute(self, name, _CAN[encoder], encoder=encoder)
+        can = "score()" if self._pairs else _CAN[encoder]
+        raise compat_vllm.no_attribute(self, name, can, encoder=encoder)
 
     def __repr__(self) -> str:
         opened: RunningModel | None = self.__dict__.get("_opened")

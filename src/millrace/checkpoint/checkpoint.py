@@ -131,7 +131,7 @@ class Checkpoint:
         """
         small = read_files(self.folder, SMALL_FILES)  # none for a GGUF file, which contains everything
         if isinstance(self.config, EncoderConfig):
-            small |= sentence_files(self.folder)
+            small |= sentence_files(self.folder, self.config)
         small |= additional_templates(self.folder)
         return content_identity(self.tensors.digest(digest_of, report), small)
 

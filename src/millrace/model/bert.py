@@ -9,7 +9,7 @@ import re
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.model import ops
 from millrace.model.layers import Embedding, LayerNorm, Linear
-from millrace.model.module import ENCODER, ENCODER_OF_FIRST, Module, ModuleList
+from millrace.model.module import CROSS_ENCODER, ENCODER, ENCODER_OF_FIRST, Module, ModuleList
 from millrace.model.tensor import Tensor
 
 
@@ -86,19 +86,27 @@ class BertEncoder(Module):
         return x  # (T, hidden)
 
 
-class BertSentences(Module):
+class BertModel(Module):
+    def __init__(self, c: EncoderConfig) -> None:
+        self.embeddings = BertEmbeddings(c)
+        self.encoder = BertEncoder(c)
+
+    def _hidden(self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+        hidden: Tensor = self.encoder(self.embeddings(tokens, types, positions), lengths)
+        return hidden  # (T, hidden)
+
+
+class BertSentences(BertModel):
     """BertModel with the pooling of sentence-transformers: here the mean of a text's rows, optionally normalized."""
 
     signature = ENCODER
 
     def __init__(self, c: EncoderConfig) -> None:
+        super().__init__(c)
         self._normalised = c.normalised
-        self.embeddings = BertEmbeddings(c)
-        self.encoder = BertEncoder(c)
 
     def forward(self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
-        x = self.encoder(self.embeddings(tokens, types, positions), lengths)  # (T, hidden)
-        return self._vectors(ops.mean_rows(x, lengths))
+        return self._vectors(ops.mean_rows(self._hidden(tokens, types, positions, lengths), lengths))
 
     def _vectors(self, x: Tensor) -> Tensor:
         return ops.normalise(x) if self._normalised else x  # (S, hidden)
@@ -110,23 +118,79 @@ class BertFirstTokens(BertSentences):
     signature = ENCODER_OF_FIRST
 
     def forward(self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor, *rows: Tensor) -> Tensor:
-        x = self.encoder(self.embeddings(tokens, types, positions), lengths)  # (T, hidden)
-        return self._vectors(ops.gather_rows(x, *rows))
+        return self._vectors(ops.gather_rows(self._hidden(tokens, types, positions, lengths), *rows))
 
 
 def bert_sentences(c: EncoderConfig) -> BertSentences:
     return BertFirstTokens(c) if c.pooling == "cls" else BertSentences(c)
 
 
+class CrossEncoder(BertModel):
+    """A score of two texts (arXiv:1901.04085), from the row of their first token."""
+
+    signature = CROSS_ENCODER
+
+    def __init__(self, c: EncoderConfig) -> None:
+        super().__init__(c)
+        self._is_probability = c.score_activation == "sigmoid"
+
+    def forward(self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+        y = self._head(ops.gather_rows(self._hidden(tokens, types, positions, lengths), rows))
+        return ops.sigmoid(y) if self._is_probability else y  # (S, 1)
+
+    def _head(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class BertPooler(Module):
+    def __init__(self, c: EncoderConfig) -> None:
+        self.dense = Linear(c.hidden_size, c.hidden_size, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.tanh(self.dense(x))
+
+
+class BertForSequenceClassification(CrossEncoder):
+    def __init__(self, c: EncoderConfig) -> None:
+        super().__init__(c)
+        self.pooler = BertPooler(c)
+        self.classifier = Linear(c.hidden_size, 1, bias=True)
+
+    def _head(self, x: Tensor) -> Tensor:
+        return self.classifier(self.pooler(x))
+
+
+class RobertaClassificationHead(Module):
+    """BERT's pooler and classifier under other names."""
+
+    def __init__(self, c: EncoderConfig) -> None:
+        self.dense = Linear(c.hidden_size, c.hidden_size, bias=True)
+        self.out_proj = Linear(c.hidden_size, 1, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_proj(ops.tanh(self.dense(x)))
+
+
+class RobertaForSequenceClassification(CrossEncoder):
+    def __init__(self, c: EncoderConfig) -> None:
+        super().__init__(c)
+        self.classifier = RobertaClassificationHead(c)
+
+    def _head(self, x: Tensor) -> Tensor:
+        return self.classifier(x)
+
+
+POOLED = {"BertForSequenceClassification"}  # architectures whose pooler is used
 _PREFIX = re.compile(r"(ro)?bert(a)?\.")  # of checkpoints with a head
 _HEADS = re.compile(r"pooler\.|cls\.(predictions|seq_relationship)\.|lm_head\.")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # of converted checkpoints
 
 
-def parameter_name(tensor: str) -> str | None:
-    """Return the parameter of a checkpoint's tensor; None for parts that do not affect a text's vector."""
-    name = _PREFIX.sub("", tensor, count=1) if _PREFIX.match(tensor) else tensor
-    if _HEADS.match(name):
+def parameter_name(tensor: str, architecture: str) -> str | None:
+    """Return the parameter of a checkpoint's tensor; None for parts that do not affect a text's vector or the score."""
+    prefix = _PREFIX.match(tensor)
+    name = tensor[prefix.end() :] if prefix else tensor
+    if _HEADS.match(name) and not (architecture in POOLED and name.startswith("pooler.")):
         return None
     for old, new in _OLD_NAMES.items():
         name = name.removesuffix(old) + new if name.endswith(old) else name

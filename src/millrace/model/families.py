@@ -7,7 +7,12 @@ from typing import TypeVar
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.errors import CheckpointError, nearest
-from millrace.model.bert import bert_sentences, parameter_name
+from millrace.model.bert import (
+    BertForSequenceClassification,
+    RobertaForSequenceClassification,
+    bert_sentences,
+    parameter_name,
+)
 from millrace.model.decoder import CausalLM
 from millrace.model.gemma import Gemma2ForCausalLM, GemmaForCausalLM
 from millrace.model.glm4 import Glm4ForCausalLM, GlmForCausalLM
@@ -50,6 +55,10 @@ ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {
     "RobertaModel": bert_sentences,
     "XLMRobertaModel": bert_sentences,
     "CamembertModel": bert_sentences,
+    "BertForSequenceClassification": BertForSequenceClassification,
+    "RobertaForSequenceClassification": RobertaForSequenceClassification,
+    "XLMRobertaForSequenceClassification": RobertaForSequenceClassification,
+    "CamembertForSequenceClassification": RobertaForSequenceClassification,
 }
 
 HEAD = "lm_head"  # the head's name in every family, as in Hugging Face's checkpoints
@@ -76,6 +85,6 @@ def _family_names(families: Mapping[str, Family], architecture: str) -> Family:
 def parameter_of(tensor: str, config: ModelConfig | EncoderConfig) -> str | None:
     """Return the parameter of a checkpoint's tensor; None for one that is safely ignored."""
     if isinstance(config, EncoderConfig):
-        return parameter_name(tensor)
+        return parameter_name(tensor, config.architecture)
     tied_head = config.tie_embeddings and tensor == f"{HEAD}.weight"
     return None if tied_head or _ROTARY_BUFFER.search(tensor) else tensor

@@ -97,6 +97,9 @@ ENCODER = Signature(
 # The same, with the index of each sequence's first token in `rows`.
 ENCODER_OF_FIRST = Signature({**ENCODER.inputs, "rows": ("S",)}, ENCODER.outputs, {**ENCODER.dtypes, "rows": I32})
 
+# A cross-encoder: each sequence is two texts, and becomes one score.
+CROSS_ENCODER = Signature(ENCODER_OF_FIRST.inputs, ("scores",), ENCODER_OF_FIRST.dtypes)
+
 
 class Module:
     """Assign Parameters, Modules and ModuleLists as attributes; write forward(). Calling a module traces it.

@@ -1,7 +1,8 @@
 """The loop of an encoder: packs the texts of many requests into steps, in one thread.
 
 The bits of a text's vector do not depend on the other texts of its step. So requests take turns, one text at a time: a
-request for one vector does not wait for another request's thousand.
+request for one vector does not wait for another request's thousand. Of a cross-encoder a text is a pair of texts, and
+its vector one number, the score.
 """
 
 import logging
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.encoder_inputs import Ids, text_inputs
 from millrace.errors import EngineError, MillraceError, RequestError, engine_stopped_error
+from millrace.model.module import CROSS_ENCODER, ENCODER
 from millrace.runtime.engine_thread import EngineThread
 
 Vectors = NDArray[np.float32]  # (texts, width)
@@ -38,14 +40,16 @@ class EncoderLimits:
     max_context: int  # tokens per text
     vocab_size: int
     width: int  # of a vector
+    output: str = "embeddings"  # name of the model's output; of a cross-encoder "scores"
 
     @classmethod
     def from_engine(cls, engine: Engine) -> "EncoderLimits":
         m = engine.manifest
-        width = m.cpu.outputs[m.gives.index("embeddings")].shape[1]
+        (output,) = (CROSS_ENCODER if m.is_cross_encoder else ENCODER).outputs
+        width = m.cpu.outputs[m.gives.index(output)].shape[1]
         assert isinstance(width, int)
         return cls(
-            inputs=tuple(slot.name for slot in m.cpu.inputs),
+            inputs=tuple(slot.name for slot in m.cpu.inputs), output=output,
             max_step_tokens=m.max_step_tokens, max_texts=m.max_sequences,
             max_context=min(m.max_context, m.max_step_tokens), vocab_size=m.vocab_size, width=width,
         )  # fmt: skip
@@ -98,8 +102,9 @@ def truncation(limit: int | None, max_context: int) -> int | None:
 class EmbeddingJob:
     """The texts of one request. Canceling its future removes its texts from the queue."""
 
-    def __init__(self, texts: Sequence[Ids], width: int) -> None:
+    def __init__(self, texts: Sequence[Ids], width: int, n_first: Sequence[int] | None = None) -> None:
         self.texts = texts
+        self.n_first = [len(ids) for ids in texts] if n_first is None else n_first
         self.vectors = np.empty((len(texts), width), np.float32)
         self.future: Future[Vectors] = Future()
         self.n_missing, self.n_tokens_done = len(texts), 0
@@ -152,12 +157,13 @@ class EncoderLoop:
         self._retries: list[Step] = []  # a failed step, split by request; the last is run first
         self._on_end: Callable[[], None] = _nothing
 
-    def submit(self, texts: Sequence[Ids]) -> EmbeddingJob:
+    def submit(self, texts: Sequence[Ids], n_first: Sequence[int] | None = None) -> EmbeddingJob:
         """Queue texts that check_ids() has checked; the job's future gives their vectors, in the same order.
 
+        n_first: number of each text's first tokens that have type 0, as PairTemplate.join returns it; None: all
         raises BusyError if the loop has stopped; the future raises EngineError if a step failed
         """
-        job = EmbeddingJob(texts, self.limits.width)
+        job = EmbeddingJob(texts, self.limits.width, n_first)
         if not texts:
             job.future.set_result(job.vectors)
             return job
@@ -241,7 +247,8 @@ class EncoderLoop:
     def _run_step(self, step: Step) -> None:
         texts, started_s = [job.texts[number] for job, number in step], self.thread.clock()
         try:
-            vectors = self._executor.run(text_inputs(texts, self.limits.inputs))["embeddings"]
+            n_first = [job.n_first[number] for job, number in step]
+            vectors = self._executor.run(text_inputs(texts, self.limits.inputs, n_first))[self.limits.output]
         except (RuntimeError, MillraceError) as error:  # raised by the native executor
             self._step_failed(step, error)
         else:

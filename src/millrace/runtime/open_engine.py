@@ -9,13 +9,15 @@ from pathlib import Path
 import msgspec
 
 from millrace.checkpoint.chat.chat_template import ChatTemplate
-from millrace.checkpoint.checkpoint import open_chat_template
+from millrace.checkpoint.checkpoint import CONFIG, open_chat_template
+from millrace.checkpoint.config.encoder_config import read_encoder
 from millrace.checkpoint.config.generation_config import (
     GENERATION_CONFIG,
     LLAMA_CPP,
     GenerationDefaults,
     read_generation,
 )
+from millrace.checkpoint.tokenizer.pair_template import PairTemplate
 from millrace.checkpoint.tokenizer.tokenizer import VocabularyTokenizer, read_json_object
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.engine.artifact.engine import Engine
@@ -23,7 +25,7 @@ from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.executor import Executor
 from millrace.engine.native.executor import NativeExecutor, NativeNetwork
 from millrace.engine.transformers.engine import TransformersEngine
-from millrace.errors import ConfigError
+from millrace.errors import CheckpointError, ConfigError
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.encoder_loop import EncoderExecutor, EncoderLimits, EncoderLoop
 from millrace.runtime.kv.kv_offload import KvOffloadStore, PageMemory
@@ -168,6 +170,7 @@ class OpenedEncoder:
     network: EncoderExecutor
     tokenizer: VocabularyTokenizer
     limits: EncoderLimits
+    pairs: PairTemplate | None = None  # of a cross-encoder, which reads two texts at once
     chat_template: None = None
     kv_bytes: int = 0
     implementation: str = NATIVE
@@ -195,11 +198,24 @@ def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
             what = f"{flag_of(pages)} is given for an encoder"
             raise ConfigError(what, "nothing: it keeps no keys and values", "leave it out")
     tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.from_engine(engine)
+    pairs = _pair_template(engine, tokenizer) if engine.manifest.is_cross_encoder else None
     if isinstance(engine, GpuEngine):
-        return OpenedEncoder(name, engine, engine.network_on_gpu(), tokenizer, limits)
+        return OpenedEncoder(name, engine, engine.network_on_gpu(), tokenizer, limits, pairs)
     plan_encoder(engine, memory())
     network = engine.network(threads=run.threads or usable_cores(), isa=run.isa)
-    return OpenedEncoder(name, engine, network, tokenizer, limits)
+    return OpenedEncoder(name, engine, network, tokenizer, limits, pairs)
+
+
+def _pair_template(engine: Engine, tokenizer: VocabularyTokenizer) -> PairTemplate:
+    """Return how a cross-encoder's texts are joined. raises CheckpointError for types that the model does not have"""
+    pairs = tokenizer.pair_template
+    n_types = read_encoder(read_json_object(engine.folder / CONFIG)).n_types
+    if pairs.second_type >= n_types:
+        raise CheckpointError(
+            f"{engine.folder}: the tokenizer gives a second text the type {pairs.second_type}",
+            f"types below type_vocab_size {n_types} of config.json", "check that both files belong to the same model",
+        )  # fmt: skip
+    return pairs
 
 
 def open_any(name: str, engine: Engine, run: RunSettings) -> RunningModel | OpenedEncoder:

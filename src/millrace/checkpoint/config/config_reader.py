@@ -104,7 +104,12 @@ def positive_number(key: str, value: object) -> float:
 
 def family_of(raw: Raw) -> ModelFamily:
     """Return the family by architecture, otherwise by model type. raises CheckpointError if it is not supported"""
-    by_architecture = {name: family for family in FAMILIES.values() for name in (family.architecture, *family.also)}
+    by_architecture = {
+        name: family
+        for family in FAMILIES.values()
+        for name in (family.architecture, *family.also, family.cross_encoder)
+        if name
+    }
     supported = "one of " + ", ".join(sorted(by_architecture))
     names = raw.get("architectures")
     model_type = raw.get("model_type")

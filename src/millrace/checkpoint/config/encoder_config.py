@@ -3,6 +3,7 @@ error."""
 
 from dataclasses import dataclass
 
+from millrace.checkpoint.config import cross_encoder
 from millrace.checkpoint.config.config_keys import ENCODER_ACTIVATIONS
 from millrace.checkpoint.config.config_reader import (
     HEAD_SIZES,
@@ -21,10 +22,10 @@ from millrace.checkpoint.config.config_reader import (
 class EncoderConfig:
     """Configuration of an encoder.
 
-    The last three fields are not from config.json: `checkpoint/config/sentence_transformers.py` reads them.
+    `checkpoint/config/sentence_transformers.py` completes the last four fields, which other files have.
     """
 
-    architecture: str  # "BertModel" | "RobertaModel" | ...
+    architecture: str  # "BertModel" | "RobertaModel" | ...; of a cross-encoder "BertForSequenceClassification" | ...
     hidden_size: int
     intermediate_size: int
     n_layers: int
@@ -39,13 +40,17 @@ class EncoderConfig:
     notes: tuple[str, ...] = ()  # to be shown to the user
     pooling: str = "mean"  # how rows become a vector: "mean" | "cls"
     normalised: bool = True  # whether vectors are normalized to length 1
+    score_activation: str = ""  # of a cross-encoder: "sigmoid" | "identity"; "": it is none
     max_context: int = 0  # tokens of the longest text that the authors intend
 
 
 def read_encoder(raw: Raw) -> EncoderConfig:
     """Parse config.json. raises CheckpointError that names the key, its value and what was expected"""
     family = family_of(raw)
-    notes = check_keys(raw, family)
+    scores = raw.get("architectures") == [family.cross_encoder]
+    notes = check_keys({k: v for k, v in raw.items() if not (scores and k in cross_encoder.KEYS)}, family)
+    if scores:
+        cross_encoder.check_one_label(raw)
     read = ConfigReader(raw, family)
     hidden_size, n_heads = read.positive_int("hidden_size"), read.positive_int("num_attention_heads")
     if hidden_size % n_heads:
@@ -56,17 +61,18 @@ def read_encoder(raw: Raw) -> EncoderConfig:
     if not isinstance(activation, str) or activation not in ENCODER_ACTIVATIONS:
         raise wrong("hidden_act", activation, "one of " + ", ".join(sorted(ENCODER_ACTIVATIONS)))
     names = raw.get("architectures") or [family.architecture]
-    if isinstance(names, list) and names != [family.architecture]:
+    if isinstance(names, list) and names != [family.architecture] and not scores:
         notes += (f"the head of {names[0]} is not used: this model gives a vector for each text",)
     first_position, max_positions = _positions(read)
     return EncoderConfig(
-        architecture=family.architecture, hidden_size=hidden_size,
+        architecture=family.cross_encoder if scores else family.architecture, hidden_size=hidden_size,
         intermediate_size=read.positive_int("intermediate_size"),
         n_layers=read.positive_int("num_hidden_layers", high=MAX_LAYERS), n_heads=n_heads,
         vocab_size=read.positive_int("vocab_size"), max_positions=max_positions,
         n_types=read.positive_int("type_vocab_size"), first_position=first_position,
         norm_eps=read.positive_float("layer_norm_eps"),
         activation=ENCODER_ACTIVATIONS[activation], dtype=read_dtype(raw), notes=notes, max_context=max_positions,
+        score_activation=cross_encoder.read_activation(raw) if scores else "",
     )  # fmt: skip
 
 

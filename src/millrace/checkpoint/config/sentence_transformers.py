@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from millrace.checkpoint.config.config_reader import Raw
+from millrace.checkpoint.config.cross_encoder import ACTIVATION, activation_named
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.tokenizer.tokenizer import (
     SENTENCE_CONFIG,
@@ -35,12 +36,17 @@ _POOLING_KNOWN = {
 }  # fmt: skip
 # Keys of sentence_bert_config.json without effect at these values.
 _TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",),
     "modality_config": (_TEXT,), "unpad_inputs": (None, True, False),
     **dict.fromkeys(("query_length", "document_length", "query_expansion"), (None,)),
     **dict.fromkeys(("model_args", "tokenizer_args", "config_args", "processing_kwargs"), (None, {})),
     **dict.fromkeys(("model_kwargs", "processor_kwargs", "config_kwargs"), (None, {})),
+}  # fmt: skip
+# The same keys of a cross-encoder's.
+_NEUTRAL_FOR_SCORES: dict[str, tuple[object, ...]] = {
+    "transformer_task": ("sequence-classification",), "module_output_name": ("scores",),
+    "modality_config": ({"text": {"method": "forward", "method_output_name": "logits"}},),
 }  # fmt: skip
 _LONGEST_NAME = 60  # name of a module's folder
 _AGAIN = "download the checkpoint again, or choose another encoder"
@@ -48,18 +54,34 @@ _AGAIN = "download the checkpoint again, or choose another encoder"
 
 def with_sentences(config: EncoderConfig, folder: Path) -> EncoderConfig:
     """Return the configuration completed from these files. raises CheckpointError if they are damaged or unsupported"""
-    pooling, normalised, notes = _pooling(folder, config.hidden_size)
-    return replace(
-        config, pooling=pooling, normalised=normalised, max_context=_longest_text(folder, config.max_positions),
-        notes=(*config.notes, *notes, *_prompt_notes(folder)),
-    )  # fmt: skip
+    notes = (*config.notes, *_prompt_notes(folder))
+    if config.score_activation:
+        limit = _longest_text(folder, config.max_positions, _NEUTRAL | _NEUTRAL_FOR_SCORES)
+        return replace(config, score_activation=_activation(folder, config), max_context=limit, notes=notes)
+    pooling, normalised, more = _pooling(folder, config.hidden_size)
+    limit = _longest_text(folder, config.max_positions, _NEUTRAL)
+    return replace(config, pooling=pooling, normalised=normalised, max_context=limit, notes=(*notes, *more))
 
 
-def sentence_files(folder: Path) -> dict[str, bytes]:
-    """Return the files that determine a text's vector, except config.json, the tokenizer and the weights."""
+def sentence_files(folder: Path, config: EncoderConfig) -> dict[str, bytes]:
+    """Return the files that determine a text's vector or a score, except config.json, the tokenizer and the weights."""
+    if config.score_activation:
+        return read_files(folder, (MODULES, PROMPTS))
     if not (folder / MODULES).is_file():
         return {}
     return read_files(folder, (MODULES, *(f"{where}/config.json" for _, where in _modules(folder / MODULES) if where)))
+
+
+def _activation(folder: Path, config: EncoderConfig) -> str:
+    """Return the activation of a cross-encoder's score. raises CheckpointError"""
+    path = folder / MODULES
+    if path.is_file() and (modules := _modules(path)) not in ([("Transformer", "")],):
+        raise CheckpointError(
+            f"{path} lists {', '.join(kind for kind, _ in modules) or 'nothing'}",
+            "Transformer alone, with its files beside modules.json", "choose another cross-encoder",
+        )  # fmt: skip
+    value = read_json_object(folder / PROMPTS).get(ACTIVATION)
+    return config.score_activation if value is None else activation_named(ACTIVATION, value, PROMPTS)
 
 
 def _pooling(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[str, ...]]:
@@ -136,13 +158,13 @@ def _check_normalize(path: Path | None) -> None:
             )
 
 
-def _longest_text(folder: Path, max_positions: int) -> int:
+def _longest_text(folder: Path, max_positions: int, neutral: Mapping[str, tuple[object, ...]]) -> int:
     """Return the limit in tokens: max_seq_length of sentence_bert_config.json, otherwise the tokenizer's, otherwise all
-    positions."""
+    positions. neutral: keys of this file, and their values without effect"""
     path = folder / SENTENCE_CONFIG
     raw = read_json_object(path)
-    _check_known(path, raw, {"max_seq_length", "do_lower_case", *_NEUTRAL})
-    for key, values in _NEUTRAL.items():
+    _check_known(path, raw, {"max_seq_length", "do_lower_case", *neutral})
+    for key, values in neutral.items():
         if key in raw and raw[key] not in values:
             allowed = " or ".join(map(str, values))
             raise CheckpointError(f"{path}: {key} is {raw[key]!r:.60}", allowed, "choose an encoder without it")

@@ -15,6 +15,7 @@ import msgspec
 import tokenizers
 from tokenizers import normalizers
 
+from millrace.checkpoint.tokenizer.pair_template import PairTemplate, pair_template
 from millrace.checkpoint.tokenizer.sentencepiece_tokenizer import MAX_GROWTH, grows, longest_replacement
 from millrace.checkpoint.tokenizer.tokenizer import SpecialTokens, TokenizerConfig, VocabularyTokenizer, check_unicode
 from millrace.errors import CheckpointError
@@ -68,6 +69,12 @@ class JsonTokenizer(VocabularyTokenizer):
         with _reported_failures(self._path):
             ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    @property
+    def pair_template(self) -> PairTemplate:
+        with _reported_failures(self._path):
+            pair = self._library.encode("a", "a")
+        return pair_template(pair.ids, pair.type_ids, pair.sequence_ids, self._path)
 
     def _token_bytes(self, token_id: int) -> bytes:
         text = self.token(token_id)

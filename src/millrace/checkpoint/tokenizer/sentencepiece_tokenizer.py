@@ -7,6 +7,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from millrace.checkpoint.tokenizer.pair_template import PairTemplate
 from millrace.checkpoint.tokenizer.tokenizer import AddedToken, SpecialTokens, TokenizerConfig, VocabularyTokenizer
 from millrace.errors import CheckpointError
 from millrace.machine.address_space import check_address_space
@@ -33,6 +34,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         """Load the tokenizer. data: the file's contents; path: for messages"""
         _check_fields(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
+        self._path = path
         self._model, self._inner = _open(data, path)
         size: int = self._model.get_piece_size()
         self._prefix = self._model.encode("a") != self._inner.encode("a")
@@ -86,6 +88,13 @@ class SentencePieceTokenizer(VocabularyTokenizer):
                 at += len(text[at:]) - len(text[at:].lstrip())
         ids += self._stretch(text[at:], starts)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    @property
+    def pair_template(self) -> PairTemplate:
+        raise CheckpointError(
+            f"{self._path} does not say how two texts are joined", "a tokenizer.json, which has a post-processor",
+            "save the tokenizer with a newer transformers",
+        )  # fmt: skip
 
     @property
     def n_trained(self) -> int:

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from millrace.checkpoint.files import read_small
+from millrace.checkpoint.tokenizer.pair_template import PairTemplate
 from millrace.errors import CheckpointError, RequestError
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -152,6 +153,11 @@ class VocabularyTokenizer(Tokenizer):
     @abstractmethod
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as written in the vocabulary, or None."""
+
+    @property
+    @abstractmethod
+    def pair_template(self) -> PairTemplate:
+        """How two texts are joined for a cross-encoder. raises CheckpointError if the tokenizer cannot join any"""
 
 
 class Detokenizer:

@@ -148,7 +148,11 @@ def _to_serve(
             )  # fmt: skip
         common, loop = _common_fields(opened, flags.served_model_name), opened.loop()
         return EncoderModel(
-            **common, loop=loop, max_queued=turns.max_queued, matryoshka=Matryoshka.from_folder(opened.engine.folder)
+            **common,
+            loop=loop,
+            pairs=opened.pairs,
+            max_queued=turns.max_queued,
+            matryoshka=Matryoshka.from_folder(opened.engine.folder),
         )
     if profile is not None:
         profile.check(opened.engine.manifest.identity, machine_name())

@@ -42,7 +42,7 @@ from millrace.kernels.catalogue import operators
 from millrace.kernels.operators import static_dim
 from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
-from millrace.model.module import DECODER, ENCODER, ENCODER_OF_FIRST
+from millrace.model.module import CROSS_ENCODER, DECODER, ENCODER, ENCODER_OF_FIRST
 
 RUNTIME_OVERRIDES = (
     "max_batch",
@@ -161,7 +161,7 @@ def _check_graph(folder: Path, graph: Graph, chosen: ResolvedOptions, manifest: 
 
     A token or position beyond the end of a table would be read from other memory
     """
-    signatures = (DECODER,) if manifest.is_language_model else (ENCODER, ENCODER_OF_FIRST)
+    signatures = (DECODER,) if manifest.is_language_model else (ENCODER, ENCODER_OF_FIRST, CROSS_ENCODER)
     inputs = _described(graph.inputs)
     outputs = {p.name for p in graph.outputs if not p.value.constant and len(p.value.shape) == 2}
     if not any(inputs == _described(s.ports()) and outputs >= set(s.outputs) for s in signatures):

@@ -32,7 +32,7 @@ from millrace.graph.types import DType, Shape
 from millrace.kernels.declare import MAX_PARAM, MAX_SIZES, MAX_SYMBOLS
 from millrace.kernels.kernels_digest import kernels_digest
 from millrace.kernels.library import library
-from millrace.model.module import ENCODER
+from millrace.model.module import CROSS_ENCODER, ENCODER
 
 FORMAT = 13
 MANIFEST = "manifest.json"
@@ -136,6 +136,9 @@ class GpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 SAME_ON_A_GPU = GpuSection()
 
 
+_ENCODER_OUTPUTS = frozenset((*ENCODER.outputs, *CROSS_ENCODER.outputs))
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     millrace: str
@@ -173,9 +176,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it turns texts into vectors."""
+        """Whether it turns texts into vectors, or pairs of texts into scores."""
         inputs = {slot.name for slot in self.cpu.inputs}
-        return set(ENCODER.outputs) <= set(self.gives) and inputs >= set(ENCODER.inputs)
+        return not _ENCODER_OUTPUTS.isdisjoint(self.gives) and inputs >= set(ENCODER.inputs)
+
+    @property
+    def is_cross_encoder(self) -> bool:
+        """Whether it turns pairs of texts into scores."""
+        return self.is_encoder and set(CROSS_ENCODER.outputs) <= set(self.gives)
 
     @property
     def max_step_tokens(self) -> int:
@@ -283,7 +291,7 @@ def contradiction(manifest: Manifest) -> str:
         if not symbol.low <= symbol.usual <= symbol.high:
             bounds = f"low {symbol.low}, usual {symbol.usual}, high {symbol.high}"
             return f"has bounds of {symbol.name!r:.60} that are not in order: {bounds}"
-    vectors = [slot.shape for slot in manifest.cpu.outputs if slot.name in ENCODER.outputs]
+    vectors = [slot.shape for slot in manifest.cpu.outputs if slot.name in _ENCODER_OUTPUTS]
     shaped = all(len(shape) == 2 and shape[0] == "S" and isinstance(shape[1], int) for shape in vectors)
     if manifest.is_encoder and (symbols != ["T", "S"] or not shaped):
         return "is of an encoder without T and S, or whose vectors are not [S, width]"

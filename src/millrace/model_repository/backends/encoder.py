@@ -55,6 +55,11 @@ class Encoder(EngineInstance):
         """opened: closed with the instance, or if it cannot be served. raises StatusError"""
         self._opened, self._running = opened, dict[InferRequest, EmbeddingJob]()
         try:
+            if opened.pairs:
+                raise invalid(
+                    f"model '{context.config.name}' is a cross-encoder, which a repository does not serve: "
+                    "millrace serve MODEL has /v1/score and /v1/rerank"
+                )
             _check(context.config, opened.limits.width)
         except StatusError:
             opened.close()

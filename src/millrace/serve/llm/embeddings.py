@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and its encoder backend; texts of all clients are batched in the same steps."""
+"""POST /v1/embeddings and the backends of encoders; texts of all clients are batched in the same steps."""
 
 import asyncio
 import binascii
@@ -12,6 +12,7 @@ import numpy as np
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from millrace.checkpoint.tokenizer.pair_template import PairTemplate
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.engine.encoder_inputs import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
@@ -49,17 +50,16 @@ class EncoderModel(ServedModel):
     loop: EncoderLoop
     tokenizer: Tokenizer
     tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
+    pairs: PairTemplate | None = None  # of a cross-encoder, which reads two texts at once
     matryoshka: Matryoshka | None = None  # None: vectors of one length
     max_queued: int = ServiceOptions().max_queued  # requests that may wait, of MAX_INPUTS texts each
 
     def backend(self, serving: ServerContext) -> "EncoderBackend":
-        return EncoderBackend(self, serving)
+        return EmbeddingBackend(self, serving) if self.pairs is None else CrossEncoderBackend(self, self.pairs, serving)
 
 
 class EncoderBackend(Backend):
-    """A text encoder with its tokenisation and queue limits."""
-
-    kind_name = "an encoder"
+    """A text encoder with its tokenisation and queue limits. Its kinds are the classes below."""
 
     def __init__(self, model: EncoderModel, serving: ServerContext) -> None:
         super().__init__(model, serving)
@@ -72,9 +72,10 @@ class EncoderBackend(Backend):
         self._stuck = False
         self._n_running = 0  # requests
 
-    async def vectors(self, texts: Sequence[Ids]) -> Vectors:
+    async def vectors(self, texts: Sequence[Ids], n_first: Sequence[int] | None = None) -> Vectors:
         """Return the vectors of checked texts, in order; cancelling the task removes them from the queue.
 
+        n_first: as in EncoderLoop.submit
         raises BusyError if too many are waiting or the server ends, EngineError if a step failed
         """
         stats = self.health()
@@ -87,7 +88,7 @@ class EncoderBackend(Backend):
             message = expected = ""
         if message:
             raise BusyError(message, expected, "come back later", _retry_after_s(stats))
-        job = self.model.loop.submit(texts)
+        job = self.model.loop.submit(texts, n_first)
         self._n_running += 1
         try:
             return await asyncio.wrap_future(job.future)
@@ -135,7 +136,23 @@ class EncoderBackend(Backend):
         return self._stuck
 
 
-async def embeddings(backend: EncoderBackend, call: RequestContext, request: EmbeddingRequest) -> ASGIApp:
+class EmbeddingBackend(EncoderBackend):
+    """An encoder that gives a vector for each text."""
+
+    kind_name = "an encoder"
+
+
+class CrossEncoderBackend(EncoderBackend):
+    """An encoder that gives a score for two texts."""
+
+    kind_name = "a cross-encoder"
+
+    def __init__(self, model: EncoderModel, pairs: PairTemplate, serving: ServerContext) -> None:
+        super().__init__(model, serving)
+        self.pairs = pairs
+
+
+async def embeddings(backend: EmbeddingBackend, call: RequestContext, request: EmbeddingRequest) -> ASGIApp:
     """Return one vector for each text of the request, in order. raises MillraceError"""
     _check(request, backend)
     special, cut = request.add_special_tokens is not False, request.truncate_prompt_tokens
@@ -170,7 +187,7 @@ def _base64(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
     return binascii.b2a_base64(vector.astype("<f4").tobytes(), newline=False).decode()
 
 
-def _check(request: EmbeddingRequest, backend: EncoderBackend) -> None:
+def _check(request: EmbeddingRequest, backend: EmbeddingBackend) -> None:
     """Check the fields that do not depend on the texts. raises RequestError"""
     if request.encoding_format not in (None, *FORMATS):
         raise RequestError(
@@ -187,8 +204,7 @@ async def token_ids(
     limits = backend.limits
     max_tokens = truncation(truncate, limits.max_context)
     inputs = texts_or_ids(value, field)
-    if len(inputs) > MAX_INPUTS:
-        raise RequestError(f"{field} has {len(inputs)} texts", f"at most {MAX_INPUTS}", "send several requests", field)
+    check_number(len(inputs), field)
     texts = [text for text in inputs if isinstance(text, str)]
     encoded = await backend.texts.encode(texts, special) if texts else [ids for ids in inputs if isinstance(ids, list)]
 
@@ -205,6 +221,12 @@ async def token_ids(
 
     n_ids = sum(map(len, encoded))
     return await backend.off_loop(n_ids > LARGE, check_all)
+
+
+def check_number(n_texts: int, field: str) -> None:
+    """Check the number of texts of a request. raises RequestError"""
+    if n_texts > MAX_INPUTS:
+        raise RequestError(f"{field} has {n_texts} texts", f"at most {MAX_INPUTS}", "send several requests", field)
 
 
 def _retry_after_s(stats: EncoderStats) -> float:

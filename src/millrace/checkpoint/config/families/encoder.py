@@ -26,8 +26,10 @@ _ONLY_AT: dict[str, Neutral] = {
 
 def _family(name: str, prefix: str, defaults: Mapping[str, object], *heads: str) -> ModelFamily:
     """Return the family of `{prefix}Model`. heads: other classes of its checkpoints, `{prefix}For{head}`"""
-    also = tuple(f"{prefix}For{head}" for head in heads)
-    return ModelFamily(name, f"{prefix}Model", defaults, _ONLY_AT, is_encoder=True, also=also)
+    return ModelFamily(
+        name, f"{prefix}Model", defaults, _ONLY_AT, is_encoder=True, also=tuple(f"{prefix}For{head}" for head in heads),
+        cross_encoder=f"{prefix}ForSequenceClassification",
+    )  # fmt: skip
 
 
 ENCODERS = (

@@ -11,7 +11,7 @@ from millrace.runtime.encoder_loop import ALL
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE
 from millrace.serve.http.unknown_fields import ignored_names
-from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, finish_reply, token_ids
+from millrace.serve.llm.embeddings import FLOAT_BYTES, EmbeddingBackend, finish_reply, token_ids
 from millrace.serve.llm.matryoshka import check_dimensions, normalise, shorten
 from millrace.serve.llm.request_decoding import drop_large_fields
 from millrace.serve.llm.request_types import Body, described
@@ -64,7 +64,7 @@ class EmbeddingsReply(Struct):
     embedding: list[float]
 
 
-async def embed(backend: EncoderBackend, call: RequestContext, request: EmbedRequest) -> ASGIApp:
+async def embed(backend: EmbeddingBackend, call: RequestContext, request: EmbedRequest) -> ASGIApp:
     """Return a vector of length 1 for each text; without texts, report the model as loaded. raises MillraceError"""
     check_dimensions(request.dimensions, backend.limits.width, backend.model.matryoshka)
     texts = [request.input] if isinstance(request.input, str) else list(request.input)
@@ -89,7 +89,7 @@ async def embed(backend: EncoderBackend, call: RequestContext, request: EmbedReq
     return finish_reply(backend, call, content)
 
 
-async def embeddings(backend: EncoderBackend, call: RequestContext, request: EmbeddingsRequest) -> ASGIApp:
+async def embeddings(backend: EmbeddingBackend, call: RequestContext, request: EmbeddingsRequest) -> ASGIApp:
     """Return the vector of one text, as the model computes it. raises MillraceError"""
     if not request.prompt:
         return finish_reply(backend, call, msgspec.json.encode(EmbeddingsReply([])))

@@ -26,7 +26,7 @@ from millrace.serve.http.routes import HttpEndpoint, PostHandler, Protocol, get
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.answer_blocks import BlockKind, Blocks
 from millrace.serve.llm.conversation import DEFAULT_RENDERING, Conversation, Rendering, continue_last_assistant_message
-from millrace.serve.llm.embeddings import EncoderBackend
+from millrace.serve.llm.embeddings import EmbeddingBackend
 from millrace.serve.llm.event_stream import EventStream, StreamFraming
 from millrace.serve.llm.generation_stream import GenerationStream, start_chat_generation, submit_prompts
 from millrace.serve.llm.language_model import TextBackend
@@ -193,7 +193,7 @@ class _Answer:
 
 def tags(models: Models, scope: Scope) -> Response:
     """Return the language models and encoders in Ollama's shape."""
-    able = [*models.of_kind(TextBackend), *models.of_kind(EncoderBackend)]
+    able = [*models.of_kind(TextBackend), *models.of_kind(EmbeddingBackend)]
     return json_reply(OllamaModels([_model(b, name) for b in able for name in b.model.listed_names]))
 
 
@@ -346,7 +346,9 @@ OLLAMA = Protocol(
         ),
         _post_endpoint("/api/generate", generate, "Answer a prompt", OllamaGenerateRequest, OllamaReply, _PROMPT),
         _post_endpoint("/api/show", show, "What is known of a model", OllamaShowRequest, OllamaShowReply, {}),
-        _post_endpoint("/api/embed", embed, "A vector for each text", EmbedRequest, EmbedReply, _TEXTS, EncoderBackend),
+        _post_endpoint(
+            "/api/embed", embed, "A vector for each text", EmbedRequest, EmbedReply, _TEXTS, EmbeddingBackend
+        ),
         _post_endpoint(
             "/api/embeddings",
             embeddings,
@@ -354,7 +356,7 @@ OLLAMA = Protocol(
             EmbeddingsRequest,
             EmbeddingsReply,
             {"prompt": _TEXTS["input"][0]},
-            EncoderBackend,
+            EmbeddingBackend,
         ),
         get("/api/tags", tags, "The models", OllamaModels, protected=True),
         get("/api/ps", tags, "The models, which are all loaded", OllamaModels, protected=True),

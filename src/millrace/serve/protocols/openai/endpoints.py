@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from millrace.serve.http.errors import HttpProblem
 from millrace.serve.http.openapi import Operation
 from millrace.serve.http.routes import GetHandler, HttpEndpoint, PostHandler, Protocol, get
-from millrace.serve.llm.embeddings import EncoderBackend, embeddings
+from millrace.serve.llm.embeddings import EmbeddingBackend, EncoderBackend, embeddings
 from millrace.serve.llm.encoder_requests import EmbeddingRequest, RerankRequest, ScoreRequest
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.request_types import (
@@ -73,10 +73,13 @@ def _stored_response(method: str, path: str, handler: GetHandler, summary: str, 
     return HttpEndpoint(Operation(method, path, summary, True, None, reply), get_handler=handler)
 
 
-def _encoder(path: str, handler: PostHandler, summary: str, request: type[Body], reply: type) -> HttpEndpoint:
-    """Return an endpoint of text encoders."""
+def _encoder(
+    path: str, handler: PostHandler, summary: str, request: type[Body], reply: type,
+    kind: type[EncoderBackend] = EncoderBackend,
+) -> HttpEndpoint:  # fmt: skip
+    """Return an endpoint of text encoders. kind: the encoders that have it"""
     operation = Operation("POST", path, summary, True, request, reply, example=_EXAMPLES[request])
-    return HttpEndpoint(operation, handler, EncoderBackend)
+    return HttpEndpoint(operation, handler, kind)
 
 
 # Protected: whatever costs time or says which model this is. Health, metrics and versions stay open, as in vLLM, for
@@ -95,8 +98,16 @@ _MAIN: tuple[HttpEndpoint, ...] = (
     get("/v1/responses/{response_id}", responses.retrieve, "A stored response", ResponseReply, protected=True),
     _stored_response("DELETE", "/v1/responses/{response_id}", responses.delete, "Forget a response", DeletedReply),
     _stored_response("POST", "/v1/responses/{response_id}/cancel", responses.cancel, "End a response", ResponseReply),
-    _encoder("/v1/embeddings", embeddings, "A vector for each text", EmbeddingRequest, EmbeddingReply),
-    _encoder("/v1/score", score, "How near texts are, by the cosine of their vectors", ScoreRequest, ScoreReply),
+    _encoder(
+        "/v1/embeddings", embeddings, "A vector for each text", EmbeddingRequest, EmbeddingReply, EmbeddingBackend
+    ),
+    _encoder(
+        "/v1/score",
+        score,
+        "Scores of texts: a cross-encoder's, or the cosine of vectors",
+        ScoreRequest,
+        ScoreReply,
+    ),
     _encoder("/v1/rerank", rerank, "Documents by how near they are to a query", RerankRequest, RerankReply),
     _text("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
     _text("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),

@@ -1,7 +1,6 @@
-"""POST /v1/score and /v1/rerank: similarity of texts, by the cosine of their vectors.
+"""POST /v1/score and /v1/rerank: similarity of texts, by a cross-encoder's score or the cosine of their vectors.
 
-With an embedding model, as in vLLM: each text is encoded by itself. (Cross-encoders, which read both texts at once, are
-another family.)
+As in vLLM: a cross-encoder reads both texts at once, an embedding model encodes each text by itself.
 """
 
 import time
@@ -13,11 +12,19 @@ from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
 from millrace.runtime.encoder_loop import Vectors
+from millrace.runtime.text_pairs import check_counts, join_texts
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE
-from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, finish_reply, token_ids
+from millrace.serve.llm.embeddings import (
+    FLOAT_BYTES,
+    CrossEncoderBackend,
+    EncoderBackend,
+    check_number,
+    finish_reply,
+    token_ids,
+)
 from millrace.serve.llm.encoder_requests import RerankRequest, ScoreRequest
-from millrace.serve.llm.request_decoding import drop_large_fields
+from millrace.serve.llm.request_decoding import drop_large_fields, texts_or_ids
 from millrace.serve.llm.response_types import EmbeddingUsage, Ranked, RankedText, RerankReply, Score, ScoreReply
 
 _ROW_BYTES = 3 * FLOAT_BYTES  # of a score with its JSON keys, at most
@@ -27,12 +34,8 @@ async def score(backend: EncoderBackend, call: RequestContext, request: ScoreReq
     """Score one text against each of the others, or pairs of texts. raises MillraceError"""
     first, second = (list(t) if isinstance(t, list) else [t] for t in (request.text_1, request.text_2))
     drop_large_fields(request)
-    if len(first) not in (1, len(second)):
-        raise RequestError(
-            f"text_1 has {len(first)} texts, and text_2 {len(second)}", "one in text_1, or as many as in text_2",
-            "send one text, or pairs", "text_1",
-        )  # fmt: skip
-    scores, n_tokens = await _cosines(
+    check_counts(len(first), len(second), ("text_1", "text_2"))
+    scores, n_tokens = await _scores(
         backend, call, ("text_1", first), ("text_2", second), request.truncate_prompt_tokens
     )
     reply = ScoreReply(
@@ -47,7 +50,7 @@ async def rerank(backend: EncoderBackend, call: RequestContext, request: RerankR
     if request.top_n is not None and request.top_n < 0:
         raise RequestError(f"top_n is {request.top_n}", "at least 0, which is all", "correct it", "top_n")
     texts = [d if isinstance(d, str) else d.text for d in request.documents]
-    scores, n_tokens = await _cosines(
+    scores, n_tokens = await _scores(
         backend, call, ("query", [request.query]), ("documents", texts), request.truncate_prompt_tokens
     )
     order = np.argsort(-scores, kind="stable")[: request.top_n or None].tolist()
@@ -63,17 +66,44 @@ async def rerank(backend: EncoderBackend, call: RequestContext, request: RerankR
     return finish_reply(backend, call, content)
 
 
-async def _cosines(
-    backend: EncoderBackend,
-    call: RequestContext,
-    first: tuple[str, list[str]],
-    second: tuple[str, list[str]],
-    truncate: int | None,
-) -> tuple[NDArray[np.float64], int]:
-    """Return the cosine of each text of `second` with its text of `first`, and the number of tokens of all.
+Field = tuple[str, list[str]]  # name and texts of a field of the request
+Scores = tuple[NDArray[np.float64], int]  # of each text of the second field, and the number of tokens of all
 
-    first, second: name and texts of a field of the request
-    """
+
+async def _scores(
+    backend: EncoderBackend, call: RequestContext, first: Field, second: Field, truncate: int | None
+) -> Scores:
+    """Score each text of `second` with its text of `first`."""
+    scored = _read_together if isinstance(backend, CrossEncoderBackend) else _cosines
+    return await scored(backend, call, first, second, truncate)  # type: ignore[arg-type]  # of this kind
+
+
+async def _read_together(
+    backend: CrossEncoderBackend, call: RequestContext, first: Field, second: Field, truncate: int | None
+) -> Scores:
+    """Return a cross-encoder's scores."""
+    parts = []
+    for name, texts in (first, second):
+        check_number(len(texts_or_ids([*texts], name)), name)
+        parts.append(await backend.texts.encode(texts, False))
+    limits, n_tokens = backend.limits, sum(len(ids) for ids in parts[1]) + len(parts[1]) * max(map(len, parts[0]))
+    sequences, n_first = await backend.off_loop(
+        n_tokens > LARGE, lambda: join_texts(backend.pairs, parts[0], parts[1], limits, truncate, second[0])
+    )
+    call.log.prompt_tokens = n_tokens = sum(map(len, sequences))
+    lease = backend.unsent.lease()
+    try:
+        lease.add(len(sequences) * _ROW_BYTES)
+        vectors = await backend.vectors(sequences, n_first)
+        return vectors[:, 0].astype(np.float64), n_tokens
+    finally:
+        lease.release()
+
+
+async def _cosines(
+    backend: EncoderBackend, call: RequestContext, first: Field, second: Field, truncate: int | None
+) -> Scores:
+    """Return the cosines of the texts' vectors."""
     parts = [await token_ids(backend, [*texts], field, truncate=truncate) for field, texts in (first, second)]
     call.log.prompt_tokens = n_tokens = sum(len(ids) for part in parts for ids in part)
     lease = backend.unsent.lease()
