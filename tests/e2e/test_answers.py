@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from millrace.api.llm import LLM
 from millrace.runtime.request.sampling_params import SamplingParams
-from tests.support.checkpoints import random_encoder
+from tests.support.checkpoints import random_cross_encoder, random_encoder
 from tests.support.engines import build
 from tests.support.kserve import infer
-from tests.support.repository import in_process
+from tests.support.repository import in_process, refused
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "answers" / "models"
 CONFIG = 'backend: "millrace"\n'
@@ -124,3 +124,11 @@ def test_the_guard_refuses_and_an_error_is_told(url: str) -> None:
     body = {"question": "why?", "max_tokens": 0}
     reply = httpx.post(f"{url}/v2/models/answer/generate_stream", json=body, timeout=60)
     assert "llm: " in reply.text and "max_tokens is 0" in reply.text
+
+
+def test_a_cross_encoder_is_refused(tmp_path: Path) -> None:
+    build(random_cross_encoder(tmp_path / "checkpoint"), tmp_path / "engine", "fp32").close()
+    model = tmp_path / "models" / "reranker"
+    shutil.copytree(tmp_path / "engine", model / "1")
+    (model / "config.pbtxt").write_text(CONFIG)
+    assert "'reranker' is a cross-encoder" in refused(tmp_path / "models")

@@ -1,5 +1,8 @@
 """Encoders on random checkpoints of odd sizes: vectors as close to float64 as transformers' own, and tokens equal."""
 
+import base64
+import io
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 from numpy.typing import NDArray
+from sentencepiece import sentencepiece_model_pb2
 
 from millrace import LLM
 from millrace.api.embeddings import EmbeddingRequestOutput
@@ -15,7 +20,7 @@ from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError, RequestError
 from tests.support.checkpoints import random_encoder
 from tests.support.tolerance import assert_no_worse
-from tests.support.vocabularies import corpus, strange_text
+from tests.support.vocabularies import corpus, save_xlm_roberta, strange_text
 
 torch = pytest.importorskip("torch", reason="transformers needs it")
 transformers = pytest.importorskip("transformers", reason="the independent truth")
@@ -116,3 +121,28 @@ def test_a_position_table_of_another_size(tmp_path: Path) -> None:
     (folder / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"position_embeddings.weight\" is \(130, 96\)[\s\S]*\(128, 96\)"):
         LLM(folder, tune=0)
+
+
+def test_texts_are_normalised_as_by_sentencepiece(tmp_path: Path) -> None:
+    """By the character map of XLM-RoBERTa's files, alone and with the spaces of BGE-M3's."""
+    folder = tmp_path / "model"
+    save_xlm_roberta(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(nfkc_charsmap()).decode()}
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
+    texts = ["ﷺ Ａｂｃ  ﬁ", "the  mill ", "½ ① x", *corpus(3, 9)]  # noqa: RUF001
+    for normalizer in (charsmap, {"type": "Sequence", "normalizers": [charsmap, spaces]}):
+        (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "normalizer": normalizer}))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert [open_tokenizer(folder).encode(text) for text in texts] == [theirs(text).input_ids for text in texts]
+
+
+def nfkc_charsmap() -> bytes:
+    model, written = sentencepiece_model_pb2.ModelProto(), io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus()), model_writer=written, vocab_size=200, normalization_rule_name="nmt_nfkc",
+        minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    model.ParseFromString(written.getvalue())
+    charsmap: bytes = model.normalizer_spec.precompiled_charsmap
+    return charsmap
