@@ -1,6 +1,7 @@
 """Checkpoints of encoders: config.json, the files of sentence-transformers, names of tensors, WordPiece."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,51 @@ def test_roberta_counts_positions_after_the_padding_token(name: str) -> None:
             read_encoder({"model_type": name, "pad_token_id": pad})
     with pytest.raises(CheckpointError, match="is_decoder"):
         read_encoder({"model_type": name, "is_decoder": True})
+
+
+# config.json of nomic-embed-text-v1.5, in the words of its own code
+NOMIC: dict[str, Any] = {
+    "activation_function": "swiglu", "architectures": ["NomicBertModel"], "attn_pdrop": 0.0, "bos_token_id": None,
+    "causal": False, "dense_seq_output": True, "layer_norm_epsilon": 1e-12, "max_trained_positions": 2048,
+    "mlp_fc1_bias": False, "mlp_fc2_bias": False, "model_type": "nomic_bert", "n_embd": 96, "n_head": 3, "n_inner": 200,
+    "n_layer": 2, "n_positions": 8192, "parallel_block": False, "prenorm": False, "qkv_proj_bias": False,
+    "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_scaling_factor": None,
+    "scale_attn_weights": True, "type_vocab_size": 2, "use_rms_norm": False, "vocab_size": 30528,
+}  # fmt: skip
+
+
+def test_nomic_bert_in_both_spellings() -> None:
+    config = read_encoder(NOMIC)
+    assert (config.hidden_size, config.intermediate_size, config.n_layers, config.n_heads) == (96, 200, 2, 3)
+    assert config.max_positions == config.max_context == 8192 and config.activation == "silu"
+    assert config.rope is not None and (config.rope.kind, config.rope.theta) == ("default", 1000.0)
+    (note,) = config.notes
+    assert "attn_pdrop" in note and "n_embd" not in note
+    present = read_encoder({
+        "model_type": "nomic_bert", "hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "max_position_embeddings": 8192, "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    })  # fmt: skip
+    assert replace(present, notes=config.notes) == config
+    assert read_encoder({"model_type": "nomic_bert"}).rope == config.rope
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"hidden_size": 128}, ["n_embd is 96", "the same as hidden_size, which is 128"]),
+        ({"rotary_emb_fraction": 0.5}, ["rotary_emb_fraction", "whole heads"]),
+        ({"rotary_scaling_factor": 2.0}, ["rotary_scaling_factor", "null"]),
+        ({"prenorm": True}, ["prenorm", "false"]), ({"qkv_proj_bias": True}, ["qkv_proj_bias", "false"]),
+        ({"causal": True}, ["causal"]), ({"num_experts": 8}, ["num_experts"]), ({"head_dim": 64}, ["head_dim is 64"]),
+        ({"activation_function": "tanh"}, ["hidden_act", "silu"]), ({"n_layer": 0}, ["num_hidden_layers"]),
+        ({"n_embd": 97}, ["hidden_size", "a multiple"]), ({"rotary_emb_base": -1}, ["rope_theta"]),
+    ],
+)  # fmt: skip
+def test_what_a_nomic_bert_cannot_be(changed: dict[str, object], says: list[str]) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read_encoder({**NOMIC, **changed})
+    assert all(word in str(error.value) for word in says), error.value
 
 
 def test_heads_are_said_to_be_unused() -> None:

@@ -167,8 +167,9 @@ def test_a_cross_encoder(family: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert np.abs(np.array(got) - want).max() <= 1e-6
 
 
-def test_positions_after_the_padding_token(tmp_path: Path) -> None:
-    folder = random_encoder(tmp_path, family="roberta", max_position_embeddings=132, type_vocab_size=1)
+@pytest.mark.parametrize("family", ["roberta", "nomic_bert"])
+def test_positions_of_other_families(family: str, tmp_path: Path) -> None:
+    folder = random_encoder(tmp_path, family=family, max_position_embeddings=132, type_vocab_size=1)
     want = by_transformers(folder, TEXTS[:6])
     with LLM(folder, device="cuda") as llm:
         assert np.abs(vectors(llm.embed(TEXTS[:6], truncate_prompt_tokens=-1)) - want).max() <= 1e-6

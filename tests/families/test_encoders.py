@@ -29,6 +29,7 @@ transformers = pytest.importorskip("transformers", reason="the independent truth
 OWN: dict[str, dict[str, Any]] = {
     "roberta": {"type_vocab_size": 1, "layer_norm_eps": 1e-5},
     "xlm-roberta": {"type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    "nomic_bert": {"max_position_embeddings": 128, "type_vocab_size": 1},
     "camembert": {"pad_token_id": 5, "max_position_embeddings": 134, "type_vocab_size": 1},
 }
 LONGEST = 128  # tokens: 130 or 134 rows of positions, less those up to the padding token's

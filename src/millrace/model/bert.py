@@ -9,7 +9,8 @@ import re
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.model import ops
 from millrace.model.layers import Embedding, LayerNorm, Linear
-from millrace.model.module import CROSS_ENCODER, ENCODER, ENCODER_OF_FIRST, Module, ModuleList
+from millrace.model.module import CROSS_ENCODER, Module, ModuleList
+from millrace.model.pooling import FirstTokenPooling, MeanPooling, TextEncoder
 from millrace.model.tensor import Tensor
 
 
@@ -86,8 +87,9 @@ class BertEncoder(Module):
         return x  # (T, hidden)
 
 
-class BertModel(Module):
+class BertModel(TextEncoder):
     def __init__(self, c: EncoderConfig) -> None:
+        super().__init__(c)
         self.embeddings = BertEmbeddings(c)
         self.encoder = BertEncoder(c)
 
@@ -96,32 +98,15 @@ class BertModel(Module):
         return hidden  # (T, hidden)
 
 
-class BertSentences(BertModel):
-    """BertModel with the pooling of sentence-transformers: here the mean of a text's rows, optionally normalized."""
-
-    signature = ENCODER
-
-    def __init__(self, c: EncoderConfig) -> None:
-        super().__init__(c)
-        self._normalised = c.normalised
-
-    def forward(self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
-        return self._vectors(ops.mean_rows(self._hidden(tokens, types, positions, lengths), lengths))
-
-    def _vectors(self, x: Tensor) -> Tensor:
-        return ops.normalise(x) if self._normalised else x  # (S, hidden)
+class BertSentences(MeanPooling, BertModel):
+    pass
 
 
-class BertFirstTokens(BertSentences):
-    """The row of a text's first token, [CLS], instead of the mean."""
-
-    signature = ENCODER_OF_FIRST
-
-    def forward(self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor, *rows: Tensor) -> Tensor:
-        return self._vectors(ops.gather_rows(self._hidden(tokens, types, positions, lengths), *rows))
+class BertFirstTokens(FirstTokenPooling, BertModel):
+    pass
 
 
-def bert_sentences(c: EncoderConfig) -> BertSentences:
+def bert_sentences(c: EncoderConfig) -> MeanPooling:
     return BertFirstTokens(c) if c.pooling == "cls" else BertSentences(c)
 
 

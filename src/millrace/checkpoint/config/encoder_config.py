@@ -16,6 +16,8 @@ from millrace.checkpoint.config.config_reader import (
     read_dtype,
     wrong,
 )
+from millrace.checkpoint.config.families.family import ModelFamily
+from millrace.checkpoint.config.rope_config import RopeConfig, read_ropes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class EncoderConfig:
     vocab_size: int
     max_positions: int  # tokens of the longest text that the model can read
     n_types: int
+    rope: RopeConfig | None = None  # None: positions are embedded
     first_position: int = 0  # row of the position table that embeds a text's first token
     norm_eps: float
     activation: str  # "gelu" | "gelu_tanh" | "relu" | "silu"
@@ -47,6 +50,7 @@ class EncoderConfig:
 def read_encoder(raw: Raw) -> EncoderConfig:
     """Parse config.json. raises CheckpointError that names the key, its value and what was expected"""
     family = family_of(raw)
+    raw = _with_present_names(raw, family)
     scores = raw.get("architectures") == [family.cross_encoder]
     notes = check_keys({k: v for k, v in raw.items() if not (scores and k in cross_encoder.KEYS)}, family)
     if scores:
@@ -55,6 +59,8 @@ def read_encoder(raw: Raw) -> EncoderConfig:
     hidden_size, n_heads = read.positive_int("hidden_size"), read.positive_int("num_attention_heads")
     if hidden_size % n_heads:
         raise wrong("hidden_size", hidden_size, f"a multiple of num_attention_heads {n_heads}")
+    if read.get("head_dim") not in (None, hidden_size // n_heads):
+        raise wrong("head_dim", read.get("head_dim"), f"hidden_size divided by num_attention_heads {n_heads}")
     if not head_fits(hidden_size // n_heads):
         raise wrong("num_attention_heads", n_heads, f"hidden_size {hidden_size} divided by it {HEAD_SIZES}")
     activation = read.get("hidden_act")
@@ -64,16 +70,37 @@ def read_encoder(raw: Raw) -> EncoderConfig:
     if isinstance(names, list) and names != [family.architecture] and not scores:
         notes += (f"the head of {names[0]} is not used: this model gives a vector for each text",)
     first_position, max_positions = _positions(read)
+    rope = None
+    if "rope_parameters" in family.defaults:
+        (rope, _), more = read_ropes(read, max_positions)
+        notes += more
     return EncoderConfig(
         architecture=family.cross_encoder if scores else family.architecture, hidden_size=hidden_size,
         intermediate_size=read.positive_int("intermediate_size"),
         n_layers=read.positive_int("num_hidden_layers", high=MAX_LAYERS), n_heads=n_heads,
         vocab_size=read.positive_int("vocab_size"), max_positions=max_positions,
+        rope=rope,
         n_types=read.positive_int("type_vocab_size"), first_position=first_position,
         norm_eps=read.positive_float("layer_norm_eps"),
         activation=ENCODER_ACTIVATIONS[activation], dtype=read_dtype(raw), notes=notes, max_context=max_positions,
         score_activation=cross_encoder.read_activation(raw) if scores else "",
     )  # fmt: skip
+
+
+_SWIGLU = "swiglu"  # the gated MLP with silu, whose name Nomic's files give as the activation
+
+
+def _with_present_names(raw: Raw, family: ModelFamily) -> Raw:
+    """Return config.json with each key under its name in `defaults`. raises CheckpointError if two names disagree"""
+    result = {key: value for key, value in raw.items() if key not in family.older_keys}
+    for older, key in family.older_keys.items():
+        if (value := raw.get(older)) is None:
+            continue
+        value = "silu" if value == _SWIGLU else value
+        if result.get(key) not in (None, value):
+            raise wrong(older, value, f"the same as {key}, which is {result[key]!r}", "remove one of the two")
+        result[key] = value
+    return result
 
 
 def _positions(read: ConfigReader) -> tuple[int, int]:

@@ -22,6 +22,7 @@ class ModelFamily:
     only_at: Mapping[str, Neutral] = field(default_factory=dict)
     is_encoder: bool = False  # it computes embeddings, not next tokens
     also: tuple[str, ...] = ()  # the same architecture with a head, which an encoder does not use
+    older_keys: Mapping[str, str] = field(default_factory=dict)  # another name of a key -> its name in `defaults`
     cross_encoder: str = ""  # the architecture with a classifier, which gives a score for two texts
     qk_norm: str = ""
     rope_theta: float = 10_000.0
