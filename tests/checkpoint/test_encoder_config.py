@@ -86,6 +86,16 @@ def test_roberta_counts_positions_after_the_padding_token(name: str) -> None:
         read_encoder({"model_type": name, "is_decoder": True})
 
 
+def test_a_longest_text_that_counts_unused_rows_of_positions(tmp_path: Path) -> None:
+    folder = random_encoder(tmp_path, family="roberta")
+    for said, expected in ((128, 128), (129, 128), (130, 128), (127, 127)):
+        write(folder / "sentence_bert_config.json", {"max_seq_length": said})
+        assert opened(folder).max_context == expected
+    write(folder / "sentence_bert_config.json", {"max_seq_length": 131})
+    with pytest.raises(CheckpointError, match="1 to 128"):
+        Checkpoint.open(folder)
+
+
 # config.json of nomic-embed-text-v1.5, in the words of its own code
 NOMIC: dict[str, Any] = {
     "activation_function": "swiglu", "architectures": ["NomicBertModel"], "attn_pdrop": 0.0, "bos_token_id": None,

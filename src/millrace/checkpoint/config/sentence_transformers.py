@@ -56,10 +56,10 @@ def with_sentences(config: EncoderConfig, folder: Path) -> EncoderConfig:
     """Return the configuration completed from these files. raises CheckpointError if they are damaged or unsupported"""
     notes = (*config.notes, *_prompt_notes(folder))
     if config.score_activation:
-        limit = _longest_text(folder, config.max_positions, _NEUTRAL | _NEUTRAL_FOR_SCORES)
+        limit = _longest_text(folder, config, _NEUTRAL | _NEUTRAL_FOR_SCORES)
         return replace(config, score_activation=_activation(folder, config), max_context=limit, notes=notes)
     pooling, normalised, more = _pooling(folder, config.hidden_size)
-    limit = _longest_text(folder, config.max_positions, _NEUTRAL)
+    limit = _longest_text(folder, config, _NEUTRAL)
     return replace(config, pooling=pooling, normalised=normalised, max_context=limit, notes=(*notes, *more))
 
 
@@ -158,7 +158,7 @@ def _check_normalize(path: Path | None) -> None:
             )
 
 
-def _longest_text(folder: Path, max_positions: int, neutral: Mapping[str, tuple[object, ...]]) -> int:
+def _longest_text(folder: Path, config: EncoderConfig, neutral: Mapping[str, tuple[object, ...]]) -> int:
     """Return the limit in tokens: max_seq_length of sentence_bert_config.json, otherwise the tokenizer's, otherwise all
     positions. neutral: keys of this file, and their values without effect"""
     path = folder / SENTENCE_CONFIG
@@ -168,12 +168,13 @@ def _longest_text(folder: Path, max_positions: int, neutral: Mapping[str, tuple[
         if key in raw and raw[key] not in values:
             allowed = " or ".join(map(str, values))
             raise CheckpointError(f"{path}: {key} is {raw[key]!r:.60}", allowed, "choose an encoder without it")
-    length = raw.get("max_seq_length")
+    length, max_positions = raw.get("max_seq_length"), config.max_positions
     if length is not None:
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 < length <= max_positions:
+        n_rows = max_positions + config.first_position  # some RoBERTa files count the unused rows, too: 514 for 512
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 < length <= n_rows:
             allowed = f"1 to {max_positions}, the positions of config.json"
             raise CheckpointError(f"{path}: max_seq_length is {length!r:.60}", allowed, "correct max_seq_length")
-        return length
+        return min(length, max_positions)
     limit = read_json_object(folder / TOKENIZER_CONFIG).get("model_max_length")
     if isinstance(limit, int) and not isinstance(limit, bool) and 0 < limit < max_positions:
         return limit
