@@ -136,9 +136,6 @@ class GpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 SAME_ON_A_GPU = GpuSection()
 
 
-_ENCODER_OUTPUTS = frozenset((*ENCODER.outputs, *CROSS_ENCODER.outputs))
-
-
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     millrace: str
@@ -178,12 +175,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_encoder(self) -> bool:
         """Whether it turns texts into vectors, or pairs of texts into scores."""
         inputs = {slot.name for slot in self.cpu.inputs}
-        return not _ENCODER_OUTPUTS.isdisjoint(self.gives) and inputs >= set(ENCODER.inputs)
+        vectors = set(ENCODER.outputs) <= set(self.gives) and inputs >= set(ENCODER.inputs)
+        return vectors or self.is_cross_encoder
 
     @property
     def is_cross_encoder(self) -> bool:
-        """Whether it turns pairs of texts into scores."""
-        return self.is_encoder and set(CROSS_ENCODER.outputs) <= set(self.gives)
+        """Whether it turns pairs of texts into scores. A user's own network of these names has no vocabulary."""
+        inputs = {slot.name for slot in self.cpu.inputs}
+        scores = set(CROSS_ENCODER.outputs) <= set(self.gives) and inputs >= set(CROSS_ENCODER.inputs)
+        return scores and self.vocab_size > 0
 
     @property
     def max_step_tokens(self) -> int:
@@ -291,7 +291,8 @@ def contradiction(manifest: Manifest) -> str:
         if not symbol.low <= symbol.usual <= symbol.high:
             bounds = f"low {symbol.low}, usual {symbol.usual}, high {symbol.high}"
             return f"has bounds of {symbol.name!r:.60} that are not in order: {bounds}"
-    vectors = [slot.shape for slot in manifest.cpu.outputs if slot.name in _ENCODER_OUTPUTS]
+    names_of_vectors = {*ENCODER.outputs, *CROSS_ENCODER.outputs}
+    vectors = [slot.shape for slot in manifest.cpu.outputs if slot.name in names_of_vectors]
     shaped = all(len(shape) == 2 and shape[0] == "S" and isinstance(shape[1], int) for shape in vectors)
     if manifest.is_encoder and (symbols != ["T", "S"] or not shaped):
         return "is of an encoder without T and S, or whose vectors are not [S, width]"
