@@ -128,10 +128,10 @@ class BitsAndBytesTensors(Tensors):
         N, K = state.shape
         result = np.empty(2 * len(packed), np.float32)
         result[::2], result[1::2] = values[packed >> np.uint8(4)], values[packed & np.uint8(15)]
-        whole = N * K // state.block * state.block
-        by_block = result[:whole].reshape(-1, state.block)
+        n_in_blocks = N * K // state.block * state.block
+        by_block = result[:n_in_blocks].reshape(-1, state.block)
         by_block *= scales[: len(by_block), None]
-        result[whole : N * K] *= scales[-1]
+        result[n_in_blocks : N * K] *= scales[-1]
         return result[: N * K].reshape(N, K)
 
     def _absmax(self, name: str, state: _State) -> NDArray[np.float32]:
@@ -148,10 +148,10 @@ def _states_of(parts: Tensors, name: str) -> list[str]:
 
 def _state(parts: Tensors, name: str) -> _State:
     """Return the state of a matrix after checking all its tensors. raises CheckpointError"""
-    found = _states_of(parts, name)
-    if len(found) != 1:
-        raise CheckpointError(f"{name} has {len(found)} states", f"one of {name}{STATE}nf4 and fp4", _AGAIN)
-    info = parts[name + found[0]]
+    names = _states_of(parts, name)
+    if len(names) != 1:
+        raise CheckpointError(f"{name} has {len(names)} states", f"one of {name}{STATE}nf4 and fp4", _AGAIN)
+    info = parts[name + names[0]]
     if info.dtype != "uint8" or info.nbytes > _MAX_STATE:
         raise CheckpointError(f"{info.name} has {info.nbytes} bytes of {info.dtype}", "JSON as uint8", _AGAIN)
     try:
