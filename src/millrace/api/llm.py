@@ -161,14 +161,9 @@ class LLM:
         with _in_python_words(self._given_as):
             build, run, precisions = _split({"precision": precision, **settings})
             name, engine = find_engine(
-                str(model),
-                build,
-                read_env(),
-                say=_LOG.info,
-                precisions=precisions,
-                new_selector=precision_selector,
-                place=run.place,
-            )
+                str(model), build, read_env(), say=_LOG.info, precisions=precisions,
+                new_selector=precision_selector, place=run.place,
+            )  # fmt: skip
             self._opened, self._loop = _open(name, engine, run, compat_vllm.asks_for_embeddings(settings))
         self._threading = threading.Lock()
         self._made_in = os.getpid()
@@ -262,7 +257,6 @@ class LLM:
         """
         if not self._pairs:
             raise AttributeError("score")  # __getattr__ says what to use instead
-
         self._check_usable()
         assert isinstance(self._loop, EncoderLoop)
         self._start(self._loop)
