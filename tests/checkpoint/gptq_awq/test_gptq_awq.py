@@ -8,7 +8,8 @@ import pytest
 
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.gptq_awq.packing import in_awq_order, unpack, words_of
+from millrace.checkpoint.compressed.packing import words_of
+from millrace.checkpoint.gptq_awq.packing import in_awq_order, unpack
 from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.source import Source

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.compressed.packing import unpack, words_of
 from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
 from millrace.checkpoint.compressed.scheme import STATIC_FP8, Compression, Scheme
-from millrace.checkpoint.weights.integer_matrix import integer_floats, integer_format, integer_matrix
+from millrace.checkpoint.weights.integer_matrix import group_size, integer_floats, integer_format, integer_matrix
 from millrace.checkpoint.weights.quantized_matrix import E4M3, FP8, QuantisedFormat, QuantisedMatrix
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError
@@ -47,7 +47,7 @@ class _Layer:
 
     @property
     def group(self) -> int:
-        return self.scheme.group or -(-self.shape[1] // 4) * 4
+        return group_size(self.scheme.group, self.shape[1])
 
     @property
     def n_groups(self) -> int:

@@ -136,17 +136,12 @@ _SCALING_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings", *_YARN_OPTIONS),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
 }
-
-
 _OPTIONAL = ("original_max_position_embeddings", *_YARN_OPTIONS)
 
 
 def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max_positions: int) -> RopeConfig:
     for name in _SCALING_KEYS[kind]:
-        is_optional = name in ("original_max_position_embeddings", *_YARN_OPTIONS) or (kind, name) == (
-            "longrope",
-            "factor",
-        )
+        is_optional = name in _OPTIONAL or (kind, name) == ("longrope", "factor")
         if name not in rope and not is_optional:
             raise wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")
     factor = positive_number(f"{key}.factor", rope.get("factor", 1.0))

@@ -13,11 +13,6 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, that each nibble h
 _WORD = 32
 
 
-def words_of(n: int, bits: int) -> int:
-    """Return the number of words for n codes."""
-    return -(-n * bits // _WORD)
-
-
 def unpack(words: NDArray[np.int32], bits: int, n: int) -> NDArray[np.uint8]:
     """Unpack words (words_of(n, bits), C) along their first axis into unsigned codes (n, C)."""
     blocks = -(-len(words) // bits)

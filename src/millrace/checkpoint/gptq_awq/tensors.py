@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.gptq_awq.packing import in_awq_order, unpack, words_of
+from millrace.checkpoint.compressed.packing import words_of
+from millrace.checkpoint.gptq_awq.packing import in_awq_order, unpack
 from millrace.checkpoint.gptq_awq.scheme import GEMM, GEMV, GPTQ, PackedScheme
-from millrace.checkpoint.weights.integer_matrix import integer_floats, integer_format, integer_matrix
+from millrace.checkpoint.weights.integer_matrix import group_size, integer_floats, integer_format, integer_matrix
 from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError
@@ -45,7 +46,7 @@ class _Layer:
 
     @property
     def group(self) -> int:
-        return self.scheme.group or -(-self.shape[1] // 4) * 4
+        return group_size(self.scheme.group, self.shape[1])
 
     @property
     def n_groups(self) -> int:

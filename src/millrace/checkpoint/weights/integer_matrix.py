@@ -16,6 +16,12 @@ Scales = NDArray[np.float64]
 _ENGINE_BITS = 4  # the fewest
 
 
+def group_size(group: int | None, n_columns: int) -> int:
+    """Return the inputs per scale; for whole rows (None) their length rounded up to a multiple of 4, as kernels
+    require."""
+    return group or -(-n_columns // 4) * 4
+
+
 def integer_format(bits: int, group: int, scales: Scales, zeros: Codes | None) -> QuantisedFormat | None:
     """Return the format that is exact; None if there is none. scales, zeros: (N, G); zeros: None if all are 0"""
     with np.errstate(over="ignore"):
