@@ -15,7 +15,7 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.source import Source
 from millrace.engine.artifact.engine import Engine
 from tests.engine.test_reference import assert_agree
-from tests.support.checkpoints import LATER_FAMILIES, random_checkpoint
+from tests.support.checkpoints import EXPERT_FAMILIES, LATER_FAMILIES, random_checkpoint
 from tests.support.engines import build, last_logits
 from tests.support.tolerance import assert_no_worse
 
@@ -28,13 +28,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("cohere2", {"layer_types": None, "num_hidden_layers": 4}),
 ]
 CASES = [
-    *(pytest.param(family, {}, id=family) for family in LATER_FAMILIES),
+    *(pytest.param(family, {}, id=family) for family in (*LATER_FAMILIES, *EXPERT_FAMILIES)),
     *(pytest.param(*variant, id=f"{variant[0]} {i}", marks=pytest.mark.nightly) for i, variant in enumerate(VARIANTS)),
 ]
 
 
 def model(folder: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    plain: dict[str, Any] = {"experts_implementation": "eager"}  # the others take no float64
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
     loaded.set_attn_implementation("eager")
     return loaded.eval()
 
@@ -68,7 +69,7 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, overrides: dic
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", LATER_FAMILIES)
+@pytest.mark.parametrize("family", [*LATER_FAMILIES, *EXPERT_FAMILIES])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8"])
 def test_the_native_executor_agrees_with_the_reference(family: str, precision: str, tmp_path: Path) -> None:
     assert_agree(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision, tmp_path)

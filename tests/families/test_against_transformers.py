@@ -19,7 +19,8 @@ LENGTHS = (1, 17, 64, 70)
 
 
 def truth(folder: Path, dtype: Any, prompts: list[list[int]]) -> NDArray[np.float64]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
     with torch.no_grad():
         rows = [model(torch.tensor([p])).logits[0, -1].double().numpy() for p in prompts]
     return np.stack(rows)

@@ -35,6 +35,7 @@ BERT_SIZES: Mapping[str, object] = {
     "max_position_embeddings": 130,
 }
 _IDS: Mapping[str, object] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}  # of the tiny tokenizer
+_EXPERTS: Mapping[str, object] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 _OWN: Mapping[str, Mapping[str, object]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
     "mistral": {"sliding_window": None},
@@ -99,11 +100,37 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "cohere2": {
         **_IDS, "logit_scale": 0.3, "sliding_window": 33, "layer_types": ["sliding_attention", "full_attention"],
     },
+    "mixtral": {**_IDS, **_EXPERTS, "intermediate_size": 76, "sliding_window": 33},
+    "qwen2_moe": {
+        **_EXPERTS, "num_experts": 6, "moe_intermediate_size": 76, "shared_expert_intermediate_size": 52,
+        "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False,
+    },
+    "qwen3_moe": {
+        **_EXPERTS, "head_dim": 72, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 76,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {**_IDS, **_EXPERTS, "num_experts": 6, "intermediate_size": 76},
+    "granitemoe": {
+        **_IDS, **_EXPERTS, "intermediate_size": 76, "embedding_multiplier": 3.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.05, "logits_scaling": 1.7,
+    },
+    "phimoe": {**_IDS, **_EXPERTS, "intermediate_size": 76, "attention_bias": True, "lm_head_bias": True},
+    "ernie4_5_moe": {
+        **_IDS, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 76, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+    },
+    "glm4_moe": {
+        **_IDS, "num_experts_per_tok": 2, "n_routed_experts": 6, "moe_intermediate_size": 76, "use_qk_norm": True,
+        "routed_scaling_factor": 1.7, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
+    },
 }  # fmt: skip
 # Families whose layers are those above in other arrangements; tests of kernels and passes take FAMILIES.
 LATER_FAMILIES = (
     "smollm3", "granite", "olmo2", "olmo3", "exaone4", "stablelm", "nemotron", "starcoder2", "phi", "phi3", "cohere",
     "cohere2", "ernie4_5", "glm", "glm4",
+)  # fmt: skip
+EXPERT_FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe",
 )  # fmt: skip
 
 
@@ -212,12 +239,13 @@ def _randomise(model: Any, seed: int, zero_centred_norms: bool) -> None:
     import torch
 
     rng = np.random.default_rng(seed)
-    for name, parameter in sorted(model.named_parameters()):
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("_bias")]  # of experts
+    for name, parameter in sorted([*model.named_parameters(), *biases]):
         shape = tuple(parameter.shape)
         noise = rng.standard_normal(shape, dtype=np.float32)
         if name.lower().endswith("norm.weight"):
             value = 0.2 * noise + (0.0 if zero_centred_norms else 1.0)
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             value = 0.3 * noise
         elif "embed" in name or "lm_head" in name:
             value = 0.15 * noise  # a normed row has length sqrt(hidden): logits of 0.15 * sqrt(320) = 2.7

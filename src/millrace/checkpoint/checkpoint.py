@@ -30,6 +30,7 @@ from millrace.checkpoint.tokenizer.tokenizer import (
     read_json_object,
 )
 from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer
+from millrace.checkpoint.weights.expert_stacks import split_expert_stacks
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, INDEX, DigestOf, Tensors
 from millrace.checkpoint.weights.tied_head import resolve_tied_head
 from millrace.errors import CheckpointError, ConfigError
@@ -203,6 +204,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     config, notes = fields.config, fields.notes
     tensors = open_tensors(folder, quantization)
     if isinstance(config, ModelConfig):
+        if type(tensors) is Tensors:
+            tensors = split_expert_stacks(tensors, config)
         config, tensors, tied_notes = resolve_tied_head(config, tensors)
         notes += tied_notes
     stored = _stored_dtype(tensors)

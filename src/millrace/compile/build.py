@@ -149,7 +149,7 @@ def plan_engine(source: Source, options: BuildOptions) -> BuildPlan:
     precision = chosen.precision
     traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
     _check_context(traced, chosen.max_context)
-    precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
+    precision.check_patterns(node.origin[0] for node in traced.nodes if node.op in ("linear", "expert_linear"))
     return BuildPlan(precision, traced, _program(traced, chosen), notes_of(source, chosen))
 
 

@@ -4,14 +4,14 @@ A graph defines what is computed. How it is computed (precision, storage of rows
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix, joined_format
 from millrace.errors import GraphError
 from millrace.graph.dims import Dim as Dim
 from millrace.graph.dims import Symbol as Symbol
@@ -51,6 +51,7 @@ class Constant:
     stored: of (bits, group), the checkpoint's own integers, if it has such codes
     format: of these integers, known before they are read; None if there are none, or several formats
     transformed: of (bits, group, groups of rows), the codes that an engine has made for transformed rows
+    parts: the constants that it stacks along a new first dimension, such as one matrix of each expert
     """
 
     load: Callable[[], Array]
@@ -58,6 +59,19 @@ class Constant:
     stored: Callable[[int, int], QuantisedMatrix | None] | None = None
     format: QuantisedFormat | None = None
     transformed: Callable[[int, int, int], QuantisedMatrix] | None = None
+    parts: tuple["Constant", ...] = ()
+
+
+def stack_constants(parts: Sequence[Constant], name: str) -> Constant:
+    """Return the constants, of one shape, stacked along a new first dimension. Nothing is read."""
+
+    def load() -> Array:
+        arrays = [part.load() for part in parts]
+        if len({array.dtype for array in arrays}) > 1:  # NumPy has no common type of float16 and bfloat16
+            arrays = [array.astype(np.float32) for array in arrays]
+        return np.stack(arrays)
+
+    return Constant(load, (name,), format=joined_format([part.format for part in parts]), parts=tuple(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -111,6 +111,7 @@ MAX_SIZES = 1 << 16  # derived sizes of one program
 MAX_RANK = 8  # of values that kernels index by extents
 MAX_CACHES = 8
 
+MAX_EXPERTS = 1024  # of a layer
 MAX_HEAD = 512  # elements of a key or a value
 MAX_PARAM = 1 << 24  # largest value of an integer parameter: kMaxParam of native/program_reader.hpp
 

@@ -2,11 +2,13 @@
 
 By their configuration also Mistral (windows), Qwen2 (biases), Qwen3 (norms of each query and key head), SmolLM3 (layers
 without rotary positions), Granite (multipliers), StableLM (LayerNorm, rotation of a part of each head), Nemotron
-(LayerNorm, squared ReLU), Cohere's Command R and R7B (attention and MLP side by side, interleaved rotation).
+(LayerNorm, squared ReLU), Cohere's Command R and R7B (attention and MLP side by side, interleaved rotation), and the
+mixtures of experts of this shape: Mixtral, Qwen2 and Qwen3 MoE, OLMoE, Granite MoE, Phi-3.5-MoE, ERNIE 4.5, GLM-4.5.
 """
 
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model.decoder import MLP, Attention, CausalLM, GatedMLP, add_scaled, build_norm
+from millrace.model.experts import ExpertMLP, block_name
 from millrace.model.module import Module, Table
 from millrace.model.tensor import Tensor
 
@@ -18,14 +20,15 @@ class LlamaLayer(Module):
         self.self_attn = Attention(c, layer)
         if not self._is_parallel:
             self.post_attention_layernorm = build_norm(c)
-        self.mlp = GatedMLP(c) if c.gated_mlp else MLP(c)
+        self._mlp = block_name(c, layer)
+        setattr(self, self._mlp, ExpertMLP(c) if c.has_experts(layer) else GatedMLP(c) if c.gated_mlp else MLP(c))
 
     def forward(self, x: Tensor, rotary: Table, positions: Tensor, lengths: Tensor) -> Tensor:
         normed = self.input_layernorm(x)
         h = add_scaled(x, self.self_attn(normed, rotary, positions, lengths), self._multiplier)
         if not self._is_parallel:
             normed = self.post_attention_layernorm(h)
-        return add_scaled(h, self.mlp(normed), self._multiplier)
+        return add_scaled(h, getattr(self, self._mlp)(normed), self._multiplier)
 
 
 class LlamaForCausalLM(CausalLM):

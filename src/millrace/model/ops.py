@@ -4,16 +4,70 @@ Sequences are packed: T tokens in all, S sequences, of which each has `lengths` 
 key/value heads, D head size, R chosen rows, N outputs.
 """
 
-from millrace.graph.types import DType
+from collections.abc import Sequence
+from dataclasses import fields
+
+from millrace.checkpoint.config.routing import Routing
+from millrace.checkpoint.weights.expert_names import stack_name
+from millrace.graph.types import DType, Value, stack_constants
 from millrace.model.tensor import Number, Tensor, elementwise
 
 Pair = int | tuple[int, int]  # height and width; one number for both
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (rows, K), weight (N, K), bias (N,) -> (rows, N) = x @ weight.T + bias."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, precision: str = "") -> Tensor:
+    """x (rows, K), weight (N, K), bias (N,) -> (rows, N) = x @ weight.T + bias.
+
+    precision: of this matmul in every engine, such as "fp32"; "": as the engine's precisions say
+    """
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    return x.trace.add("linear", inputs, {"bias": bias is not None})
+    return x.trace.add("linear", inputs, {"bias": bias is not None} | ({"precision": precision} if precision else {}))
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """logits (T, E), bias (E,) -> weights (T, A) and i32 numbers (T, A) of the experts of each row."""
+    attrs = {field.name: getattr(routing, field.name) for field in fields(routing)}
+    weights, experts = logits.trace.add_all("route", (logits,) if bias is None else (logits, bias), attrs)
+    return weights, experts
+
+
+def group_by_expert(experts: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """i32 experts (T, A) of n -> i32 row_of (T * A,), places (T, A), starts (n + 1,).
+
+    The pairs of a row and an expert are sorted by experts: the rows of these pairs, the place of each pair among them,
+    and each expert's first pair.
+    """
+    row_of, places, starts = experts.trace.add_all("group_by_expert", (experts,), {"experts": n})
+    return row_of, places, starts
+
+
+def expert_linear(x: Tensor, starts: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+    """x (P, K), sorted by experts, starts (E + 1,), E weights (N, K) and biases (N,) -> (P, N).
+
+    Row p of expert e becomes x[p] @ weights[e].T + biases[e].
+    """
+    stacked = [_stack(tensors) for tensors in (weights, biases) if tensors]
+    inputs, origin = (x, starts, *stacked), constant_name(stacked[0]).removesuffix(".weight")
+    return x.trace.add("expert_linear", inputs, {"bias": bool(biases)}, origin)
+
+
+def combine_experts(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """x (P, N), i32 places (T, A), weights (T, A) -> (T, N): the sums of weights[t, a] * x[places[t, a]] over a."""
+    return x.trace.add("combine_experts", (x, places, weights))
+
+
+def constant_name(x: Tensor) -> str:
+    assert x.value.constant, x
+    return "+".join(x.value.constant.origin)
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return parameters of one shape, stacked, under their name with * for the number of the expert."""
+    constants = [t.value.constant for t in tensors]
+    assert all(constants), "only constants are stacked"
+    name = stack_name(constant_name(tensors[0]))
+    shape = (len(tensors), *tensors[0].shape)
+    return Tensor(tensors[0].trace, Value(shape, constant=stack_constants([c for c in constants if c], name)))
 
 
 def embedding(ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:

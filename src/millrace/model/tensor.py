@@ -30,16 +30,18 @@ class Trace:
     n_states: int = 0
     results: dict[str, Value] = field(default_factory=dict)  # results of the modules, by path
 
-    def add(self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None) -> Tensor:
-        """Add an operator with one output, and return it."""
-        (output,) = self.add_all(op, inputs, attrs)
+    def add(
+        self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None, origin: str | None = None
+    ) -> Tensor:
+        """Add an operator with one output, and return it. origin: its module's name; None: the one that is traced"""
+        (output,) = self.add_all(op, inputs, attrs, origin)
         return output
 
     def add_all(
-        self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None
+        self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None, origin: str | None = None
     ) -> tuple[Tensor, ...]:
         """Add an operator, and return all outputs. raises GraphError for inputs that it does not take"""
-        operator, where = find_operator(self.operators, op), self.scope[-1]
+        operator, where = find_operator(self.operators, op), self.scope[-1] if origin is None else origin
         try:
             node = make_node(operator, tuple(t.value for t in inputs), attrs or {}, (where,))
         except GraphError as error:

@@ -21,6 +21,8 @@ from millrace.checkpoint.config.config_reader import (
     token_ids,
     wrong,
 )
+from millrace.checkpoint.config.expert_config import ExpertConfig, read_experts
+from millrace.checkpoint.config.families.family import ModelFamily
 from millrace.checkpoint.config.rope_config import RopeConfig, read_ropes
 
 LATER_GEMMAS = ("gemma2", "gemma3_text")
@@ -31,9 +33,11 @@ WINDOWED = (
     "olmo3",
     "exaone4",
     "cohere2",
+    "mixtral",
+    "phimoe",
     *LATER_GEMMAS,
 )  # families with windows by default
-SWITCHED_WINDOWS = ("qwen2", "qwen3", "smollm3")  # families with use_sliding_window
+SWITCHED_WINDOWS = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")  # families with use_sliding_window
 MAX_TAPS = 8  # kernel size of a short convolution
 
 
@@ -85,6 +89,11 @@ class ModelConfig:
     convolves: tuple[bool, ...] = ()
     conv_taps: int = 0
     conv_bias: bool = False
+    experts: ExpertConfig | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts instead of one MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
     def has_rotary(self, layer: int) -> bool:
         """Return whether a layer has rotary positions."""
@@ -100,6 +109,7 @@ def read_config(raw: Raw) -> ModelConfig:
     """Parse config.json of a decoder. raises CheckpointError that names the key, its value and what was expected"""
     family = family_of(raw)
     assert not family.is_encoder, family  # read by checkpoint/config/encoder_config.py
+    raw = _renamed_keys(raw, family)
     notes = check_keys(raw, family)
     read = ConfigReader(raw, family)
     n_layers = read.positive_int("num_hidden_layers", high=MAX_LAYERS)
@@ -139,7 +149,7 @@ def read_config(raw: Raw) -> ModelConfig:
         attention_scale=_attention_scale(read, head_dim),
         attention_softcap=_softcap(read, "attn_logit_softcapping"),
         logits_softcap=_softcap(read, "final_logit_softcapping"),
-        qk_norm=family.qk_norm,
+        qk_norm=_qk_norm(read),
         rotates=rotates,
         embedding_multiplier=_multiplier(read, "embedding_multiplier"),
         residual_multiplier=_multiplier(read, "residual_multiplier"),
@@ -148,13 +158,40 @@ def read_config(raw: Raw) -> ModelConfig:
         gated_mlp=family.gated_mlp,
         parallel_residual=family.parallel_residual
         or ("use_parallel_residual" in family.defaults and read.boolean("use_parallel_residual")),
-        head_bias=family.name == "phi",
-        **(_lfm2_convolutions(read, n_layers) if family.name == "lfm2" else {}),
+        head_bias=_head_bias(read),
+        **_layer_kinds(read, n_layers),
         dtype=read_dtype(raw),
         bos_token_id=bos,
         eos_token_ids=eos,
         notes=(*notes, *rope_notes, *token_notes),
     )
+
+
+def _renamed_keys(raw: Raw, family: ModelFamily) -> Raw:
+    """Return config.json with today's names of keys."""
+    result = {key: value for key, value in raw.items() if key not in family.older_keys}
+    for older, key in family.older_keys.items():
+        if older in raw and raw.get(key, raw[older]) != raw[older]:
+            raise wrong(older, raw[older], f"{raw[key]!r}, as {key} says, which is another name of it")
+        if older in raw:
+            result[key] = raw[older]
+    return result
+
+
+def _head_bias(read: ConfigReader) -> bool:
+    return read.family.name == "phi" or ("lm_head_bias" in read.family.defaults and read.boolean("lm_head_bias"))
+
+
+def _layer_kinds(read: ConfigReader, n_layers: int) -> dict[str, Any]:
+    """Return the fields for layers that are not attention and one MLP."""
+    convolutions = _lfm2_convolutions(read, n_layers) if read.family.name == "lfm2" else {}
+    return {**convolutions, "experts": read_experts(read, n_layers)}
+
+
+def _qk_norm(read: ConfigReader) -> str:
+    if "use_qk_norm" in read.family.defaults:
+        return "head" if read.boolean("use_qk_norm") else ""
+    return read.family.qk_norm
 
 
 def _attention_scale(read: ConfigReader, head_dim: int) -> float | None:
@@ -192,7 +229,7 @@ def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
     if "attention_bias" not in read.family.defaults:
         return read.family.name in ("qwen2", "phi"), read.family.name == "phi"
     has = read.boolean("attention_bias")
-    return has, has and read.family.name not in ("glm", "glm4")
+    return has, has and read.family.name not in ("glm", "glm4", "glm4_moe", "qwen2_moe")
 
 
 def _mlp_bias(read: ConfigReader) -> bool:
@@ -329,7 +366,7 @@ def _windows(read: ConfigReader, n_layers: int, rotates: tuple[bool, ...]) -> tu
                 raise wrong("sliding_window", read.get("sliding_window"), "tokens of the layers with sliding_attention")
             raise wrong("layer_types", sorted(set(kinds)), "only " + " and ".join(sorted(allowed)))
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
-    if name in ("qwen2", "qwen3") and window:
+    if name in ("qwen2", "qwen3", "qwen2_moe") and window:
         result = read.get("max_window_layers")
         if isinstance(result, bool) or not isinstance(result, int) or result < 0:
             raise wrong("max_window_layers", result, "a number of layers")

@@ -37,6 +37,13 @@ class QuantisedFormat:
 FP8 = QuantisedFormat(8, 0, e4m3=True)
 
 
+def joined_format(formats: Sequence[QuantisedFormat | None]) -> QuantisedFormat | None:
+    """Return the format of matrices that become one, with the widest codes; None for a mixture."""
+    widest = max((f.bits for f in formats if f), default=0)
+    kinds = {f and replace(f, bits=widest) for f in formats}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
     """A matrix w (N, K) = codes * the group's scale + the group's minimum, exactly.

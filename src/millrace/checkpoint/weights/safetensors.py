@@ -116,6 +116,10 @@ class Tensors(Mapping[str, TensorInfo]):
         infos[new] = replace(infos[new], name=new)
         return Tensors(infos, self._states, self._derived)
 
+    def with_infos(self, infos: Mapping[str, TensorInfo]) -> "Tensors":
+        """Return other tensors of the same files."""
+        return Tensors(infos, self._states, self._derived)
+
     def __getitem__(self, name: str) -> TensorInfo:
         return self._infos[name]
 

@@ -6,7 +6,7 @@ from millrace.graph.rewrite import GraphView, Replacement, head_of, joined_origi
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.op import ROPE_ATTENTION
 from millrace.kernels.convert.op import CONVERT
-from millrace.kernels.matmul.op import LINEAR, precision_of
+from millrace.kernels.matmul.op import EXPERT_PRODUCTS, LINEAR, PRODUCTS, matrices_of, precision_of
 from millrace.kernels.operators import int_attr, runnable
 from millrace.kernels.precision import Precision
 from millrace.kernels.rescore.op import RESCORE
@@ -85,11 +85,11 @@ def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
     converted: dict[tuple[Value, Storage], Node] = {}
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
-        if node.op not in ("linear", "gated_linear"):
+        if node.op not in (*PRODUCTS, *EXPERT_PRODUCTS):
             return None
         x = node.inputs[0]
         precision = precision_of(node)
-        stored_format = kept_format_of(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, precisions)
+        stored_format = kept_format_of(matrices_of(node), precision, precisions)
         own = stored_format.group if stored_format else precisions.group
         x_group = int_attr(node, "x_group") if "x_group" in node.attrs else own
         check_x_group(node.origin[0] if node.origin else "a product", x_group, own)

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix, combined
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix, combined, joined_format
 from millrace.compile.precision import PrecisionMap
 from millrace.graph.rewrite import GraphView, Replacement, head_of, joined_origins, make_node, rewrite, tree_of
 from millrace.graph.types import Array, Constant, DType, Graph, Node, Value
+from millrace.kernels.expert_linear.op import EXPERT_GATED_LINEAR
 from millrace.kernels.expression import compile_tree, needs_broadcast
-from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, precision_of
+from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, matrices_of, precision_of
 from millrace.kernels.matmul.pack import stored_codes
 from millrace.kernels.precision import Precision
 from millrace.kernels.views.op import SPLIT
@@ -26,12 +27,15 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
         precisions.check_head(head.origin[0])
 
     def rule(node: Node, live: GraphView) -> Replacement | None:
-        if node.op != "linear":
+        if node.op not in ("linear", "expert_linear"):
             return None
+        if own_precision := node.attrs.get("precision"):  # the model's own choice
+            attrs = {**node.attrs, "precision": Precision(str(own_precision))}
+            return Replacement.from_nodes(make_node(node.operator, node.inputs, attrs, node.origin))
         name, is_head = node.origin[0], bool(head and node.output is head.output)
         own = {"x_group": group} if (group := precisions.x_group_of(name, is_head=is_head)) else {}
         attrs = {**node.attrs, "precision": precisions.precision_of(name, is_head=is_head), **own}
-        return Replacement.from_nodes(make_node(LINEAR, node.inputs, attrs, node.origin))
+        return Replacement.from_nodes(make_node(node.operator, node.inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -45,22 +49,32 @@ def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
         if not fits_epilogue(node):
             return None
         gate, up = (live.producer(v) for v in node.inputs)
-        if not (gate and up and is_plain_linear(gate) and is_plain_linear(up) and gate.inputs[0] is up.inputs[0]):
+        if not (gate and up and gate.op == up.op and gate.inputs[0] is up.inputs[0] and node.inputs[0] in gate.outputs):
             return None
-        if _kind(gate, precisions) != _kind(up, precisions) or gate.inputs[1].shape != up.inputs[1].shape:
+        experts = gate.op == "expert_linear" and gate.inputs[1] is up.inputs[1]
+        if not experts and not (is_plain_linear(gate) and is_plain_linear(up)):
+            return None
+        (w,), (v,) = matrices_of(gate), matrices_of(up)
+        if _kind(gate, precisions) != _kind(up, precisions) or w.shape != v.shape:
             return None
         if not all(live.read_once(v) for v in node.inputs):
             return None
         attrs = {"tree": tree_of(node), **_requested(gate)}
-        inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
-        return Replacement.from_nodes(make_node(GATED_LINEAR, inputs, attrs, joined_origins(gate, up)))
+        origins = joined_origins(gate, up)
+        if not experts:
+            return Replacement.from_nodes(make_node(GATED_LINEAR, (gate.inputs[0], w, v), attrs, origins))
+        if gate.attrs.get("bias") != up.attrs.get("bias"):
+            return None
+        inputs = (*gate.inputs[:2], w, v, *gate.inputs[3:], *up.inputs[3:])
+        attrs["bias"] = gate.attrs.get("bias", False)
+        return Replacement.from_nodes(make_node(EXPERT_GATED_LINEAR, inputs, attrs, origins))
 
     return rewrite(graph, rule)
 
 
 def _kind(node: Node, precisions: PrecisionMap) -> object:
     """Return the kind of a matmul. Matmuls of one kind, with equal precision and packing, can be merged."""
-    return tuple(_requested(node).items()), kept_format_of(node.inputs[1:2], precision_of(node), precisions)
+    return tuple(_requested(node).items()), kept_format_of(matrices_of(node), precision_of(node), precisions)
 
 
 def _requested(node: Node) -> Mapping[str, object]:
@@ -135,15 +149,8 @@ def _concatenated(values: list[Value]) -> Value:
         return combined(parts, np.concatenate) if parts else None
 
     origin = tuple(o for c in constants if c for o in c.origin)
-    constant = Constant(load, origin, stored, _joined_format([c.format for c in constants if c]))
+    constant = Constant(load, origin, stored, joined_format([c.format for c in constants if c]))
     return Value((total, *values[0].shape[1:]), constant=constant)
-
-
-def _joined_format(formats: list[QuantisedFormat | None]) -> QuantisedFormat | None:
-    """Return the format of stacked matrices, with the widest codes; None for a mixture."""
-    widest = max((f.bits for f in formats if f), default=0)
-    alike = {f and replace(f, bits=widest) for f in formats}
-    return alike.pop() if len(alike) == 1 else None
 
 
 def fits_epilogue(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from millrace.kernels.declare import (
     EXPRESSION,
     LEGAL_ROWS,
+    MAX_EXPERTS,
     ROWS,
     Kernel,
     Knob,
@@ -12,14 +13,17 @@ from millrace.kernels.declare import (
     WeightFormat,
 )
 
+_MATRICES = "(experts + (experts == 0))"
+
 KERNEL = Kernel(
     "matmul",
     "y = epilogue(x @ w.T + bias) + residual; x and w in the formats of one numerics class",
     (
         Operand("x", "in", f"{ROWS} * x_stride", "uint8_t"),
-        Operand("w", "weight", "matrix_bytes(weights, n, k, group, scaling)", "uint8_t"),
-        Operand("bias", "weight?", "n * 4"),
+        Operand("w", "weight", f"{_MATRICES} * matrix_bytes(weights, n, k, group, scaling)", "uint8_t"),
+        Operand("bias", "weight?", f"{_MATRICES} * n * 4"),
         Operand("residual", "in?", f"{ROWS} * y_stride * 4"),
+        Operand("starts", "in?", "(experts + 1) * 4", "int32_t"),
         Operand("y", "out", f"{ROWS} * y_stride * (4 - 2 * packed)"),
     ),
     (
@@ -35,6 +39,7 @@ KERNEL = Kernel(
         "i32 y_stride",
         "i32 gated",
         "i32 packed",  # y is rows of bfloat16, for another matmul; y_stride counts its elements
+        "i32 experts",  # as many matrices; each takes the rows from its start to the next one's. 0: one for all
         "i32 tiles",  # bfloat16 products are summed as by tdpbf16ps, not vdpbf16ps
         *EXPRESSION,
     ),
@@ -49,6 +54,8 @@ KERNEL = Kernel(
         f"weights <= {max(WeightFormat)}",
         "gated >= 0",
         "gated <= 1",
+        "experts >= 0",
+        f"experts <= {MAX_EXPERTS}",
         "packed >= 0",
         "packed <= 1",
         "packed == 0 or n % 16 == 0",

@@ -14,6 +14,7 @@
 //   fp8   E4M3 as bfloat16, which holds it exactly, summed as in bf16; then y = sum * the output's float scale
 //   Scales and minimums in two levels are products that float32 holds exactly, so they add no rounding.
 // gated: a panel holds 16 gates and their 16 ups; y = expression(gate, up) has half as many columns.
+// experts: one such product for each, of the rows [starts[e], starts[e + 1]) with the e-th of the matrices and biases.
 #pragma once
 #include "finish.hpp"
 namespace millrace::MILLRACE_ISA {
@@ -201,16 +202,82 @@ inline void multiply_fp8(const MatmulArgs& a, const TileInput& in, int64_t panel
                      panel);
 }
 
+inline TileInput tile_input(const MatmulArgs& a, const StepContext& c) {
+  return {a.x, a.w, a.x_stride, a.k, a.group, a.x_group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
+}
+
+template <Class C>
+int64_t most_rows(const StepContext& c) {
+  const int64_t asked = c.tactic->tile_rows();
+  return asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
+}
+
+// Whether rows of codes go by AMX's tiles.
+template <Class C>
+bool by_byte_tiles([[maybe_unused]] const TileInput& in, [[maybe_unused]] int64_t rows, [[maybe_unused]] const StepContext& c) {
+#if defined(MILLRACE_TILES)
+  if constexpr (C == Class::w8a8 || C == Class::w4a8) return goes_by_tiles(in, rows, c.tactic->tile_rows());
+#endif
+  return false;
+}
+
+template <Class C, Scaling S>
+void multiply_any(const MatmulArgs& a, const TileInput& in, int64_t panel_stride, int64_t rows, const StepContext& c,
+                  int64_t panel, int64_t end) {
+  if constexpr (C == Class::fp8)
+    multiply_fp8(a, in, panel_stride, rows, most_rows<C>(c), panel, end);
+  else
+    multiply_panels<C, S>(a, in, panel_stride, rows, most_rows<C>(c), panel, end);
+}
+
+// The product of one expert: its matrix, and its rows from `begin` on.
+inline MatmulArgs of_expert(const MatmulArgs& a, int64_t expert, int64_t begin, int64_t matrix) {
+  MatmulArgs own = a;
+  own.x = a.x + begin * a.x_stride;
+  own.w = a.w + expert * matrix;
+  own.bias = a.bias ? a.bias + expert * a.n : nullptr;
+  own.y = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(a.y) + begin * a.y_stride * (a.packed ? 2 : 4));
+  return own;
+}
+
+// Rows are sorted by experts; a task is panels of one expert for all of its rows.
+template <Class C, Scaling S>
+void multiply_by_experts(const MatmulArgs& a, StepContext& c) {
+  const int64_t rows = c.sizes[a.rows], panels = up(a.n, kPanel) / kPanel;
+  const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group, a.scaling);
+  const auto start = [&](int64_t e) { return a.starts[e] < 0 ? 0 : a.starts[e] < rows ? a.starts[e] : rows; };
+  int64_t busy = 0;
+  for (int64_t e = 0; e < a.experts; ++e) busy += start(e) < start(e + 1);
+  if (!busy) return;
+  const int64_t fitting = task_panels(c, panels * busy, panel_stride), size = fitting < panels ? fitting : panels;
+  const int64_t tasks = (panels - 1) / size + 1;
+  for (Chunk p(c, a.experts * tasks, 1); p.next();) {
+    const int64_t expert = p.begin / tasks, panel = p.begin % tasks * size, begin = start(expert);
+    const int64_t count = start(expert + 1) - begin, end = panel + size < panels ? panel + size : panels;
+    if (count <= 0) continue;
+    const MatmulArgs own = of_expert(a, expert, begin, panels * panel_stride);
+    const TileInput in = tile_input(own, c);
+#if defined(MILLRACE_TILES)
+    if constexpr (C == Class::w8a8 || C == Class::w4a8)
+      if (by_byte_tiles<C>(in, count, c)) {
+        rows_by_byte_tiles<C == Class::w4a8, S>(own, in, panel_stride, 0, count, panel, end, c.scratch);
+        continue;
+      }
+#endif
+    multiply_any<C, S>(own, in, panel_stride, count, c, panel, end);
+  }
+}
+
 template <Class C, Scaling S = Scaling::plain>
 void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t rows = c.sizes[a.rows], panels = up(a.n, kPanel) / kPanel;
   if (rows == 0) return;
+  if (a.experts && a.starts) return multiply_by_experts<C, S>(a, c);
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group, a.scaling);
-  const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, a.x_group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
-  const int64_t asked = c.tactic->tile_rows();
+  const TileInput in = tile_input(a, c);
 #if defined(MILLRACE_TILES)
   if constexpr (C == Class::w8a8 || C == Class::w4a8) {
-    if (goes_by_tiles(in, rows, asked)) {
+    if (by_byte_tiles<C>(in, rows, c)) {
       const int64_t size = task_panels(c, panels, panel_stride), tasks = (panels - 1) / size + 1, part = part_rows(in, rows);
       for (Chunk p(c, (rows - 1) / part * tasks + tasks, 1); p.next();) {
         const int64_t row = p.begin / tasks * part, panel = p.begin % tasks * size;
@@ -221,12 +288,8 @@ void multiply(const MatmulArgs& a, StepContext& c) {
     }
   }
 #endif
-  const int64_t most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
   for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
-    if constexpr (C == Class::fp8)
-      multiply_fp8(a, in, panel_stride, rows, most, p.begin, p.end);
-    else
-      multiply_panels<C, S>(a, in, panel_stride, rows, most, p.begin, p.end);
+    multiply_any<C, S>(a, in, panel_stride, rows, c, p.begin, p.end);
 }
 
 template <Class C>

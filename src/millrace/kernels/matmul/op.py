@@ -1,6 +1,6 @@
 """The operators linear and gated_linear: a matmul with weights, and its epilogue."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, P
 from millrace.kernels.row_storage import Storage, storage_of
 
 PRODUCTS = ("linear", "gated_linear")
+EXPERT_PRODUCTS = ("expert_linear", "expert_gated_linear")
 SILU_MUL: Tree = ("mul", ("mul", 0, ("sigmoid", 0)), 1)
 BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4, WeightFormat.FP8: 8}  # of the codes that a checkpoint may have
 
@@ -96,29 +97,30 @@ def is_silu_mul(node: Node) -> bool:
 
 
 def matrices_of(node: Node) -> tuple[Value, ...]:
-    """Return the weights of a matmul, or both of a gated one."""
-    return node.inputs[1:3] if node.operator is GATED_LINEAR else node.inputs[1:2]
+    """Return the weights of a matmul, or both of a gated one; of experts, each stacked."""
+    first = 2 if node.op in EXPERT_PRODUCTS else 1
+    return node.inputs[first : first + (2 if "gated" in node.op else 1)]
 
 
 def product(values: EvaluationContext, node: Node, w: Value) -> Rows:
     """Return the node's first input times w.T, in its numerics class."""
-    x, precision, group = node.inputs[0], precision_of(node), group_of(node)
-    value_rows = values.stored_value(x)
-    if isinstance(value_rows, Quantised):
-        return products.matmul_q8(
-            value_rows, _codes(values, w, precision.bits, group, hadamard_group=value_rows.hadamard_group)
-        )
-    rows = values.rows(x)
+    return multiply(values, node, values.stored_value(node.inputs[0]), w.constant, lambda: values.rows(w))
+
+
+def multiply(
+    values: EvaluationContext, node: Node, x: StoredValue, constant: Constant | None, load: Callable[[], Rows]
+) -> Rows:
+    """Return rows x times w.T in a matmul's numerics class. constant, load: of w, which may be computed"""
+    precision, group = precision_of(node), group_of(node)
+    if isinstance(x, Quantised):
+        return products.matmul_q8(x, codes_of(constant, load, precision.bits, group, x.hadamard_group))
+    rows = x.astype(np.float64, copy=False)
     if precision.coded:
         of = products.matmul_e4m3 if values.meets_fp8(node) else products.matmul_a16
-        return of(rows, _codes(values, w, precision.bits, group))
-    weights = values.rows(w).astype(np.float32).astype(np.float64)
+        return of(rows, codes_of(constant, load, precision.bits, group))
+    weights = load().astype(np.float32).astype(np.float64)
     y = products.matmul_bf16(rows, weights) if precision == Precision.BF16 else products.matmul(rows, weights)
     return y.astype(np.float64)
-
-
-def _codes(values: EvaluationContext, w: Value, bits: int, group: int, *, hadamard_group: int = 0) -> QuantisedMatrix:
-    return codes_of(w.constant, lambda: values.rows(w), bits, group, hadamard_group)
 
 
 def codes_of(
@@ -181,29 +183,39 @@ def packing_of(node: Node, rows: Storage) -> Packing:
     """Return the packing of a matmul with such input rows."""
     format, group, own = precision_of(node).weights, group_of(node), Scaling.PLAIN
     if format in BITS and not rows.hadamard_group:
-        own = scaling_of([constant_of(v) for v in matrices_of(node)], BITS[format], group)
+        constants = [constant_of(v) for v in matrices_of(node)]
+        own = scaling_of([part for c in constants for part in c.parts or (c,)], BITS[format], group)
     return Packing(format, group, rows.hadamard_group, own)
 
 
 def _pack(values: tuple[Value, ...], packing: Packing, name: str) -> PackedPlace:
-    """Pack a matrix into panels; two matrices are interleaved as gate and up."""
-    format, group = packing.format, packing.group
-    constants, n, k = [constant_of(v) for v in values], static_dim(values[0], 0), static_dim(values[0], 1)
-    gated = len(constants) == 2
-    rows = 2 * up(n, 16) if gated else n
+    """Pack a matrix into panels; two matrices are interleaved as gate and up; stacked matrices one after another."""
+    constants = [constant_of(v) for v in values]
+    parts, (n, k) = [c.parts for c in constants], [d for d in values[0].shape[-2:] if isinstance(d, int)]
+    rows = 2 * up(n, 16) if len(constants) == 2 else n
+    nbytes = matrix_bytes(packing.format, rows, k, packing.group, packing.scaling)
+    stack = list(zip(*parts, strict=True)) if parts[0] else []
 
     def pack(run: SlabTask) -> NDArray[np.uint8]:
-        codes = stored_codes(constants, packing.bits, group) if packing.bits and not packing.hadamard_group else None
-        if codes:
-            return pack_codes(interleave_codes(*codes) if gated else codes[0], format, run)
-        w, *rest = [c.load() for c in constants]
-        up_ = rest[0] if gated else None
-        return pack_matrix(w, format, group, packing.hadamard_group, up_=up_, run=run)  # type: ignore[arg-type]
+        if not stack:
+            return _pack_panels(constants, packing, run)
+        out = np.empty(len(stack) * nbytes, np.uint8)
+        for i, matrices in enumerate(stack):
+            out[i * nbytes : (i + 1) * nbytes] = _pack_panels(matrices, packing, run)
+        return out
 
-    origin = tuple(o for c in constants for o in c.origin)
-    return PackedPlace(
-        "+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, packing.scaling), pack
-    )
+    origin, of_stack = tuple(o for c in constants for o in c.origin), (len(stack),) if stack else ()
+    return PackedPlace("+".join(origin), origin, (*of_stack, rows, k), name, nbytes * max(len(stack), 1), pack)
+
+
+def _pack_panels(constants: Sequence[Constant], packing: Packing, run: SlabTask) -> NDArray[np.uint8]:
+    format, group = packing.format, packing.group
+    codes = stored_codes(constants, packing.bits, group) if packing.bits and not packing.hadamard_group else None
+    if codes:
+        return pack_codes(interleave_codes(*codes) if len(codes) == 2 else codes[0], format, run)
+    w, *rest = [c.load() for c in constants]
+    up_ = rest[0] if rest else None
+    return pack_matrix(w, format, group, packing.hadamard_group, up_=up_, run=run)  # type: ignore[arg-type]
 
 
 def _packs(node: Node, storage: Storage) -> bool:
@@ -211,43 +223,51 @@ def _packs(node: Node, storage: Storage) -> bool:
 
 
 def _lower(node: Node, writer: ProgramWriter) -> None:
+    operands: dict[str, View | OperandPlace | None] = {}
+    if node.attrs.get("bias"):
+        operands["bias"] = writer.vector(node.inputs[2])
+    if node.attrs.get("residual"):
+        operands["residual"] = writer.dense(node.inputs[-1], node)
+    add_product(node, writer, operands)
+
+
+def add_product(
+    node: Node, writer: ProgramWriter, operands: Mapping[str, View | OperandPlace | None], experts: int = 0
+) -> None:
+    """Add the call of a matmul. operands: those besides x, w and y. experts: number of stacked matrices, if they are"""
     x, precision = node.inputs[0], precision_of(node)
     view, weights = writer.view(x), precision.weights
-    gated, width, group = node.operator is GATED_LINEAR, node.output.width, group_of(node)
+    matrices, group, width = matrices_of(node), group_of(node), node.output.width
+    gated = len(matrices) == 2
     tiles, storage = writer.tiles and precision == Precision.BF16, storage_of(node)
     code: list[int] = []
     numbers: list[float] = []
     if "tree" in node.attrs:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
-    matrices, how = matrices_of(node), packing_of(node, view.storage)
+    how = packing_of(node, view.storage)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
         "x_group": view.storage.group, "format": view.storage.format, "weights": weights, "scaling": how.scaling,
         "x_stride": view.row_bytes, "gated": int(gated), "packed": int(storage.format == RowFormat.BF16),
-        "tiles": int(tiles), "code": code, "imm": numbers,
+        "tiles": int(tiles), "code": code, "imm": numbers, "experts": experts,
     }  # fmt: skip
     words = HADAMARD if view.storage.hadamard else SCALING_WORDS[how.scaling]
     name = f"{weights.name.lower()}{f'g{group}' if group else ''}{f' {words}' if words else ''}"
     place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, how, name))
-    operands: dict[str, View | OperandPlace | None] = {"x": view, "w": place}
-    if node.attrs.get("bias"):
-        operands["bias"] = writer.vector(node.inputs[2])
-    if node.attrs.get("residual"):
-        operands["residual"] = writer.dense(node.inputs[-1], node)
     y = writer.new(node.output, node.origin[0] if node.origin else "linear", storage)
     params["y_stride"] = y.row_elements
-    operands["y"] = y
-    writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
+    every = {"x": view, "w": place, **operands, "y": y}
+    writer.add("matmul", every, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
-_OPTIONS = frozenset({"precision", "x_group", "group"})  # set by passes; the first two also by users
+OPTIONS = frozenset({"precision", "x_group", "group"})  # set by passes; the first two also by users
 
 LINEAR = KernelOperator(
-    name="linear", inputs=(2, 4), attrs=_OPTIONS | {"bias", "residual", "tree", "storage"}, shapes=_shapes,
+    name="linear", inputs=(2, 4), attrs=OPTIONS | {"bias", "residual", "tree", "storage"}, shapes=_shapes,
     reference=_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 GATED_LINEAR = KernelOperator(
-    name="gated_linear", inputs=(3, 3), attrs=_OPTIONS | {"tree", "storage"}, fused=True,
+    name="gated_linear", inputs=(3, 3), attrs=OPTIONS | {"tree", "storage"}, fused=True,
     shapes=_gated_shapes, reference=_gated_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 OPERATORS = (LINEAR, GATED_LINEAR)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from millrace.checkpoint.config.families.encoder import ENCODERS
+from millrace.checkpoint.config.families.experts import EXPERTS
 from millrace.checkpoint.config.families.family import ModelFamily
 from millrace.checkpoint.config.families.gemma import GEMMA
 from millrace.checkpoint.config.families.hybrid import HYBRID
@@ -12,5 +13,5 @@ from millrace.checkpoint.config.families.post_norm import POST_NORM
 
 # by config.json's model_type
 FAMILIES: Mapping[str, ModelFamily] = {
-    family.name: family for family in (*LLAMA_LIKE, *LAYER_NORM, *POST_NORM, *GEMMA, *HYBRID, *ENCODERS)
+    family.name: family for family in (*LLAMA_LIKE, *LAYER_NORM, *POST_NORM, *EXPERTS, *GEMMA, *HYBRID, *ENCODERS)
 }

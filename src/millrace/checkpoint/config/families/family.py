@@ -6,6 +6,27 @@ from dataclasses import dataclass, field
 Neutral = tuple[tuple[object, ...], str]  # the values at which a key has no effect, and what other values would change
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertScheme:
+    """The keys of config.json that describe a family's experts, and how it routes if no key says so.
+
+    size: the width of an expert's MLP; layers: which layers have experts, as read by expert_config.py
+    normalise: whether the weights of a row's experts are divided by their sum; None: norm_topk_prob says so
+    shared: the key of the number of shared experts, or of their width; "": there are none
+    bias: whether the choice of experts has a bias of its own; a name is the key that says so
+    """
+
+    count: str = "num_experts"
+    chosen: str = "num_experts_per_tok"
+    size: str = "moe_intermediate_size"
+    layers: str = "all"
+    scoring: str = "softmax"
+    normalise: bool | None = None
+    epsilon: float = 0.0
+    shared: str = ""
+    bias: bool | str = False
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """A model family. `defaults` maps each key that is used to transformers' value if the key is missing.
@@ -31,6 +52,7 @@ class ModelFamily:
     parallel_residual: bool = False
     rotary_share: float = 1.0
     interleaved: bool = False
+    experts: ExpertScheme | None = None
 
 
 # source: models/*/configuration_*.py of transformers 5; null if transformers derives the value from other keys

@@ -1,0 +1,115 @@
+"""Mixtures of experts: each row passes through a few of many MLPs, which a router chooses (arXiv:2101.03961)."""
+
+from dataclasses import dataclass
+
+from millrace.checkpoint.config.model_config import ModelConfig
+from millrace.model import ops
+from millrace.model.layers import Linear
+from millrace.model.module import Module, ModuleList, Parameter
+from millrace.model.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of a family's parts in checkpoints: the block in a layer, and in the block.
+
+    bias: of the choice of experts, under `bias_module`, which may be the router
+    """
+
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+    bias_module: str = "gate"
+    bias: str = "e_score_correction_bias"
+
+
+_MIXTRAL = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+NAMES = {
+    "mixtral": _MIXTRAL,
+    "phimoe": _MIXTRAL,
+    "granitemoe": ExpertNames(block="block_sparse_moe", router="router"),
+    "qwen2_moe": ExpertNames(shared="shared_expert"),
+    "ernie4_5_moe": ExpertNames(bias_module="moe_statics"),
+}
+
+
+def block_name(c: ModelConfig, layer: int) -> str:
+    """Return the name of a layer's MLP, which may be a mixture of experts."""
+    return NAMES.get(c.family, ExpertNames()).block if c.has_experts(layer) else "mlp"
+
+
+class Router(Module):
+    """Logits of the experts, in float32 in every engine: a small error would choose other experts."""
+
+    def __init__(self, c: ModelConfig, n_experts: int) -> None:
+        self.weight = Parameter(n_experts, c.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, precision="fp32")
+
+
+class Biases(Module):
+    """Holds the bias of the choice of experts."""
+
+
+class Expert(Module):
+    """The weights of one expert, a gated MLP."""
+
+    def __init__(self, c: ModelConfig, size: int, names: ExpertNames) -> None:
+        for name, n_in, n_out in (
+            (names.gate, c.hidden_size, size), (names.up, c.hidden_size, size), (names.down, size, c.hidden_size),
+        ):  # fmt: skip
+            setattr(self, name, Linear(n_in, n_out))
+
+
+class SharedMLP(Module):
+    """down(activation(gate(x)) * up(x)), for all rows."""
+
+    def __init__(self, c: ModelConfig, size: int) -> None:
+        self._activation = ops.ACTIVATIONS[c.activation]
+        self.gate_proj = Linear(c.hidden_size, size, bias=c.mlp_bias)
+        self.up_proj = Linear(c.hidden_size, size, bias=c.mlp_bias)
+        self.down_proj = Linear(size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ExpertMLP(Module):
+    """The weighted sum of what a row's experts give, and what the shared MLP gives if there is one."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        experts, names = c.experts, NAMES.get(c.family, ExpertNames())
+        assert experts is not None, c
+        self._names, self._config, self._activation = names, experts, ops.ACTIVATIONS[c.activation]
+        setattr(self, names.router, Router(c, experts.count))
+        if experts.selection_bias:
+            if names.bias_module != names.router:
+                setattr(self, names.bias_module, Biases())
+            setattr(getattr(self, names.bias_module), names.bias, Parameter(experts.count))
+        self.experts = ModuleList([Expert(c, experts.size, names) for _ in range(experts.count)])
+        if experts.shared_size:
+            setattr(self, names.shared, SharedMLP(c, experts.shared_size))
+        if experts.shared_gate:
+            self.shared_expert_gate = Linear(c.hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        names, experts = self._names, self._config
+        bias = getattr(getattr(self, names.bias_module), names.bias) if experts.selection_bias else None
+        weights, chosen = ops.route(getattr(self, names.router)(x), experts.routing, bias)  # (T, A)
+        row_of, places, starts = ops.group_by_expert(chosen, experts.count)
+        grouped = ops.gather_rows(x, row_of)  # (T * A, hidden)
+        gate, up = (self._product(grouped, starts, name) for name in (names.gate, names.up))
+        y = ops.combine_experts(self._product(self._activation(gate) * up, starts, names.down), places, weights)
+        if not experts.shared_size:
+            return y
+        shared: Tensor = getattr(self, names.shared)(x)
+        if experts.shared_gate:
+            shared = ops.sigmoid(ops.linear(x, self.shared_expert_gate.weight, precision="fp32")) * shared
+        return y + shared
+
+    def _product(self, x: Tensor, starts: Tensor, name: str) -> Tensor:
+        return ops.expert_linear(x, starts, [getattr(expert, name).weight for expert in self.experts])
