@@ -123,6 +123,11 @@ _OWN: Mapping[str, Mapping[str, object]] = {
         **_IDS, "num_experts_per_tok": 2, "n_routed_experts": 6, "moe_intermediate_size": 76, "use_qk_norm": True,
         "routed_scaling_factor": 1.7, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
     },
+    "lfm2_moe": {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "conv_L_cache": 4,
+        "bos_token_id": 1, "eos_token_id": 2, "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 76, "routed_scaling_factor": 1.3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
 }  # fmt: skip
 # Families whose layers are those above in other arrangements; tests of kernels and passes take FAMILIES.
 LATER_FAMILIES = (
@@ -131,6 +136,7 @@ LATER_FAMILIES = (
 )  # fmt: skip
 EXPERT_FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe",
+    "lfm2_moe",
 )  # fmt: skip
 
 

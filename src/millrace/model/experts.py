@@ -13,7 +13,7 @@ from millrace.model.tensor import Tensor
 class ExpertNames:
     """The names of a family's parts in checkpoints: the block in a layer, and in the block.
 
-    bias: of the choice of experts, under `bias_module`, which may be the router
+    bias: of the choice of experts, under `bias_module`, which may be the router; "": of the block itself
     """
 
     block: str = "mlp"
@@ -33,6 +33,7 @@ NAMES = {
     "granitemoe": ExpertNames(block="block_sparse_moe", router="router"),
     "qwen2_moe": ExpertNames(shared="shared_expert"),
     "ernie4_5_moe": ExpertNames(bias_module="moe_statics"),
+    "lfm2_moe": ExpertNames(block="feed_forward", gate="w1", up="w3", down="w2", bias_module="", bias="expert_bias"),
 }
 
 
@@ -41,14 +42,7 @@ def block_name(c: ModelConfig, layer: int) -> str:
     return NAMES.get(c.family, ExpertNames()).block if c.has_experts(layer) else "mlp"
 
 
-class Router(Module):
-    """Logits of the experts, in float32 in every engine: a small error would choose other experts."""
-
-    def __init__(self, c: ModelConfig, n_experts: int) -> None:
-        self.weight = Parameter(n_experts, c.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, precision="fp32")
+_PRECISE = "fp32"  # in every engine: a small error of a router would choose other experts
 
 
 class Biases(Module):
@@ -85,20 +79,20 @@ class ExpertMLP(Module):
         experts, names = c.experts, NAMES.get(c.family, ExpertNames())
         assert experts is not None, c
         self._names, self._config, self._activation = names, experts, ops.ACTIVATIONS[c.activation]
-        setattr(self, names.router, Router(c, experts.count))
+        setattr(self, names.router, Linear(c.hidden_size, experts.count, precision=_PRECISE))
         if experts.selection_bias:
-            if names.bias_module != names.router:
+            if names.bias_module not in ("", names.router):
                 setattr(self, names.bias_module, Biases())
-            setattr(getattr(self, names.bias_module), names.bias, Parameter(experts.count))
+            setattr(self._bias_module(), names.bias, Parameter(experts.count))
         self.experts = ModuleList([Expert(c, experts.size, names) for _ in range(experts.count)])
         if experts.shared_size:
             setattr(self, names.shared, SharedMLP(c, experts.shared_size))
         if experts.shared_gate:
-            self.shared_expert_gate = Linear(c.hidden_size, 1)
+            self.shared_expert_gate = Linear(c.hidden_size, 1, precision=_PRECISE)
 
     def forward(self, x: Tensor) -> Tensor:
         names, experts = self._names, self._config
-        bias = getattr(getattr(self, names.bias_module), names.bias) if experts.selection_bias else None
+        bias = getattr(self._bias_module(), names.bias) if experts.selection_bias else None
         weights, chosen = ops.route(getattr(self, names.router)(x), experts.routing, bias)  # (T, A)
         row_of, places, starts = ops.group_by_expert(chosen, experts.count)
         grouped = ops.gather_rows(x, row_of)  # (T * A, hidden)
@@ -108,8 +102,12 @@ class ExpertMLP(Module):
             return y
         shared: Tensor = getattr(self, names.shared)(x)
         if experts.shared_gate:
-            shared = ops.sigmoid(ops.linear(x, self.shared_expert_gate.weight, precision="fp32")) * shared
+            shared = ops.sigmoid(self.shared_expert_gate(x)) * shared
         return y + shared
+
+    def _bias_module(self) -> Module:
+        module: Module = getattr(self, self._names.bias_module) if self._names.bias_module else self
+        return module
 
     def _product(self, x: Tensor, starts: Tensor, name: str) -> Tensor:
         return ops.expert_linear(x, starts, [getattr(expert, name).weight for expert in self.experts])

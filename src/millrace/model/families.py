@@ -58,6 +58,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma2ForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
+    "Lfm2MoeForCausalLM": Lfm2ForCausalLM,
 }
 ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {
     "BertModel": bert_sentences,

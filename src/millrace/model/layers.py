@@ -12,15 +12,18 @@ from millrace.model.tensor import Tensor
 
 
 class Linear(Module):
-    """y = x @ weight.T (+ bias); weight (n_out, n_in)."""
+    """y = x @ weight.T (+ bias); weight (n_out, n_in). precision: as in ops.linear"""
 
-    def __init__(self, n_in: int, n_out: int, *, bias: bool = False, weight: Parameter | None = None) -> None:
+    def __init__(
+        self, n_in: int, n_out: int, *, bias: bool = False, weight: Parameter | None = None, precision: str = ""
+    ) -> None:
         self.weight = weight or Parameter(n_out, n_in)
         if bias:
             self.bias = Parameter(n_out)
+        self._precision = precision
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, getattr(self, "bias", None))
+        return ops.linear(x, self.weight, getattr(self, "bias", None), precision=self._precision)
 
 
 class Embedding(Module):

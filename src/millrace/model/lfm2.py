@@ -6,6 +6,7 @@ A convolution layer keeps its last input rows, whose number does not grow with t
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model import ops
 from millrace.model.decoder import CausalLM
+from millrace.model.experts import ExpertMLP
 from millrace.model.layers import Linear, RMSNorm
 from millrace.model.module import Module, Parameter, Table
 from millrace.model.tensor import Tensor
@@ -77,7 +78,7 @@ class Lfm2Layer(Module):
         else:
             self.self_attn = Lfm2Attention(c)
         self.operator_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.feed_forward = FeedForward(c)
+        self.feed_forward = ExpertMLP(c) if c.has_experts(layer) else FeedForward(c)
         self.ffn_norm = RMSNorm(c.hidden_size, c.norm_eps)
 
     def forward(self, x: Tensor, rotary: Table, positions: Tensor, lengths: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ def _layers(read: ConfigReader, scheme: ExpertScheme, n_layers: int) -> tuple[bo
             raise wrong("mlp_only_layers", dense, f"a list of layers, from 0 to {n_layers - 1}")
         return tuple(layer not in dense and (layer + 1) % step == 0 for layer in every)
     if scheme.layers == "first_dense":
-        first = _layer(read, "first_k_dense_replace", 0, n_layers)
+        key = "num_dense_layers" if "num_dense_layers" in read.family.defaults else "first_k_dense_replace"
+        first = _layer(read, key, 0, n_layers)
         return tuple(layer >= first for layer in every)
     if scheme.layers == "ernie":
         first, interval = _layer(read, "moe_layer_start_index", 0, n_layers), read.positive_int("moe_layer_interval")

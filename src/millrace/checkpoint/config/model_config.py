@@ -38,6 +38,7 @@ WINDOWED = (
     *LATER_GEMMAS,
 )  # families with windows by default
 SWITCHED_WINDOWS = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")  # families with use_sliding_window
+CONVOLVING = ("lfm2", "lfm2_moe")  # families with short convolutions
 MAX_TAPS = 8  # kernel size of a short convolution
 
 
@@ -130,7 +131,7 @@ def read_config(raw: Raw) -> ModelConfig:
         architecture=family.architecture,
         family=family.name,
         hidden_size=hidden_size,
-        intermediate_size=_lfm2_inner(read) if family.name == "lfm2" else read.positive_int("intermediate_size"),
+        intermediate_size=_intermediate_size(read),
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -184,7 +185,7 @@ def _head_bias(read: ConfigReader) -> bool:
 
 def _layer_kinds(read: ConfigReader, n_layers: int) -> dict[str, Any]:
     """Return the fields for layers that are not attention and one MLP."""
-    convolutions = _lfm2_convolutions(read, n_layers) if read.family.name == "lfm2" else {}
+    convolutions = _lfm2_convolutions(read, n_layers) if read.family.name in CONVOLVING else {}
     return {**convolutions, "experts": read_experts(read, n_layers)}
 
 
@@ -253,8 +254,10 @@ def _with_width(read: ConfigReader, rope: RopeConfig, head_dim: int) -> RopeConf
     return replace(rope, rotary_dim=0 if width == head_dim else width, interleaved=family.interleaved)
 
 
-def _lfm2_inner(read: ConfigReader) -> int:
-    """Return the inner size of LFM2's MLP, derived like in transformers' Lfm2MLP."""
+def _intermediate_size(read: ConfigReader) -> int:
+    """Return the width of the MLP; of LFM2 derived like in transformers' Lfm2MLP."""
+    if "block_ff_dim" not in read.family.defaults:
+        return read.positive_int("intermediate_size")
     inner = read.positive_int("intermediate_size" if read.get("block_ff_dim") is None else "block_ff_dim")
     if not read.boolean("block_auto_adjust_ff_dim"):
         return inner
@@ -269,7 +272,7 @@ def _lfm2_inner(read: ConfigReader) -> int:
 
 
 def _lfm2_convolutions(read: ConfigReader, n_layers: int) -> dict[str, Any]:
-    types, attending = read.get("layer_types"), read.get("full_attn_idxs")
+    types, attending = read.get("layer_types"), read.get("full_attn_idxs")  # an older key, which LFM2 MoE never had
     if types is None:
         idxs = list(range(n_layers)) if attending is None else attending
         if not isinstance(idxs, list) or not all(type(i) is int and 0 <= i < n_layers for i in idxs):
@@ -289,7 +292,7 @@ def _lfm2_convolutions(read: ConfigReader, n_layers: int) -> dict[str, Any]:
 
 def _tied(read: ConfigReader) -> bool:
     """Return whether the head is tied. LFM2 has another key for it, which takes precedence as in transformers."""
-    other = read.family.name == "lfm2" and read.get("tie_embedding") is not None
+    other = read.family.name in CONVOLVING and read.get("tie_embedding") is not None
     return read.boolean("tie_embedding" if other else "tie_word_embeddings")
 
 
@@ -323,7 +326,7 @@ def _softcap(read: ConfigReader, key: str) -> float:
 
 
 def _activation(read: ConfigReader) -> str:
-    if read.family.name == "lfm2":
+    if read.family.name in CONVOLVING:
         return "silu"
     if read.family.name in LATER_GEMMAS:
         if (raw_value := read.get("hidden_activation")) != "gelu_pytorch_tanh":
@@ -346,7 +349,7 @@ def _activation(read: ConfigReader) -> str:
 
 def _windows(read: ConfigReader, n_layers: int, rotates: tuple[bool, ...]) -> tuple[int, ...]:
     """Return the window of each layer, like transformers' configuration classes; 0: none."""
-    if read.family.name == "lfm2":
+    if read.family.name in CONVOLVING:
         return ()
     types = read.get("layer_types")
     named = isinstance(types, list) and len(types) == n_layers and all(isinstance(kind, str) for kind in types)

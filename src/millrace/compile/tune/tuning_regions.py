@@ -99,10 +99,15 @@ def regions(calls: Sequence[CallEntry], symbols: Sequence[str] = SAMPLED, contex
     """Group calls by name: kernel, numerics class and shape, in any layer; attention also by the timed context."""
     result: dict[str, TuningTask] = {}
     for i, call in enumerate(calls):
-        if call.kernel in _knobs():
+        if _is_tunable(call):
             name = _attention(call, context) if call.kernel == "attention" else _product(call, symbols)
             result.setdefault(name, TuningTask(name, call.kernel, call.params)).calls.append(i)
     return result
+
+
+def _is_tunable(call: CallEntry) -> bool:
+    """Return whether a call has knobs to be timed. Experts' matmuls follow the kernel's rules: each has its own rows."""
+    return call.kernel in _knobs() and not call.params.get("experts")
 
 
 def _product(call: CallEntry, symbols: Sequence[str]) -> str:
@@ -127,7 +132,7 @@ def _calls(engine: Engine) -> list[CallEntry]:
     """Return the program's calls, after checking what is read of them."""
     calls = read_program_table(engine.folder).calls
     symbols = range(len(engine.manifest.symbols))
-    tunable = [call for call in calls if call.kernel in _knobs()]
+    tunable = [call for call in calls if _is_tunable(call)]
     if len(calls) != engine.manifest.cpu.n_calls or not all(_is_whole(call, symbols) for call in tunable):
         raise damaged(engine.folder, f"{PROGRAM_TABLE} does not fit {PROGRAM}")
     return calls
