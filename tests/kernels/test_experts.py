@@ -80,7 +80,7 @@ def test_rows_without_numbers_still_have_different_experts(scoring: str, bad: fl
         changed = logits.copy()
         changed[1] = row
         weights, experts = run_route(changed, None, Routing(chosen=2, scoring=scoring, epsilon=0.02), machine)
-        assert 0 <= experts.min() and experts.max() < 24 and (experts[:, 0] != experts[:, 1]).all()
+        assert experts.min() >= 0 and experts.max() < 24 and (experts[:, 0] != experts[:, 1]).all()
         for mine, theirs in ((weights, good[0]), (experts, good[1])):
             assert (mine[[0, 2]] == theirs[[0, 2]]).all()
 
@@ -122,7 +122,7 @@ def test_each_expert_has_the_bits_of_its_own_product(
 ) -> None:
     """Whatever the other experts' rows are: the product of one expert's rows alone has the same bits."""
     rng, K, N, group = np.random.default_rng(sum(counts)), 140, 64, 32
-    format, weights = CLASSES[kind]
+    weights = CLASSES[kind][1]
     group = group if weights in (WeightFormat.W8, WeightFormat.W4) else 0
     E, M = len(counts), sum(counts)
     x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((E, N, K), np.float32) * np.float32(0.05)
@@ -144,7 +144,7 @@ def experts_product(
     format, weights = CLASSES[kind]
     (E, N, K), M = w.shape, len(x)
     code, numbers = compile_tree(more["tree"], 2) if more else ([], [])
-    width = more.get("width", N)
+    width: int = more["width"] if more else N
     operands = {
         "x": x if format == RowFormat.F32 else pack_rows(x, format, group), "starts": starts, "bias": bias,
         "w": np.concatenate([as_bytes(pack_matrix(part, weights, group)) for part in w]),

@@ -126,7 +126,15 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "lfm2_moe": {
         "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "conv_L_cache": 4,
         "bos_token_id": 1, "eos_token_id": 2, "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 76, "routed_scaling_factor": 1.3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "moe_intermediate_size": 76, "routed_scaling_factor": 1.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "gpt_oss": {
+        "bos_token_id": 1, "eos_token_id": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 33,
+        "intermediate_size": 76, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
+            "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 64, "rope_theta": 150000.0,
+        },
     },
 }  # fmt: skip
 # Families whose layers are those above in other arrangements; tests of kernels and passes take FAMILIES.
@@ -136,7 +144,7 @@ LATER_FAMILIES = (
 )  # fmt: skip
 EXPERT_FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe",
-    "lfm2_moe",
+    "lfm2_moe", "gpt_oss",
 )  # fmt: skip
 
 
@@ -251,7 +259,7 @@ def _randomise(model: Any, seed: int, zero_centred_norms: bool) -> None:
         noise = rng.standard_normal(shape, dtype=np.float32)
         if name.lower().endswith("norm.weight"):
             value = 0.2 * noise + (0.0 if zero_centred_norms else 1.0)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", ".sinks")):
             value = 0.3 * noise
         elif "embed" in name or "lm_head" in name:
             value = 0.15 * noise  # a normed row has length sqrt(hidden): logits of 0.15 * sqrt(320) = 2.7

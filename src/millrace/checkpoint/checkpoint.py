@@ -202,7 +202,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         raw.pop(COMPRESSION, None)
     fields = _config_fields(folder, raw)
     config, notes = fields.config, fields.notes
-    tensors = open_tensors(folder, quantization)
+    tensors = open_tensors(folder, quantization, config)
     if isinstance(config, ModelConfig):
         if type(tensors) is Tensors:
             tensors = split_expert_stacks(tensors, config)

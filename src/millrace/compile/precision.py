@@ -155,6 +155,12 @@ class StoredMatrix:
         return eight if self.byte_rows else sixteen
 
 
+def joined_matrices(a: StoredMatrix, b: StoredMatrix) -> StoredMatrix:
+    """Return how matrices that become one are stored: as the one with more bits if they differ; floats have most."""
+    finer = a if a.codes is None or (b.codes is not None and a.codes.bits >= b.codes.bits) else b
+    return replace(finer, n_weights=a.n_weights + b.n_weights, byte_rows=a.byte_rows and b.byte_rows)
+
+
 def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     """Map each linear layer, by name, to the class nearest to its stored type; the most common one is the default."""
     nearest = {name: matrix.nearest for name, matrix in stored.items()}

@@ -11,8 +11,9 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.checkpoint.tokenizer.tokenizer import Files
+from millrace.checkpoint.weights.expert_names import stack_name
 from millrace.checkpoint.weights.tied_head import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions
+from millrace.compile.precision import PrecisionMap, StoredMatrix, joined_matrices, nearest_precisions
 from millrace.engine.cache_specs import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError
 from millrace.graph.types import Array, DType
@@ -142,18 +143,22 @@ def _unused_note(tensors: Iterable[str], config: ModelConfig | EncoderConfig) ->
 
 
 def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
-    """Return the stored matrices by linear layer. A tied head is the embedding; an embedding alone is in no matmul."""
-    result, tensors = {}, checkpoint.tensors
+    """Return the stored matrices by linear layer, of which experts have one for all.
+
+    A tied head is the embedding; an embedding alone is in no matmul
+    """
+    result: dict[str, StoredMatrix] = {}
+    tensors = checkpoint.tensors
     for name, info in tensors.items():
-        layer = name.removesuffix(".weight")
+        layer = stack_name(name.removesuffix(".weight") + ".").removesuffix(".")
         if name == EMBEDDING_WEIGHT:
             if not checkpoint.decoder.tie_embeddings:
                 continue
             layer = HEAD
         if len(info.shape) == 2:
             size, bits = math.prod(info.shape), tensors.activation_bits(name)
-            meets_fp8 = tensors.meets_fp8(name)
-            result[layer] = StoredMatrix(
-                info.dtype, size, tensors.format(name), byte_rows=bits == 8, fp8_rows=meets_fp8
+            matrix = StoredMatrix(
+                info.dtype, size, tensors.format(name), byte_rows=bits == 8, fp8_rows=tensors.meets_fp8(name)
             )
+            result[layer] = joined_matrices(result[layer], matrix) if layer in result else matrix
     return result

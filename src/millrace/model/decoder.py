@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model import ops
 from millrace.model.layers import Embedding, LayerNorm, Linear, RMSNorm, rotary_table
-from millrace.model.module import DECODER, Module, ModuleList, Table
+from millrace.model.module import DECODER, Module, ModuleList, Parameter, Table
 from millrace.model.tensor import Tensor
 
 
@@ -33,6 +33,8 @@ class Attention(Module):
             heads, kv_heads = (c.n_heads, c.n_kv_heads) if c.qk_norm == "full" else (1, 1)
             self.q_norm = RMSNorm(heads * c.head_dim, c.norm_eps, offset=offset)
             self.k_norm = RMSNorm(kv_heads * c.head_dim, c.norm_eps, offset=offset)
+        if c.attention_sinks:
+            self.sinks = Parameter(c.n_heads)
 
     def forward(self, x: Tensor, rotary: Table, positions: Tensor, lengths: Tensor) -> Tensor:
         T = x.shape[0]
@@ -46,7 +48,10 @@ class Attention(Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self._rotates:
             q, k = (ops.rope(heads, positions, rotary, interleaved=self._interleaved) for heads in (q, k))
-        y = ops.attention(q, k, v, positions, lengths, self._scale, window=self._window, softcap=self._softcap)
+        sinks = getattr(self, "sinks", None)
+        y = ops.attention(
+            q, k, v, positions, lengths, self._scale, window=self._window, softcap=self._softcap, sinks=sinks
+        )
         projected: Tensor = getattr(self, self._output)(y.reshape(T, self._heads * self._size))
         return projected
 

@@ -32,6 +32,7 @@ NAMES = {
     "phimoe": _MIXTRAL,
     "granitemoe": ExpertNames(block="block_sparse_moe", router="router"),
     "qwen2_moe": ExpertNames(shared="shared_expert"),
+    "gpt_oss": ExpertNames(router="router"),
     "ernie4_5_moe": ExpertNames(bias_module="moe_statics"),
     "lfm2_moe": ExpertNames(block="feed_forward", gate="w1", up="w3", down="w2", bias_module="", bias="expert_bias"),
 }
@@ -52,11 +53,11 @@ class Biases(Module):
 class Expert(Module):
     """The weights of one expert, a gated MLP."""
 
-    def __init__(self, c: ModelConfig, size: int, names: ExpertNames) -> None:
+    def __init__(self, c: ModelConfig, size: int, names: ExpertNames, *, bias: bool) -> None:
         for name, n_in, n_out in (
             (names.gate, c.hidden_size, size), (names.up, c.hidden_size, size), (names.down, size, c.hidden_size),
         ):  # fmt: skip
-            setattr(self, name, Linear(n_in, n_out))
+            setattr(self, name, Linear(n_in, n_out, bias=bias))
 
 
 class SharedMLP(Module):
@@ -79,12 +80,12 @@ class ExpertMLP(Module):
         experts, names = c.experts, NAMES.get(c.family, ExpertNames())
         assert experts is not None, c
         self._names, self._config, self._activation = names, experts, ops.ACTIVATIONS[c.activation]
-        setattr(self, names.router, Linear(c.hidden_size, experts.count, precision=_PRECISE))
+        setattr(self, names.router, Linear(c.hidden_size, experts.count, bias=experts.bias, precision=_PRECISE))
         if experts.selection_bias:
             if names.bias_module not in ("", names.router):
                 setattr(self, names.bias_module, Biases())
             setattr(self._bias_module(), names.bias, Parameter(experts.count))
-        self.experts = ModuleList([Expert(c, experts.size, names) for _ in range(experts.count)])
+        self.experts = ModuleList([Expert(c, experts.size, names, bias=experts.bias) for _ in range(experts.count)])
         if experts.shared_size:
             setattr(self, names.shared, SharedMLP(c, experts.shared_size))
         if experts.shared_gate:
@@ -97,7 +98,7 @@ class ExpertMLP(Module):
         row_of, places, starts = ops.group_by_expert(chosen, experts.count)
         grouped = ops.gather_rows(x, row_of)  # (T * A, hidden)
         gate, up = (self._product(grouped, starts, name) for name in (names.gate, names.up))
-        y = ops.combine_experts(self._product(self._activation(gate) * up, starts, names.down), places, weights)
+        y = ops.combine_experts(self._product(self._gated(gate, up), starts, names.down), places, weights)
         if not experts.shared_size:
             return y
         shared: Tensor = getattr(self, names.shared)(x)
@@ -109,5 +110,14 @@ class ExpertMLP(Module):
         module: Module = getattr(self, self._names.bias_module) if self._names.bias_module else self
         return module
 
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self._config.swiglu is None:
+            return self._activation(gate) * up
+        alpha, limit = self._config.swiglu
+        gate, up = ops.minimum(gate, limit), ops.maximum(ops.minimum(up, limit), -limit)
+        return (up + 1.0) * (gate * ops.sigmoid(gate * alpha))
+
     def _product(self, x: Tensor, starts: Tensor, name: str) -> Tensor:
-        return ops.expert_linear(x, starts, [getattr(expert, name).weight for expert in self.experts])
+        matrices = [getattr(expert, name) for expert in self.experts]
+        biases = [matrix.bias for matrix in matrices] if self._config.bias else []
+        return ops.expert_linear(x, starts, [matrix.weight for matrix in matrices], biases)

@@ -51,6 +51,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "PhimoeForCausalLM": LlamaForCausalLM,
     "Ernie4_5_MoeForCausalLM": LlamaForCausalLM,
     "Glm4MoeForCausalLM": LlamaForCausalLM,
+    "GptOssForCausalLM": LlamaForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo2ForCausalLM,
     "Exaone4ForCausalLM": Olmo2ForCausalLM,

@@ -100,7 +100,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor, *, interleaved: bool = Fal
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, lengths: Tensor, scale: float | None = None, *,
-    window: int = 0, softcap: float = 0.0,
+    window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of q (T, H, D) over k, v (T, K, D) of its sequence so far -> (T, H, D).
 
@@ -108,12 +108,16 @@ def attention(
     one, for layers that read another layer's cache.
     window: keys that a row attends to, its own included; 0: all
     softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118 section 2); 0: unchanged
+    sinks: (H,), scores of a further key of each head, whose value is zero (arXiv:2508.10925)
     """
     caches = q.trace.caches
     layer = caches.setdefault((k.value, v.value, window), len(caches))
     attrs: dict[str, int | float] = {"layer": layer, "scale": _scale(q, scale)}
     attrs |= ({"window": window} if window else {}) | ({"softcap": softcap} if softcap else {})
-    return q.trace.add("attention", (q, k, v, positions, lengths), attrs)
+    inputs: tuple[Tensor, ...] = (q, k, v, positions, lengths)
+    if sinks is not None:
+        inputs, attrs = (*inputs, sinks), attrs | {"sinks": True}
+    return q.trace.add("attention", inputs, attrs)
 
 
 def short_conv(x: Tensor, weight: Tensor, positions: Tensor, lengths: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -17,6 +17,9 @@ class ExpertConfig:
     size: width of an expert's MLP; shared_size: of the MLP for all rows beside them, 0: there is none
     shared_gate: the result of the shared MLP is times the sigmoid of a product of its own
     selection_bias: the choice of experts has a bias
+    bias: the router and all products of experts have biases
+    swiglu: of experts that compute (up + 1) * gate * sigmoid(alpha * gate), with gate and up bounded: alpha, and the
+        bound; None: activation(gate) * up
     """
 
     count: int
@@ -26,6 +29,8 @@ class ExpertConfig:
     shared_size: int = 0
     shared_gate: bool = False
     selection_bias: bool = False
+    bias: bool = False
+    swiglu: tuple[float, float] | None = None
 
 
 def read_experts(read: ConfigReader, n_layers: int) -> ExpertConfig | None:
@@ -43,6 +48,7 @@ def read_experts(read: ConfigReader, n_layers: int) -> ExpertConfig | None:
         count=count, size=size, routing=_routing(read, scheme, count, chosen), layers=layers,
         shared_size=_shared_size(read, scheme, size), shared_gate=read.family.name == "qwen2_moe",
         selection_bias=read.boolean(scheme.bias) if isinstance(scheme.bias, str) else scheme.bias,
+        bias=read.family.name == "gpt_oss", swiglu=_swiglu(read),
     )  # fmt: skip
 
 
@@ -66,6 +72,12 @@ def _routing(read: ConfigReader, scheme: ExpertScheme, count: int, chosen: int) 
         chosen=chosen, scoring=scheme.scoring, normalise=normalise, scale=scale, epsilon=epsilon, groups=groups,
         chosen_groups=chosen_groups, group_best=group_best,
     )  # fmt: skip
+
+
+def _swiglu(read: ConfigReader) -> tuple[float, float] | None:
+    if "swiglu_limit" not in read.family.defaults:
+        return None
+    return read.positive_float("swiglu_alpha"), read.positive_float("swiglu_limit")
 
 
 def _shared_size(read: ConfigReader, scheme: ExpertScheme, size: int) -> int:

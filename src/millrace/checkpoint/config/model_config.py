@@ -23,22 +23,9 @@ from millrace.checkpoint.config.config_reader import (
 )
 from millrace.checkpoint.config.expert_config import ExpertConfig, read_experts
 from millrace.checkpoint.config.families.family import ModelFamily
+from millrace.checkpoint.config.layer_windows import CONVOLVING, LATER_GEMMAS, read_rotates, read_windows
 from millrace.checkpoint.config.rope_config import RopeConfig, read_ropes
 
-LATER_GEMMAS = ("gemma2", "gemma3_text")
-WINDOWED = (
-    "mistral",
-    "starcoder2",
-    "phi3",
-    "olmo3",
-    "exaone4",
-    "cohere2",
-    "mixtral",
-    "phimoe",
-    *LATER_GEMMAS,
-)  # families with windows by default
-SWITCHED_WINDOWS = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")  # families with use_sliding_window
-CONVOLVING = ("lfm2", "lfm2_moe")  # families with short convolutions
 MAX_TAPS = 8  # kernel size of a short convolution
 
 
@@ -70,6 +57,7 @@ class ModelConfig:
     # per layer: window size in tokens, including the token itself; 0: full attention. (): full attention in all layers
     windows: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None  # of layers with a window; None: same as the others
+    attention_sinks: bool = False  # each head has a further score, whose value is zero
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
     attention_softcap: float = 0.0  # of attention scores; 0: none
     logits_softcap: float = 0.0  # of logits; 0: none
@@ -126,7 +114,7 @@ def read_config(raw: Raw) -> ModelConfig:
     bos, eos, token_notes = _tokens(read, vocab_size)
     (rope, local_rope), rope_notes = read_ropes(read, max_positions)
     rope = _with_width(read, rope, head_dim)
-    rotates = _rotates(read, n_layers)
+    rotates = read_rotates(read, n_layers)
     return ModelConfig(
         architecture=family.architecture,
         family=family.name,
@@ -145,13 +133,14 @@ def read_config(raw: Raw) -> ModelConfig:
         attention_output_bias=output_bias,
         mlp_bias=_mlp_bias(read),
         activation=_activation(read),
-        windows=_windows(read, n_layers, rotates),
+        windows=read_windows(read, n_layers, rotates),
         local_rope=local_rope,
         attention_scale=_attention_scale(read, head_dim),
         attention_softcap=_softcap(read, "attn_logit_softcapping"),
         logits_softcap=_softcap(read, "final_logit_softcapping"),
         qk_norm=_qk_norm(read),
         rotates=rotates,
+        attention_sinks=family.attention_sinks,
         embedding_multiplier=_multiplier(read, "embedding_multiplier"),
         residual_multiplier=_multiplier(read, "residual_multiplier"),
         logits_multiplier=_multiplier(read, "logit_scale") / _multiplier(read, "logits_scaling"),
@@ -301,25 +290,6 @@ def _multiplier(read: ConfigReader, key: str) -> float:
     return read.positive_float(key) if key in read.family.defaults else 1.0
 
 
-def _rotates(read: ConfigReader, n_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer has rotary positions; () if all have."""
-    if read.family.name in ("exaone4", "cohere2") and read.get("sliding_window") is not None:
-        windows = _windows(read, n_layers, ())
-        return tuple(window > 0 for window in windows)
-    if read.family.name == "cohere2":
-        return (False,) * n_layers
-    if read.family.name != "smollm3":
-        return ()
-    flags = read.get("no_rope_layers")  # 1: the layer has rotary positions
-    if flags is None:
-        interval = read.positive_int("no_rope_layer_interval")
-        flags = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
-    if not isinstance(flags, list) or len(flags) < n_layers or not all(flag in (0, 1) for flag in flags):
-        raise wrong("no_rope_layers", flags, f"a list of 0 or 1 for each of {n_layers} layers")
-    rotates = tuple(bool(flag) for flag in flags[:n_layers])
-    return () if all(rotates) else rotates
-
-
 def _softcap(read: ConfigReader, key: str) -> float:
     """Return a softcap; 0 if the family has none."""
     return 0.0 if key not in read.family.defaults or read.get(key) is None else read.positive_float(key)
@@ -347,43 +317,6 @@ def _activation(read: ConfigReader) -> str:
     return ACTIVATIONS[name]
 
 
-def _windows(read: ConfigReader, n_layers: int, rotates: tuple[bool, ...]) -> tuple[int, ...]:
-    """Return the window of each layer, like transformers' configuration classes; 0: none."""
-    if read.family.name in CONVOLVING:
-        return ()
-    types = read.get("layer_types")
-    named = isinstance(types, list) and len(types) == n_layers and all(isinstance(kind, str) for kind in types)
-    if types is not None and not named:
-        raise wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
-    name, first, window = read.family.name, 0, 0
-    if name in WINDOWED or (name in SWITCHED_WINDOWS and read.get("use_sliding_window") not in (None, False)):
-        window = 0 if read.get("sliding_window") is None else read.positive_int("sliding_window")
-    if types is not None:
-        kinds = cast(list[str], types)
-        allowed = {"full_attention", "sliding_attention"} if window else {"full_attention"}
-        if name == "mistral" and window:
-            # transformers gives every Mistral layer the window, whatever layer_types says
-            allowed = {"sliding_attention"}
-        if not set(kinds) <= allowed:
-            if not window and name in WINDOWED and "sliding_attention" in kinds:
-                raise wrong("sliding_window", read.get("sliding_window"), "tokens of the layers with sliding_attention")
-            raise wrong("layer_types", sorted(set(kinds)), "only " + " and ".join(sorted(allowed)))
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
-    if name in ("qwen2", "qwen3", "qwen2_moe") and window:
-        result = read.get("max_window_layers")
-        if isinstance(result, bool) or not isinstance(result, int) or result < 0:
-            raise wrong("max_window_layers", result, "a number of layers")
-        first = result
-    if name == "smollm3":  # layers without rotary positions have the window
-        return tuple(0 if rotates[layer] else window for layer in range(n_layers)) if window and rotates else ()
-    if name in _FULL_EVERY:
-        every = _FULL_EVERY[name] or read.positive_int("sliding_window_pattern", missing=6)
-        return tuple(window if (layer + 1) % every else 0 for layer in range(n_layers)) if window else ()
-    return tuple(window if layer >= first else 0 for layer in range(n_layers)) if window else ()
-
-
-# Of how many layers one has full attention if config.json does not list them; 0: sliding_window_pattern says so.
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 0, "olmo3": 4, "exaone4": 0, "cohere2": 0}
 _EPS_KEYS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
 
 

@@ -44,6 +44,8 @@ def read_ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig
     if read.family.name not in ("gemma3_text", "olmo3"):
         partial = "partial_rotary_factor" in read.family.defaults
         raw = read.raw if read.family.name != "phi3" else _phi3_rope(read)
+        if read.family.name == "gpt_oss" and not {"rope_parameters", "rope_scaling"} & raw.keys():
+            raw = {**raw, "rope_parameters": _GPT_OSS}
         rope, unread = _rope(raw, max_positions, default_theta, partial=partial)
         return (rope, None), unread
     raw_value = read.raw.get("rope_parameters")
@@ -70,6 +72,13 @@ def read_ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig
         result.append(rope)
         notes += more
     return (result[0], result[1]), tuple(notes)
+
+
+# If config.json says nothing, as in transformers' GptOssConfig.
+_GPT_OSS: Raw = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096, "rope_theta": 150_000.0,
+}  # fmt: skip
 
 
 def _phi3_rope(read: ConfigReader) -> Raw:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config.model_config import LATER_GEMMAS, ModelConfig
+from millrace.checkpoint.config.layer_windows import LATER_GEMMAS
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.checkpoint.files import read_span
 from millrace.checkpoint.gguf.blocks import BlockType, in_codes
 from millrace.checkpoint.gguf.reader import GgufFile, GgufTensor

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from millrace.checkpoint.config.model_config import ModelConfig
+from millrace.checkpoint.mxfp4.tensors import StackedExpertTensors
 from millrace.checkpoint.weights.safetensors import TensorInfo, Tensors
 
 # By model type: the end of a stack's name -> the matrices that follow each other in each expert's part, by their names
@@ -24,6 +25,8 @@ def split_expert_stacks(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Return the tensors with stacks of this family's experts split; what has another shape stays as it is."""
     if config.experts is None:
         return tensors
+    if config.family == "gpt_oss":
+        return StackedExpertTensors.from_tensors(tensors, config)
     infos: dict[str, TensorInfo] = {}
     for info in tensors.values():
         for part in _split(info, config):

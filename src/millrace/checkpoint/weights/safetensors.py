@@ -34,7 +34,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 DigestOf = Callable[[Path, FileState, Report | None], str]  # `file_digest`, or a cached one
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOAT_NAMES = tuple(_NAMES.values())
-_DTYPES = {
+DTYPES = {
     "float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "uint8": np.dtype("u1"), "int8": np.dtype("i1"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8"),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -165,7 +165,7 @@ class Tensors(Mapping[str, TensorInfo]):
                 f"one of its {len(self)} tensors",
                 "check that config.json belongs to these weights",
             )
-        values: Array = self._data(info).view(_DTYPES[info.dtype])
+        values: Array = self._data(info).view(DTYPES[info.dtype])
         return values.reshape(info.shape)
 
     def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
@@ -326,7 +326,7 @@ def _info(path: Path, name: str, entry: dict[str, Any], place: tuple[int, int], 
             "choose an unquantized checkpoint, or one whose config.json says how it is quantized",
         )
     dtype = dtype or "float32"
-    needed = math.prod(shape) * _DTYPES[dtype].itemsize
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
     if nbytes != needed and not name.endswith(_DERIVED):
         _damaged(path, f"has a wrong header: {name} {shape} {kind} has {nbytes} bytes", f"{needed} bytes")
     return TensorInfo(name, shape, dtype, path, nbytes, offset)

@@ -203,7 +203,7 @@ class ProgramBuilder(ProgramWriter):
 
     def written_cache(self, node: Node) -> CacheLayer | None:
         writer, cache = self._cache_layers.get(int_attr(node, "layer"), (node, None))
-        if writer.inputs[1:] != node.inputs[1:] or writer.attrs.get("window") != node.attrs.get("window"):
+        if writer.inputs[1:5] != node.inputs[1:5] or writer.attrs.get("window") != node.attrs.get("window"):
             raise GraphError(
                 f"attention in {writer.origin[0]} and in {node.origin[0]} share a cache for different keys",
                 "the same keys, values and window", "give each layer a cache of its own",

@@ -68,7 +68,7 @@ def fuse_rope_attention(graph: Graph) -> Graph:
             return None
         if q.inputs[1] is not node.inputs[3] or not (live.read_once(q.output) and live.read_once(k.output)):
             return None
-        inputs = (q.inputs[0], k.inputs[0], *node.inputs[2:], q.inputs[2])
+        inputs = (q.inputs[0], k.inputs[0], *node.inputs[2:5], q.inputs[2], *node.inputs[5:])
         return Replacement.from_nodes(make_node(ROPE_ATTENTION, inputs, node.attrs, joined_origins(node)))
 
     return rewrite(graph, rule)

@@ -106,7 +106,7 @@ def regions(calls: Sequence[CallEntry], symbols: Sequence[str] = SAMPLED, contex
 
 
 def _is_tunable(call: CallEntry) -> bool:
-    """Return whether a call has knobs to be timed. Experts' matmuls follow the kernel's rules: each has its own rows."""
+    """Return whether a call has knobs to be timed. Not experts' matmuls: each expert has its own rows."""
     return call.kernel in _knobs() and not call.params.get("experts")
 
 

@@ -8,6 +8,7 @@ KERNEL = Kernel(
     " from a cache's pages",
     (
         Operand("q", "in", f"{ROWS} * q_stride * 4"),
+        Operand("sinks", "weight?", "heads * 4"),
         Operand("y", "out", f"{ROWS} * y_stride * (4 - 2 * packed)"),
     ),
     (

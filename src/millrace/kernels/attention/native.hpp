@@ -1,6 +1,7 @@
 // attention   y = softmax(q k^T * scale) v over the keys at positions 0 .. own position, read from the pages of a cache;
 //   window: over so many positions, the own one among them | not causal: over all keys of the sequence, which is there whole
 //   softcap: a score s is softcap * tanh(s / softcap)
+//   sinks: to each row's sum of weights, exp(its head's sink - M) is added at last: a key whose value is zero
 //   q (T, heads * D) float at q_stride | y (T, heads * Dv) float or packed to bfloat16 | grouped queries: heads / kv_heads share one KV head
 //
 // A row's bits are a function of its position only. Keys are taken in spans of 256 from position 0, or from the span in
@@ -264,8 +265,10 @@ inline void finish(const AttentionTile& t) {
   for (int r = 0; r < t.rows; ++r) {
     const int D = t.a->value_dim;
     const int64_t to = t.tokens[r] * t.a->y_stride + t.heads[r] * D;
+    F total = splat(t.total[r]);
+    if (t.a->sinks) total = total + exp(splat(t.a->sinks[t.heads[r]] - t.most[r]));
     for (int d = 0; d < D; d += 16) {
-      const F value = load(t.out[r] + d) / splat(t.total[r]);
+      const F value = load(t.out[r] + d) / total;
       const int n = D - d < 16 ? D - d : 16;
       if (t.a->packed)
         store_bf16(reinterpret_cast<uint16_t*>(t.a->y) + to + d, value, n);

@@ -53,6 +53,9 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
         raise illegal(
             "attention", f"a softcap of {softcap!r:.60}", "a number above 0; leave it out for scores as they are"
         )
+    sinks = inputs[-1] if attrs.get("sinks") else None
+    if sinks is not None and (sinks.constant is None or sinks.shape != q.shape[1:2]):
+        raise illegal("attention", f"sinks {sinks}", f"a constant {list(q.shape[1:2])}, one for each query head")
     return _heads("attention", (q, k, v, lengths))
 
 
@@ -70,6 +73,11 @@ def softcap_of(node: Node) -> float:
     return float_attr(node, "softcap") if "softcap" in node.attrs else 0.0
 
 
+def sinks_of(node: Node) -> Value | None:
+    """Return the sink of each head: the last input, if the node has some."""
+    return node.inputs[-1] if node.attrs.get("sinks") else None
+
+
 def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     v, positions, lengths = node.inputs[2:5]
     heads = [
@@ -78,7 +86,8 @@ def _reference(node: Node, values: EvaluationContext) -> StoredValue:
     ]
     q, k, v_rows = values.as_kept(heads[0], heads[1], values.rows(v))
     layer, window, scale = int_attr(node, "layer"), window_of(node), float_attr(node, "scale")
-    rounded = values.bf16_weights
+    rounded, sinks = values.bf16_weights, sinks_of(node)
+    of_sinks = None if sinks is None else values.rows(sinks)
     y = np.zeros((*q.shape[:2], v_rows.shape[2]))
     at, places = 0, values.cache_positions(positions)
     for sequence, length in enumerate(values.numbers(lengths)):
@@ -87,8 +96,9 @@ def _reference(node: Node, values: EvaluationContext) -> StoredValue:
         keys, cached_values = values.remember(layer, window, sequence, first, k[part], v_rows[part])
         before = len(keys) - int(length)
         y[part] = attention(
-            q[part], keys, cached_values, before, scale, window=window, softcap=softcap_of(node), bf16_weights=rounded
-        )
+            q[part], keys, cached_values, before, scale, window=window, softcap=softcap_of(node), bf16_weights=rounded,
+            sinks=of_sinks,
+        )  # fmt: skip
     return values.stored(y, node)
 
 
@@ -173,16 +183,18 @@ def _attend(
         "softcap": softcap_of(node),
     }  # fmt: skip
     note = (BF16_BY_TILES if tiles else cache.format) + (f", window of {window}" if window else "")
-    writer.add("attention", {"q": q, "y": y}, attend, node, note, cache)
+    sinks = sinks_of(node)
+    operands: Operands = {"q": q, "sinks": None if sinks is None else writer.vector(sinks), "y": y}
+    writer.add("attention", operands, attend, node, note, cache)
 
 
-_ATTRS = frozenset({"layer", "scale", "storage", "window", "softcap"})
+_ATTRS = frozenset({"layer", "scale", "storage", "window", "softcap", "sinks"})
 ATTENTION = KernelOperator(
-    name="attention", inputs=(5, 5), integers=frozenset({3, 4}), attrs=_ATTRS, shapes=_shapes,
+    name="attention", inputs=(5, 6), integers=frozenset({3, 4}), attrs=_ATTRS, shapes=_shapes,
     reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 ROPE_ATTENTION = KernelOperator(
-    name="rope_attention", inputs=(6, 6), integers=frozenset({3, 4}), attrs=_ATTRS, fused=True, shapes=_shapes,
+    name="rope_attention", inputs=(6, 7), integers=frozenset({3, 4}), attrs=_ATTRS, fused=True, shapes=_shapes,
     reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 FULL_ATTENTION = KernelOperator(

@@ -14,7 +14,7 @@ from millrace.kernels.matmul.pack import hadamard
 
 def attention(
     q: Array, k: Array, v: Array, first: int | None, scale: float, *, window: int = 0, softcap: float = 0.0,
-    bf16_weights: bool = False,
+    bf16_weights: bool = False, sinks: Array | None = None,
 ) -> Array:  # fmt: skip
     """Causal attention of the last rows of a sequence; `first` None: of all rows to all keys.
 
@@ -22,6 +22,7 @@ def attention(
     of K -> (T, H, Dv)
     window: keys that a row attends to, its own included; 0: all before it
     softcap: scores become softcap * tanh(score / softcap); 0: unchanged
+    sinks: (H,), scores of a further key of each head, whose value is zero (arXiv:2508.10925)
     bf16_weights: exp(score - max) is rounded to bfloat16, as over bfloat16 and fp8 pages (there by spans of 256)
     """
     T, H, D = q.shape
@@ -34,10 +35,14 @@ def attention(
         ages = first + np.arange(T)[:, None] - np.arange(k.shape[0])[None, :]
         outside = (ages < 0) | (ages >= window) if window else ages < 0
         scores = np.where(outside[:, None, None, :], -np.inf, scores)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    top = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - top)
     if bf16_weights:
         weights = to_bf16(weights)
-    weights /= weights.sum(axis=-1, keepdims=True)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks.reshape(1, K, H // K, 1) - top)
+    weights /= total
     y: Array = np.einsum("tkgu,ukd->tkgd", weights, v).reshape(T, H, v.shape[2])
     return y
 

@@ -52,6 +52,7 @@ class ModelFamily:
     parallel_residual: bool = False
     rotary_share: float = 1.0
     interleaved: bool = False
+    attention_sinks: bool = False
     experts: ExpertScheme | None = None
 
 
