@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.peers.weights import NamedWeights
-from millrace.checkpoint.config.model_config import LATER_GEMMAS, ModelConfig
+from millrace.checkpoint.config.layer_windows import LATER_GEMMAS
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.graph.types import Array
 
 ARCHITECTURES = {

@@ -105,9 +105,6 @@ def read_config(raw: Raw) -> ModelConfig:
     n_heads = read.positive_int("num_attention_heads")
     hidden_size = read.positive_int("hidden_size")
     vocab_size = read.positive_int("vocab_size")
-    n_kv_heads = read.positive_int("num_key_value_heads", missing=n_heads)
-    if n_heads % n_kv_heads:
-        raise wrong("num_key_value_heads", n_kv_heads, f"a divisor of num_attention_heads {n_heads}")
     max_positions = read.positive_int("max_position_embeddings")
     attention_bias, output_bias = _attention_bias(read)
     head_dim = _head_dim(read, hidden_size, n_heads)
@@ -122,7 +119,7 @@ def read_config(raw: Raw) -> ModelConfig:
         intermediate_size=_intermediate_size(read),
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
+        n_kv_heads=_kv_heads(read, n_heads),
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_context=max_positions,
@@ -166,6 +163,13 @@ def _renamed_keys(raw: Raw, family: ModelFamily) -> Raw:
         if older in raw:
             result[key] = raw[older]
     return result
+
+
+def _kv_heads(read: ConfigReader, n_heads: int) -> int:
+    n_kv_heads = read.positive_int("num_key_value_heads", missing=n_heads)
+    if n_heads % n_kv_heads:
+        raise wrong("num_key_value_heads", n_kv_heads, f"a divisor of num_attention_heads {n_heads}")
+    return n_kv_heads
 
 
 def _head_bias(read: ConfigReader) -> bool:
