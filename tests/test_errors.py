@@ -15,7 +15,7 @@ from millrace.errors import LONGEST, BusyError, CheckpointError, MillraceError, 
     [
         ("ein Mühlgraben, 水車", "ein Mühlgraben, 水車"),
         ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
-        ("one\r\n  to mend:  rm -rf", r"one\r\n  to mend:  rm -rf"),
+        ("one\r\n  to fix:   rm -rf", r"one\r\n  to fix:   rm -rf"),
         ("\x9b31m \x85 \x7f", r"\x9b31m \x85 \x7f"),  # a terminal's commands in one byte
         ("gpj.exe\u202eegami", r"gpj.exe\u202eegami"),  # written from right to left
         ("\ud800", r"\ud800"),
@@ -26,7 +26,7 @@ from millrace.errors import LONGEST, BusyError, CheckpointError, MillraceError, 
 def test_what_cannot_be_printed_is_escaped(text: str, shown: str) -> None:
     assert sanitize(text) == shown
     error = CheckpointError(text, text, text)
-    assert (error.what, error.expected, error.mend) == (shown, shown, shown)
+    assert (error.what, error.expected, error.fix) == (shown, shown, shown)
     str(error).encode()
 
 
@@ -57,7 +57,7 @@ def test_cleaning_twice_changes_nothing(text: str) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        MillraceError("\x1b" * 2000, "\n", "mend"),
+        MillraceError("\x1b" * 2000, "\n", "fix"),
         RequestError("\x1b", "b", "c", param="stop"),
         BusyError("a" * 5000, "b", "c", retry_after_s=3.0),
     ],

@@ -1,16 +1,17 @@
-"""Every mistake that a caller can make ends in one of these: what was wrong, what was expected, how to mend it."""
+"""Errors that callers can cause. Each says what was wrong, what was expected, and how to fix it."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable
 
-# Bytes, in UTF-8, of each part of a message; of what is longer the middle is left out.
+# Maximum length of each part of a message, in bytes of UTF-8; the middle of a longer one is left out.
 LONGEST, _HEAD, _TAIL = 1000, 600, 390
 
 
 def sanitize(text: str) -> str:
-    """`text` as it may be shown: what came from a file or a client cannot steer a terminal, nor fill a screen or a log.
+    """Return text from a file or a client in a form that is safe to show in a terminal or a log.
 
-    It is one line; what is not printable is escaped (\\n, \\x1b, \\u202e, \\ud800). Once is as good as twice.
+    One line; characters that are not printable are escaped (\\n, \\x1b, \\u202e, \\ud800), and the middle of a long
+    text is left out. Idempotent.
     """
     short = _shortened(text)
     return short if short.isprintable() else _shortened("".join(map(_escaped, short)))
@@ -43,18 +44,18 @@ def _escaped(c: str) -> str:
 class MillraceError(Exception):
     """A caller's mistake or a machine's limit; the command line prints it and exits with 2."""
 
-    def __init__(self, what: str, expected: str, mend: str) -> None:
-        """Each part may hold what came from outside, as it is: here it becomes `sanitize`."""
-        self.what, self.expected, self.mend = sanitize(what), sanitize(expected), sanitize(mend)
-        super().__init__(self.what, self.expected, self.mend)  # all in args, so it survives pickling between processes
+    def __init__(self, what: str, expected: str, fix: str) -> None:
+        """Sanitize each part: it may quote a file or a client."""
+        self.what, self.expected, self.fix = sanitize(what), sanitize(expected), sanitize(fix)
+        super().__init__(self.what, self.expected, self.fix)  # all in args, so it survives pickling between processes
 
     def reworded(self, reword: Callable[[str], str]) -> None:
-        """Says it in the caller's own words, such as arguments instead of flags."""
+        """Reword all parts in the caller's terms, such as arguments instead of flags."""
         self.args = tuple(reword(a) if isinstance(a, str) else a for a in self.args)
-        self.what, self.expected, self.mend = map(reword, (self.what, self.expected, self.mend))
+        self.what, self.expected, self.fix = map(reword, (self.what, self.expected, self.fix))
 
     def __str__(self) -> str:
-        return f"{self.what}\n  expected: {self.expected}\n  to mend:  {self.mend}"
+        return f"{self.what}\n  expected: {self.expected}\n  to fix:   {self.fix}"
 
 
 class CheckpointError(MillraceError):
@@ -66,7 +67,7 @@ class HubError(MillraceError):
 
 
 class ConfigError(MillraceError):
-    """A setting of ours (flag, argument, environment variable) is unknown or out of range."""
+    """A setting (flag, argument, environment variable) is unknown or out of range."""
 
 
 class GraphError(MillraceError):
@@ -78,39 +79,39 @@ class EngineError(MillraceError):
 
 
 class MachineError(MillraceError):
-    """This machine lacks an instruction set or the memory that was asked for (HTTP 503, where a request needs it)."""
+    """This machine lacks an instruction set or the memory that is needed (HTTP 503, if a request needs it)."""
 
 
 class RequestError(MillraceError):
-    """One request is wrong (HTTP 400 or 422); nobody else's is touched. `param` names the field where known."""
+    """One request is wrong (HTTP 400 or 422); other requests are not affected. `param` names the field, if known."""
 
-    def __init__(self, what: str, expected: str, mend: str, param: str | None = None) -> None:
-        super().__init__(what, expected, mend)
-        self.args = (self.what, self.expected, self.mend, param)
+    def __init__(self, what: str, expected: str, fix: str, param: str | None = None) -> None:
+        super().__init__(what, expected, fix)
+        self.args = (self.what, self.expected, self.fix, param)
         self.param = param
 
 
 class ContextError(RequestError):
-    """Prompt and answer are longer together than the context (HTTP 400, `context_length_exceeded`)."""
+    """Prompt and answer together are longer than the context (HTTP 400, `context_length_exceeded`)."""
 
 
 class BusyError(MillraceError):
-    """The queue is full or the server is draining (HTTP 429 or 503); come back in `retry_after_s`."""
+    """The queue is full or the server is draining (HTTP 429 or 503); retry after `retry_after_s`."""
 
-    def __init__(self, what: str, expected: str, mend: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(what, expected, mend)
-        self.args = (self.what, self.expected, self.mend, retry_after_s)
+    def __init__(self, what: str, expected: str, fix: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(what, expected, fix)
+        self.args = (self.what, self.expected, self.fix, retry_after_s)
         self.retry_after_s = retry_after_s
 
 
 def engine_stopped_error(reason: str) -> BusyError:
-    """reason: "" where the loop is only being closed"""
+    """Return the error for requests to an engine that has stopped. reason: "" if its loop is only being closed"""
     what = f"the engine has stopped: {reason or 'it is being closed'}"
     return BusyError(what, "a running engine", "restart it; its log says more" if reason else "ask again when it runs")
 
 
 def check_names(names: Iterable[object], valid_names: Collection[str], where: str, param: str) -> None:
-    """What a client may name in `where`, of its field `param`. raises RequestError for the first that is not known"""
+    """Check names that a client sent in its field `param`. raises RequestError for the first one that `where` lacks"""
     for name in names:
         if name not in valid_names:
             raise RequestError(
@@ -118,15 +119,15 @@ def check_names(names: Iterable[object], valid_names: Collection[str], where: st
             )
 
 
-# Characters of a name, and names: comparing takes long with many of either.
+# Maximum characters of a name, and number of names, that are compared: it takes long with many of either.
 _COMPARED, _MAX_COMPARED = 200, 4000
-_ALIKE = 0.75  # of 1, as difflib measures it: a letter or two; with less, advice points at what was not meant
+_ALIKE = 0.75  # difflib's ratio, at most 1: a letter or two differ; with a lower bound, suggestions would be wrong
 
 
 def close_matches(name: str, valid_names: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant, to suggest it in an error.
+    """Return the valid name that was probably meant, to suggest it in an error.
 
-    Whether a field of a request is refused at all is a stricter question: `serve/http/unknown_fields.py`.
+    Whether a request with an unknown field is refused is decided more strictly in `serve/http/unknown_fields.py`.
     """
     folded = {n.casefold(): n for n in sorted(valid_names)[:_MAX_COMPARED]}
     close = difflib.get_close_matches(name[:_COMPARED].casefold(), folded, n=1, cutoff=_ALIKE)
@@ -134,7 +135,10 @@ def close_matches(name: str, valid_names: Iterable[str]) -> str | None:
 
 
 def nearest(name: str, valid_names: Iterable[str], listed: Iterable[str] | None = None) -> str:
-    """`did you mean "top_p"?`, or a short list of what is known. listed: the list, where not all need a mention"""
+    """Return `did you mean "top_p"?`, or a short list of the valid names.
+
+    listed: names for that list, if it should not contain all valid names
+    """
     names = sorted(valid_names)
     meant = close_matches(name, names)
     if meant is not None:
@@ -145,7 +149,7 @@ def nearest(name: str, valid_names: Iterable[str], listed: Iterable[str] | None 
 
 
 def mib(nbytes: float) -> str:
-    """As errors say memory."""
+    """Format a number of bytes for an error: 300 B, 4 KiB, 12 MiB, 20.0 GiB."""
     if nbytes < 1 << 10:
         return f"{nbytes:.0f} B"
     if nbytes < 1 << 20:

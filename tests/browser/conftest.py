@@ -28,7 +28,7 @@ def browser() -> Iterator["Browser"]:
 
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
-        pytest.fail("there is no Chromium; to mend: apt-get install -y chromium, or what your distribution calls it")
+        pytest.fail("there is no Chromium; to fix: apt-get install -y chromium, or what your distribution calls it")
     with sync_playwright() as playwright:
         # without its sandbox, which root may not have: it opens pages of ours only
         started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])

@@ -285,7 +285,7 @@ def test_hostile_text_is_text(tiny: str, open_page: Open, logprobs: bool) -> Non
     assert bad.inner_text().startswith("502 ")
 
 
-def test_a_refusal_is_readable_and_can_be_mended(tiny: str, open_page: Open) -> None:
+def test_a_refusal_is_readable_and_can_be_fixed(tiny: str, open_page: Open) -> None:
     seen = open_page(tiny)
     set_fields(seen.page, temperature="101")
     seen.page.locator("#words").focus()

@@ -207,7 +207,7 @@ def test_the_clients_own_system_message_joins_the_first_of_the_user(theirs: Thei
     assert ours(source, alone) == theirs(source, [{"role": "user", "content": "Be brief."}])
 
 
-def test_what_no_merging_mends_is_refused_in_the_templates_words() -> None:
+def test_what_no_merging_fixes_is_refused_in_the_templates_words() -> None:
     """And ChatTemplate alone, behind apply_chat_template, refuses what transformers does."""
     with pytest.raises(RequestError, match="roles must alternate"):
         ours(GEMMA, [{"role": "assistant", "content": "a"}])

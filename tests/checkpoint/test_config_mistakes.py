@@ -115,7 +115,7 @@ def test_no_value_of_any_key_ends_in_another_error(name: str) -> None:
             try:
                 read_config({**raw, key: value})
             except CheckpointError as error:
-                assert error.what.startswith("config.json: ") and error.expected and error.mend, (key, value)
+                assert error.what.startswith("config.json: ") and error.expected and error.fix, (key, value)
 
 
 @pytest.mark.parametrize("key", ["factor", "rope_type", "low_freq_factor", "original_max_position_embeddings", "other"])

@@ -117,7 +117,7 @@ def test_what_is_not_here_says_what_to_use() -> None:
         ours("x").word_ids()
     with pytest.raises(RequestError, match="return_tensors is 'pt'") as error:
         ours("x", return_tensors="pt")
-    assert "torch.tensor" in error.value.mend
+    assert "torch.tensor" in error.value.fix
     with pytest.raises(RequestError, match='did you mean "padding"'):
         ours.encode("x", paddin=True)
     with pytest.raises(RequestError, match="truncation is True"):
@@ -143,7 +143,7 @@ def test_what_is_no_id_is_refused(ids: Any, what: str) -> None:
     for call in (ours.decode, ours.batch_decode):
         with pytest.raises(RequestError, match=what) as error:
             call(ids)
-        assert "input_ids" in error.value.mend or "each" in error.value.mend
+        assert "input_ids" in error.value.fix or "each" in error.value.fix
     with pytest.raises(RequestError):
         ours.convert_ids_to_tokens(ids)
 
@@ -191,7 +191,7 @@ def test_a_tokenizer_is_copied_and_says_why_it_is_not_pickled() -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(ConfigError, match="cannot be pickled") as error:
             pickle.dumps(ours, protocol)
-    assert "send the name" in error.value.mend and "AutoTokenizer" in error.value.mend
+    assert "send the name" in error.value.fix and "AutoTokenizer" in error.value.fix
 
 
 def test_a_name_of_a_megabyte_is_not_repeated() -> None:

@@ -74,7 +74,7 @@ def test_a_repository_of_pickles(tmp_path: Path) -> None:
     cached(tmp_path, ["config.json"])
     with pytest.raises(CheckpointError) as caught:
         resolve("mill/race", hf_home=tmp_path, offline=True)
-    assert "pickle" in caught.value.expected and "millrace convert mill/race -o FOLDER" in caught.value.mend
+    assert "pickle" in caught.value.expected and "millrace convert mill/race -o FOLDER" in caught.value.fix
     with pytest.raises(CheckpointError, match=r"has no pytorch_model\*\.bin"):
         resolve("mill/race", hf_home=tmp_path, offline=True, torch_weights=True)
 

@@ -182,7 +182,7 @@ def test_no_weights_and_pickles(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
     with pytest.raises(CheckpointError) as caught:
         Tensors.open(tmp_path)
-    assert "pytorch_model.bin" in caught.value.what and "convert" in caught.value.mend
+    assert "pytorch_model.bin" in caught.value.what and "convert" in caught.value.fix
 
 
 def test_unknown_names_and_files_that_shrink(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_two_engines_where_day_and_night_differ(millrace: Millrace, tmp_path: Pa
     again.assert_mistake("two-day.engine is already there")
 
 
-def test_mistakes_say_what_to_mend(millrace: Millrace, traffic: Path, tmp_path: Path) -> None:
+def test_mistakes_say_what_to_fix(millrace: Millrace, traffic: Path, tmp_path: Path) -> None:
     build = ("build", "tiny", "-o", tmp_path / "e")
     millrace(*build, "--traffic-covers", "99").assert_mistake("--traffic-covers is given without --traffic")
     millrace(*build, "--traffic", traffic, "--traffic-covers", "20").assert_mistake("50 to 100")

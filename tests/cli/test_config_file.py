@@ -69,7 +69,7 @@ def test_the_command_line_goes_first_and_the_rest_has_defaults(tmp_path: Path) -
             "tensor-parallel-size: 2",
             ["config.yaml:1: ", "tensor-parallel-size", "not supported: a model runs on one device"],
         ),
-        ("tensor-parallel-size: 1", ["leave it out: a model runs on one device", "to mend:  leave it out"]),
+        ("tensor-parallel-size: 1", ["leave it out: a model runs on one device", "to fix:   leave it out"]),
         ("generation-config: auto", ["leave it out: "]),
         ("port: abc", ["config.yaml:1: port is 'abc'", "a whole number"]),
         ("\n\nitl-ms: fast", ["config.yaml:3: itl-ms is 'fast'", "a number"]),

@@ -1,4 +1,4 @@
-"""A damaged engine is refused with what is wrong and how to mend it, whatever file was hit."""
+"""A damaged engine is refused with what is wrong and how to fix it, whatever file was hit."""
 
 import json
 from contextlib import suppress

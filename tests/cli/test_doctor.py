@@ -50,7 +50,7 @@ def test_a_healthy_machine_gets_no_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    "worse, what, mend",
+    "worse, what, fix",
     [
         ({"huge_pages": "never"}, "switched off", "transparent_hugepage"),
         ({"huge_page_share": 0.2}, "only 20%", "compact"),
@@ -60,9 +60,9 @@ def test_a_healthy_machine_gets_no_warning() -> None:
         ({"load": 7.5}, "load 7.5", "stop them"),
     ],
 )
-def test_what_holds_a_machine_back_is_said_with_a_mend(worse: dict[str, Any], what: str, mend: str) -> None:
-    ((said, mended),) = _warnings({**HEALTHY, **worse})
-    assert what in said and mend in mended
+def test_what_holds_a_machine_back_is_said_with_a_fix(worse: dict[str, Any], what: str, fix: str) -> None:
+    ((said, fix_said),) = _warnings({**HEALTHY, **worse})
+    assert what in said and fix in fix_said
 
 
 def test_a_model_that_runs_natively(millrace: Millrace) -> None:

@@ -45,7 +45,7 @@ def test_a_step_has_a_token_and_a_row_for_each_sequence(
         return
     with pytest.raises(ConfigError, match="more sequences than") as error:
         plan_engine(tiny, BuildOptions(**options))
-    assert error.value.expected == f"at most {most}: a token and a row for each" and "lower S" in error.value.mend
+    assert error.value.expected == f"at most {most}: a token and a row for each" and "lower S" in error.value.fix
 
 
 @pytest.mark.parametrize("rows", ["batch", "R"])
@@ -68,4 +68,4 @@ def test_logits_of_other_dimensions(rows: str, tmp_path: Path) -> None:
         ConfigError, match="no engine can be made of Scorer: it is of a language model without T"
     ) as error:
         write_engine(source, plan, tmp_path / "engine", name="scorer")
-    assert "call its outputs otherwise" in error.value.mend and not (tmp_path / "engine").exists()
+    assert "call its outputs otherwise" in error.value.fix and not (tmp_path / "engine").exists()

@@ -81,7 +81,7 @@ def test_a_builder_that_dies_lets_the_next_one_build(tmp_path: Path) -> None:
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
-        raise ConfigError("what", "expected", "mend")
+        raise ConfigError("what", "expected", "fix")
 
     cache = EngineCache(tmp_path)
     with pytest.raises(ConfigError):

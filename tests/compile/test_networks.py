@@ -141,7 +141,7 @@ def test_every_dimension_has_bounds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", [{}, {"pages": Bounds(1, 1, 1)}, {**IMAGES, "pages": Bounds(1, 1, 1)}])
 def test_missing_bounds_say_what_to_write(profile: dict[str, Bounds], tmp_path: Path) -> None:
-    """The dimension, the inputs that have it, and a call that mends it: the call is tried."""
+    """The dimension, the inputs that have it, and a call that fixes it: the call is tried."""
     with pytest.raises(ConfigError) as error:
         network(Digits(), tmp_path / "never", profile=profile)
     said = str(error.value)
@@ -151,7 +151,7 @@ def test_missing_bounds_say_what_to_write(profile: dict[str, Bounds], tmp_path: 
         if "images" in profile
         else ("'images' has no bounds; it is of the input pixels, weights" in said)
     )
-    call = error.value.mend.partition(": ")[2]
+    call = error.value.fix.partition(": ")[2]
     source = Source.from_module(Digits(), parameters(Digits()))
     assert plan_engine(source, eval(call)).program.symbols
 
@@ -165,7 +165,7 @@ def test_bounds_that_follow_from_the_options_need_not_be_given(tmp_path: Path) -
 
     with pytest.raises(ConfigError, match="has no bounds; it is of the input x") as error:
         plan_engine(Source.from_module(WithPages(), {}), BuildOptions())
-    assert '"S"' not in error.value.mend and '"pages": Bounds(' in error.value.mend
+    assert '"S"' not in error.value.fix and '"pages": Bounds(' in error.value.fix
 
 
 def test_a_dimension_of_no_input_says_where_to_name_it() -> None:
@@ -178,7 +178,7 @@ def test_a_dimension_of_no_input_says_where_to_name_it() -> None:
 
     with pytest.raises(GraphError, match=r"gather_rows.*a dimension other that no input has") as error:
         plan_engine(Source.from_module(Made(), {}), BuildOptions())
-    assert "x [rows, 16]" in error.value.expected and '("other", ' in error.value.mend
+    assert "x [rows, 16]" in error.value.expected and '("other", ' in error.value.fix
 
 
 def test_an_engine_says_what_it_is_for(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_tables_are_bounded_and_a_single_one_is_read(engine: Engine, tmp_path: P
         (tmp_path / TACTICS).write_bytes(bad)
         with pytest.raises(EngineError, match=r"tactics\.json is damaged"):
             read_tables(tmp_path)
-        assert read_tables(tmp_path, mend=True) == []
+        assert read_tables(tmp_path, ignore_damaged=True) == []
 
 
 def test_only_what_the_cache_lacks_is_timed(engine: Engine, tmp_path: Path) -> None:

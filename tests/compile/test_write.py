@@ -89,7 +89,7 @@ def test_space_is_reserved_before_anything_is_written(
         build(TINY, tmp_path / "another")
     assert done == [("refuse", weights)], "nothing was written"
     assert f"{tmp_path / 'another'} cannot be written: {os.strerror(code)}; its weights need" in caught.value.what
-    assert f"{weights:,} bytes" in caught.value.what and "make room" in caught.value.mend
+    assert f"{weights:,} bytes" in caught.value.what and "make room" in caught.value.fix
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 
 

@@ -193,7 +193,7 @@ def test_what_a_pass_needs(small: Small) -> None:
 def test_what_statistics_are_not_for(small: Small, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"treats lm_head by statistics.*\n?.*") as error:
         small.plan(method="gptq", layers=[{"match": "lm_head", "bits": 8}])
-    assert 'method = "rtn"' in error.value.mend
+    assert 'method = "rtn"' in error.value.fix
     plan = small.plan(method="gptq")
     treatment = plan.layers["model.layers.0.mlp.up_proj"]
     unread = plan_compression(small.checkpoint, PRESETS["int4-gptq"])

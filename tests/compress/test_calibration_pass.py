@@ -146,7 +146,7 @@ def test_a_damaged_file_is_one_error(where: int, tiny: Collected, tmp_path: Path
     with pytest.raises(ConfigError, match=r"piece-001 is (damaged|of another)") as error:
         found = CalibrationStatistics.open(folder)
         [found[name] for name in found]
-    assert "remove the folder, and collect again" in error.value.mend, "one piece alone is not made again"
+    assert "remove the folder, and collect again" in error.value.fix, "one piece alone is not made again"
     file.write_bytes(data[:-4])
     with pytest.raises(ConfigError, match=r"piece-001 is (damaged|of another)"):
         CalibrationStatistics.open(folder)
@@ -215,7 +215,7 @@ def test_what_cannot_be_collected_is_said_before(tiny: Collected, tmp_path: Path
             samples(tokenizer, text, n)
     with pytest.raises(ConfigError) as error:
         samples(tokenizer, TEXT, 1000, 48)
-    fewer = int(error.value.mend.rpartition("--samples ")[2])
+    fewer = int(error.value.fix.rpartition("--samples ")[2])
     assert samples(tokenizer, TEXT, fewer, 48).ids.shape == (fewer, 48), "what it says can be done"
     with pytest.raises(ConfigError, match="text for statistics"):
         samples(tokenizer, TEXT, fewer + 1, 48)

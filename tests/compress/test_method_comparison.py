@@ -152,7 +152,7 @@ def test_a_folder_is_of_one_model(tmp_path: Path) -> None:
     assert read_row(folder, "eight", "") == eight and read_row(folder, "gptq", "") == none
     with pytest.raises(ConfigError, match="has figures of batch 16") as error:
         open_folder(folder, msgspec.structs.replace(ABOUT, batch=8))
-    assert "another folder" in error.value.mend
+    assert "another folder" in error.value.fix
     write_row(folder, msgspec.structs.replace(eight, name="sq", statistics="s"))
     assert read_row(folder, "sq", "s") and read_row(folder, "eight", "s") == eight, "which needed no statistics"
     with pytest.raises(ConfigError, match=r"sq.json has figures of another calibration text"):

@@ -140,7 +140,7 @@ def test_the_recipe_makes_the_same_bytes(model: Model, searches: list[SearchResu
 def test_where_nothing_is_within(model: Model, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"within a loss of 1e-08 \(KL\): the best found has [1-9.e-]+") as error:
         model.search("kl:1e-8", tmp_path / "out")
-    raised = error.value.mend.removeprefix("raise --max-loss to ").partition(" or more")[0]
+    raised = error.value.fix.removeprefix("raise --max-loss to ").partition(" or more")[0]
     assert MaxLoss.parse(raised).bound > 1e-8 and not list(tmp_path.iterdir())
 
 
@@ -240,7 +240,7 @@ def test_a_bound_that_is_named_can_be_asked_for(kind: str) -> None:
     assert MaxLoss.parse(MaxLoss(kind, 1.0).as_flag(1e-15) or "").bound >= 1e-15
     with pytest.raises(ConfigError) as error:
         searched([Mix(1.0, 1.0, {})], MaxLoss(kind, 0.01), lambda *_: 1e6)
-    assert error.value.mend == "leave the model as it is"
+    assert error.value.fix == "leave the model as it is"
 
 
 def test_what_is_timed_is_what_runs(model: Model, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_what_cannot_be_sparse(small: Small, tmp_path: Path) -> None:
     odd = Checkpoint.open(write_checkpoint(tmp_path / "odd", width=64, inner=98))
     with pytest.raises(CheckpointError, match=r"down_proj has 98 inputs") as error:
         plan_compression(odd, parsed({"version": 1, "method": "wanda"}, "mine"))
-    assert 'match = "*.down_proj"' in error.value.mend
+    assert 'match = "*.down_proj"' in error.value.fix
     for more in ({"search": "clip"}, {"smooth": "awq"}, {"activations": 8}, {"minimums": True}):
         with pytest.raises(ConfigError, match="method is 'wanda'"):
             small.plan(method="wanda", **more)

@@ -101,8 +101,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 
 def assert_three_parts(error: MillraceError, names: list[str]) -> None:
-    what, expected, mend = error.args[:3]
-    assert what and expected and mend and len(str(error)) < 2000
+    what, expected, fix = error.args[:3]
+    assert what and expected and fix and len(str(error)) < 2000
     for name in names:
         assert name in str(error), str(error)
 
@@ -229,7 +229,7 @@ def test_requests(guarded: Live, path: str, body: bytes, status: int, names: str
 def assert_is_openais_error(reply: httpx.Response, names: str) -> None:
     error = reply.json()["error"]
     assert sorted(error) == ["code", "message", "param", "type"] and names in error["message"], error
-    assert "; expected: " in error["message"] and "; to mend: " in error["message"], error
+    assert "; expected: " in error["message"] and "; to fix: " in error["message"], error
     assert "Traceback" not in reply.text and len(reply.text) < 2000
 
 

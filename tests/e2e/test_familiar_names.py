@@ -75,7 +75,7 @@ def test_what_cannot_be_says_what_to_use(given: dict[str, Any], fragments: list[
     ("given", "fragments"),
     [
         ({"temprature": 1}, ['did you mean "temperature"?', "write temperature="]),
-        ({"best_of": 4}, ['no parameter "best_of"', "to mend:  use n="]),
+        ({"best_of": 4}, ['no parameter "best_of"', "to fix:   use n="]),
         ({"guided_decoding": None}, ["structured_outputs="]),
         ({"max_new_tokens": 16}, ["max_tokens="]),
         ({"flat_logprobs": True, "n": 2}, ['no parameter "flat_logprobs"']),
@@ -126,7 +126,7 @@ def test_what_asks_for_nothing_else_is_taken() -> None:
 def test_methods_of_other_libraries_say_what_to_use(llm: LLM, name: str, instead: str) -> None:
     with pytest.raises(MillraceError) as error:
         getattr(llm, name)("Once")
-    assert f'this LLM has no "{name}"' in str(error.value) and instead in error.value.mend
+    assert f'this LLM has no "{name}"' in str(error.value) and instead in error.value.fix
     assert not hasattr(llm, name)
     with pytest.raises(AttributeError, match="no attribute 'quux'"):
         llm.quux()
@@ -161,7 +161,7 @@ def test_token_ids_without_their_text(llm: LLM) -> None:
     assert bare.token_ids == choice.token_ids and bare.text == "" != choice.text
 
 
-def test_mends_are_right_for_who_reads_them(llm: LLM) -> None:
+def test_fixes_are_right_for_who_reads_them(llm: LLM) -> None:
     for prompt, params in (("a", SamplingParams(max_tokens=5000)), ("mill " * 5000, GREEDY)):
         with pytest.raises(RequestError) as error:
             llm.generate(prompt, params)

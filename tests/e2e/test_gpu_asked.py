@@ -44,14 +44,14 @@ def test_an_encoder_in_fp8(tmp_path: Path) -> None:
     assert refused.value.expected == "one of fp32, bf16, w8a8, fp16, tf32"
 
 
-@pytest.mark.parametrize(("device", "mend"), [
+@pytest.mark.parametrize(("device", "fix"), [
     ("CUDA", "write --device cuda"), ("Cuda:1", "write --device cuda:1"), (1, "write --device cuda:1"),
     ("GPU", "write --device cuda"), (None, "write one, or leave it out"), ("mps", "choose one of them"),
 ])  # fmt: skip
-def test_a_device_by_another_name(device: Any, mend: str) -> None:
+def test_a_device_by_another_name(device: Any, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
         RunSettings(device=device)
-    assert refused.value.mend == mend
+    assert refused.value.fix == fix
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_random_weights_of_a_gguf_file(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", shared("models/stories260K"))
     with pytest.raises(ConfigError, match="random_weights is given for a GGUF file") as refused:
         LLM(path, random_weights=True, **SMALL)
-    assert "random_weights out" in refused.value.mend
+    assert "random_weights out" in refused.value.fix

@@ -175,7 +175,7 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(MachineError) as refused:
         LLM("tiny", device="cuda")
     asked: dict[str, Any] = {
-        name: int(value) for name, value in re.findall(r"(max_context|max_batch)=(\d+)", refused.value.mend)
+        name: int(value) for name, value in re.findall(r"(max_context|max_batch)=(\d+)", refused.value.fix)
     }
     assert asked.keys() == {"max_context", "max_batch"}
     for name, value in asked.items():
@@ -187,7 +187,7 @@ def test_a_device_that_fails_while_it_is_loaded(here: None, monkeypatch: pytest.
     monkeypatch.setattr(device_constants, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
     with pytest.raises(MachineError, match="failed while the model was loaded: CUDA out of memory") as refused:
         LLM("tiny", device="cuda", **SMALL)
-    assert "More words" not in str(refused.value) and "nvidia-smi" in refused.value.mend
+    assert "More words" not in str(refused.value) and "nvidia-smi" in refused.value.fix
 
 
 @pytest.fixture(scope="module")

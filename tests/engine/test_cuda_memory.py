@@ -186,11 +186,11 @@ def test_a_refusal_says_what_would_fit() -> None:
                ("--precision w4a16", needs_8b("w4a16"))]  # fmt: skip
     with pytest.raises(MachineError, match=r"weights 15.0 GiB.*KV pages 1024 MiB") as refused:
         plan_device(needs, free, 1000, smaller=smaller)
-    context = int(re.findall(r"--max-context (\d+)", refused.value.mend)[0])
-    assert context < 8192 and "--precision w4a16" in refused.value.mend
+    context = int(re.findall(r"--max-context (\d+)", refused.value.fix)[0])
+    assert context < 8192 and "--precision w4a16" in refused.value.fix
     assert plan_device(replace(needs, least_pages=context // 64), free, 1000).n_pages * 64 >= context
     for words, other in smaller:
-        if words in refused.value.mend:
+        if words in refused.value.fix:
             assert plan_device(other, free, 1000).n_pages >= 128
         else:
             with pytest.raises(MachineError):
@@ -199,7 +199,7 @@ def test_a_refusal_says_what_would_fit() -> None:
         plan_device(needs, 80e9, 1000, kv_memory=100 << 20)
     with pytest.raises(MachineError) as refused:
         plan_device(needs, 40e9, 1000, kv_memory=30 << 30)
-    n = int(re.findall(r"--kv-memory (\d+)M", refused.value.mend)[0]) << 20
+    n = int(re.findall(r"--kv-memory (\d+)M", refused.value.fix)[0]) << 20
     assert plan_device(needs, 40e9, 1000, kv_memory=n).n_pages == n // needs.page_bytes
     with pytest.raises(MachineError, match="free memory of the GPU") as refused:
         plan_device(needs, 8e9, 1000)

@@ -65,7 +65,7 @@ def test_a_lock_that_is_never_given_back_is_one_line_then_an_error(
     with kept_by_another(tmp_path / MANIFEST), caplog.at_level(logging.WARNING):
         with pytest.raises(MachineError, match=f"waited 0.3 s for {tmp_path}") as error:
             hold(tmp_path)
-        assert "lslocks" in error.value.mend
+        assert "lslocks" in error.value.fix
         assert [r.message for r in caplog.records] == [
             f"waiting for {tmp_path}, which another process is removing (at most 0.3 s)"
         ]

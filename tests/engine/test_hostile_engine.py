@@ -304,7 +304,7 @@ def test_an_instruction_set_that_the_cpu_lacks(engine: Engine, monkeypatch: pyte
     monkeypatch.setattr("millrace.engine.native.executor.usable_isas", lambda: ["avx2", "scalar"])
     with pytest.raises(MachineError, match="it needs AVX-512 F") as error:
         engine.executor(n_pages=4, isa="avx512")
-    assert error.value.expected == "one of avx2, scalar" and "--isa" in error.value.mend
+    assert error.value.expected == "one of avx2, scalar" and "--isa" in error.value.fix
 
 
 OUT_OF_THREADS = """
@@ -343,7 +343,7 @@ def test_engines_for_other_kernels_are_refused(engine: Engine, change: dict[str,
     (tmp_path / MANIFEST).write_text(json.dumps({k: v for k, v in manifest.items() if v is not None}))
     with pytest.raises(EngineError, match=r"format 3|for other kernels|for which kernels") as error:
         Engine.open(tmp_path)
-    assert "build it again" in error.value.mend
+    assert "build it again" in error.value.fix
 
 
 def test_the_digest_knows_declarations_and_packing(monkeypatch: pytest.MonkeyPatch) -> None:

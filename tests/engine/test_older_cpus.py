@@ -52,7 +52,7 @@ for isa in lacking:
     try:
         engine.executor(n_pages=4, isa=isa)
     except MachineError as error:
-        told[isa] = [error.what, error.expected, error.mend]
+        told[isa] = [error.what, error.expected, error.fix]
     told[f"doctor {isa}"] = screen("doctor", "--isa", isa)
     told[f"generate {isa}"] = screen("generate", here / "there", "-p", "Once", "--isa", isa)
 print(json.dumps(told))
@@ -97,10 +97,10 @@ def test_what_a_cpu_lacks_is_refused_and_the_rest_is_the_same(cpu: str, engine: 
     code, shown = told["inspect"]
     assert code == 0 and "for 2 threads on a newer one, avx512, 2 cores; here is" in shown and usable[0] in shown
     for isa, why in lacking.items():
-        what, expected, mend = told[isa]
+        what, expected, fix = told[isa]
         assert what == f'instruction set "{isa}" cannot run here: it needs {why}'
-        assert expected == "one of " + ", ".join(usable) and "--isa" in mend
+        assert expected == "one of " + ", ".join(usable) and "--isa" in fix
         for command in ("generate", "doctor"):
             code, shown = told[f"{command} {isa}"]
             assert code == 2 and shown.startswith(f'error: instruction set "{isa}" cannot run here: it needs '), shown
-            assert f"expected: {expected}" in shown and f"to mend:  {mend}" in shown and shown.count("\n") == 3
+            assert f"expected: {expected}" in shown and f"to fix:   {fix}" in shown and shown.count("\n") == 3

@@ -138,7 +138,7 @@ def test_tactics_are_used_only_where_they_were_made(
     assert len(taken) == 1
 
 
-def test_damaged_tactics_say_how_to_mend_them(engine: Engine) -> None:
+def test_damaged_tactics_say_how_to_fix_them(engine: Engine) -> None:
     path = engine.folder / "tactics.json"
     write_tactics(engine.folder, table(engine, usable_cores(), {"tile_rows": 2}))
     whole = path.read_bytes()
@@ -150,7 +150,7 @@ def test_damaged_tactics_say_how_to_mend_them(engine: Engine) -> None:
         path.write_bytes(damaged)
         with pytest.raises(EngineError, match=says) as error:
             engine.executor(n_pages=1)
-        assert "millrace tune" in error.value.mend
+        assert "millrace tune" in error.value.fix
     too_high = table(engine, 1, {"tile_rows": MATMUL.knobs[0].high + 1})
     for bad in (too_high, table(engine, 1, {"no_such_knob": 1}), table(engine, 1, {"ahead": 1}, kernel="no_kernel")):
         path.write_bytes(msgspec.json.encode(bad))
@@ -175,8 +175,8 @@ def test_who_writes_at_once_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     """Writers for eight numbers of threads, each between reading and writing for a while."""
     read = tactics.read_tables
 
-    def slow(folder: Path, *, mend: bool = False) -> list[TacticTable]:
-        found = read(folder, mend=mend)
+    def slow(folder: Path, *, ignore_damaged: bool = False) -> list[TacticTable]:
+        found = read(folder, ignore_damaged=ignore_damaged)
         time.sleep(0.02)
         return found
 

@@ -60,7 +60,7 @@ def pbtxt(folder: Path) -> Case:
         msgspec.json.encode(config_json(model.config))
         if not model.is_servable:
             found = model.problems[rng.randrange(len(model.problems))]
-            raise ConfigError(f"{found.location.removeprefix(str(folder))}: {found.what}", found.expected, found.mend)
+            raise ConfigError(f"{found.location.removeprefix(str(folder))}: {found.what}", found.expected, found.fix)
         BatchRules.from_config(model.config)
         RequestValidator(model.config)
         config_message(model.config).SerializeToString()

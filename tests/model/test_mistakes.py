@@ -77,7 +77,7 @@ def test_weights_of_ones_own(weights: Any, what: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "what", "mend"),
+    ("forward", "what", "fix"),
     [
         (lambda m, x: m.b(x), "in blocks.0.b: linear: x [batch, 32]", "change the forward() that says it"),
         (lambda m, x: m.b(m.a(x) * x), "in blocks.0: elementwise", "change the forward()"),
@@ -94,10 +94,10 @@ def test_weights_of_ones_own(weights: Any, what: str, expected: str) -> None:
         (lambda m, x: m.b(np.add.reduce(m.a(x))), "numpy.add is called on a tensor", "Parameter or a Table"),
     ],
 )
-def test_what_a_forward_may_not_say(forward: Callable[[Any, Tensor], Any], what: str, mend: str) -> None:
+def test_what_a_forward_may_not_say(forward: Callable[[Any, Tensor], Any], what: str, fix: str) -> None:
     with pytest.raises(GraphError) as error:
         planned(forward)
-    assert what in error.value.what and mend in error.value.mend
+    assert what in error.value.what and fix in error.value.fix
 
 
 @pytest.mark.parametrize("bad", [[[1.0] * 24] * 5, np.array([["x"]]), np.ones((5, 24), bool), None])
@@ -105,21 +105,21 @@ def test_weights_are_arrays_of_numbers(bad: Any) -> None:
     weights = {**arrays(), "blocks.0.b.weight": bad}
     with pytest.raises(ConfigError, match=r'the weight "blocks.0.b.weight" is (a|of) ') as error:
         planned(weights=weights)
-    assert "numpy.asarray" in error.value.mend
+    assert "numpy.asarray" in error.value.fix
 
 
 @pytest.mark.parametrize(
-    ("options", "what", "mend"),
+    ("options", "what", "fix"),
     [
         ({"profile": {"batch": (1, 4, 8)}}, "the bounds of batch are a tuple", '"batch": Bounds(smallest'),
         ({"keep": "blocks.0.a"}, "keep is a text", 'keep=("blocks.0.a",)'),
     ],
 )
-def test_options_of_a_build(options: Any, what: str, mend: str) -> None:
+def test_options_of_a_build(options: Any, what: str, fix: str) -> None:
     given: Any = {"profile": {"batch": Bounds(1, 4, 8)}, **options}
     with pytest.raises(ConfigError) as error:
         plan_engine(Source.from_module(Net(right), arrays()), BuildOptions(**given))
-    assert what in error.value.what and mend in error.value.mend
+    assert what in error.value.what and fix in error.value.fix
 
 
 def test_weights_of_pytorch() -> None:

@@ -179,7 +179,7 @@ def told(text: str) -> Mapping[str, object]:
     }  # fmt: skip
 
 
-def test_an_ensemble_comes_when_its_member_is_mended(tmp_path: Path) -> None:
+def test_an_ensemble_comes_when_its_member_is_fixed(tmp_path: Path) -> None:
     """By what the folders say: nothing of the ensemble's own folder changes."""
     write_models(tmp_path, {"m": SAME.replace("max_batch_size", "max_batchsize"), "pipe": through("m")})
 

@@ -252,7 +252,7 @@ def unload(root: Path, url: str) -> None:
     assert control(url, "bad", "unload") == (200, "")
 
 
-def mend(root: Path, url: str) -> None:
+def fix(root: Path, url: str) -> None:
     write_models(root, {"bad": BATCHES % ""})
 
 
@@ -260,19 +260,19 @@ def remove(root: Path, url: str) -> None:
     (root / "bad").rename(root / ".bad")
 
 
-@pytest.mark.parametrize("what", [load, unload, mend, remove])
+@pytest.mark.parametrize("what", [load, unload, fix, remove])
 @pytest.mark.parametrize("config", [ADD_SUB.replace("TYPE_INT32", "TYPE_STRING"), "nonsense: 1"])
-def test_what_failed_at_the_start_can_be_mended(root: Path, config: str, what: Callable[[Path, str], None]) -> None:
+def test_what_failed_at_the_start_can_be_fixed(root: Path, config: str, what: Callable[[Path, str], None]) -> None:
     write_models(root, {"bad": config})
     settings = ServerSettings(port=free_port())
     mode: dict[str, Any] = {"model_control_mode": "explicit", "load_model": ("*",)}
-    if what in (mend, remove):
+    if what in (fix, remove):
         mode = {"model_control_mode": "poll", "repository_poll_secs": 0.1}
     with serving(root, settings, wait=False, **mode) as url:
         becomes(lambda: answers(url, "/v2/models/m/ready") == [200])
         told_of_trouble(url)
-        if what in (mend, remove):
-            time.sleep(0.3)  # three looks at the folders, which mend nothing
+        if what in (fix, remove):
+            time.sleep(0.3)  # three looks at the folders, which fix nothing
         assert answers(url, *HEALTH) == [400, 503]
         what(root, url)
         becomes(lambda: answers(url, *HEALTH) == [200, 200])
@@ -308,7 +308,7 @@ def test_a_server_that_is_not_ready_says_what_is_wrong_now(root: Path) -> None:
         assert first.startswith(begin + failed % ("one", "one")) and first.endswith(f"; {two}")
         write_models(root, {"one": BATCHES % "", "two": "other: 1"})
         assert control(url, "one", "load") == (200, "")
-        assert told_of_trouble(url) == begin + two, "one is mended, and two is as it was"
+        assert told_of_trouble(url) == begin + two, "one is fixed, and two is as it was"
         assert control(url, "two", "load")[0] == 500
         assert told_of_trouble(url).startswith(begin + failed % ("two", "two")), "of its newest error"
         write_models(root, {"three": "nonsense: 1"})

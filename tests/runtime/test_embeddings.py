@@ -167,7 +167,7 @@ def test_each_kind_of_model_says_what_it_can(llm: LLM, folder: Path) -> None:
 def test_methods_of_other_libraries_are_answered_by_what_an_encoder_can(folder: Path, name: str, instead: str) -> None:
     with LLM(str(folder)) as llm, pytest.raises(ConfigError) as error:
         getattr(llm, name)("a", "b")
-    assert error.value.expected == "embed()" and instead in error.value.mend and "generate" not in str(error.value)
+    assert error.value.expected == "embed()" and instead in error.value.fix and "generate" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_just_enough_for_one_sequence(engine: Engine) -> None:
 def test_too_little_kv_memory_names_a_context_that_fits(engine: Engine, tmp_path: Path, kv_mib: int) -> None:
     with pytest.raises(MachineError) as refused:
         plan_run(engine, available(8 << 30), kv_mib * MIB)
-    context = int(re.findall(r"--max-context (\d+)", refused.value.mend)[0])
+    context = int(re.findall(r"--max-context (\d+)", refused.value.fix)[0])
     smaller = build_engine("tiny", BUNDLED / "tiny", tmp_path / "engine", BuildSettings(max_context=context, tune=0))
     assert plan_run(smaller, available(8 << 30), kv_mib * MIB).n_pages * PAGE_TOKENS >= context
 
@@ -72,9 +72,9 @@ def test_p4_p5_p22_too_little_memory_says_what_is_needed_and_what_would_fit(engi
     with pytest.raises(MachineError) as refused:
         plan_run(engine, available(fixed(engine) + spare))
     assert "weights 9 MiB" in refused.value.what and "are available" in refused.value.what
-    contexts = re.findall(r"--max-context (\d+)", refused.value.mend)
+    contexts = re.findall(r"--max-context (\d+)", refused.value.fix)
     if spare <= 0:
-        assert not contexts and "free memory" in refused.value.mend
+        assert not contexts and "free memory" in refused.value.fix
     else:
         manifest = msgspec.structs.replace(engine.manifest, max_context=int(contexts[0]))
         assert plan_run(replace(engine, manifest=manifest), available(fixed(engine) + spare)).n_pages > 0
@@ -84,5 +84,5 @@ def test_more_than_there_is_names_what_is_left(engine: Engine) -> None:
     free = 100 * MIB
     with pytest.raises(MachineError) as refused:
         plan_run(engine, available(fixed(engine) + free), 1 << 30)
-    assert "lower --kv-memory to 100 MiB" in refused.value.mend
+    assert "lower --kv-memory to 100 MiB" in refused.value.fix
     assert plan_run(engine, available(fixed(engine) + free), free).kv_bytes <= free

@@ -42,7 +42,7 @@ def test_max_tokens_unset_is_the_rest_of_the_context() -> None:
     assert resolved(SamplingParams(max_tokens=28), n_prompt=100).max_tokens == 28
     with pytest.raises(RequestError, match="has 100 tokens and max_tokens of 29") as error:
         resolved(SamplingParams(max_tokens=29), n_prompt=100)
-    assert error.value.param == "max_tokens" and "at most 28" in error.value.mend and "128" in error.value.expected
+    assert error.value.param == "max_tokens" and "at most 28" in error.value.fix and "128" in error.value.expected
 
 
 def test_a_pool_smaller_than_the_context_is_the_context() -> None:

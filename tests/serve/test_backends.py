@@ -141,7 +141,7 @@ def test_a_model_is_asked_for_what_it_cannot_do(both: Site, path: str, body: dic
     error = both.refused(path, {"model": "plus", **body})
     assert error["status"] == 400 and error["code"] == "model_cannot" and error["param"] == "model"
     assert f'"plus" is a model that adds, and cannot answer {path}' in error["message"]
-    assert "expected: a request to /v9/sums; to mend: ask it there, or choose another model: fake" in error["message"]
+    assert "expected: a request to /v9/sums; to fix: ask it there, or choose another model: fake" in error["message"]
 
 
 def test_nobody_can_do_it() -> None:

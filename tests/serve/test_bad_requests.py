@@ -199,7 +199,7 @@ PATHS = {"/chat/completions": CHAT, "/completions": TEXT, "/models": "/v1/models
 @pytest.mark.parametrize("path", PATHS)
 def test_a_base_url_without_v1_is_told_the_path(server: Running, path: str) -> None:
     reply = httpx.get(server.url + path) if path == "/models" else post(server.url, path, chat())
-    check(reply, 404, f'expected: "{PATHS[path]}"; to mend: end the base URL of the client with /v1')
+    check(reply, 404, f'expected: "{PATHS[path]}"; to fix: end the base URL of the client with /v1')
 
 
 @pytest.mark.parametrize("path, body", [(CHAT, chat()), (TEXT, text())])

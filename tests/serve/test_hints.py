@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from millrace.serve.ops.management_api import NOT_YET as MENDS
+from millrace.serve.ops.management_api import NOT_YET as FIXES
 from tests.serve.support import Running, post
 from tests.serve.test_bad_requests import CHAT, TEXT, check
 
@@ -17,7 +17,7 @@ def body_of(path: str, **fields: object) -> dict[str, object]:
 
 HINTS = {
     "/v1": "this is the base URL", "/v1/": "this is the base URL",
-    "/v1/completions/": 'expected: "/v1/completions"; to mend: leave out the slash', "/health/": 'expected: "/health"',
+    "/v1/completions/": 'expected: "/v1/completions"; to fix: leave out the slash', "/health/": 'expected: "/health"',
     "/models/": 'expected: "/v1/models"', "/v1/moderations": "another server", "/v1/audio/speech": "another server",
     "/v1/files/": "another server", "/v1/files/file-1/content": "another server",
     "/v1/assistants": "use /v1/responses", "/api/v1/chat/completions": 'expected: "/v1/chat/completions"',
@@ -48,7 +48,7 @@ def test_below_messages_it_is_said_as_anthropic_says_it(server: Running) -> None
 
 
 def test_paths_that_hints_name_are_there(server: Running) -> None:
-    named = {p for mend in MENDS.values() for p in re.findall(r"(?<=[ ,])/[\w/]+", mend)} - {"/v1"}
+    named = {p for fix in FIXES.values() for p in re.findall(r"(?<=[ ,])/[\w/]+", fix)} - {"/v1"}
     assert len(named) > 5
     for path in named:
         assert httpx.get(server.url + path).status_code in (200, 405), path

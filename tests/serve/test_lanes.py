@@ -172,7 +172,7 @@ def test_a_tokenizer_that_fails_says_so_in_every_lane(n: int) -> None:
 
     class Broken(FakeTokenizer):
         def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-            raise CheckpointError("it panicked", "a tokenizer that works", "mend it")
+            raise CheckpointError("it panicked", "a tokenizer that works", "fix it")
 
     given = TextProcessor(Broken(), None, 8, 10**9)
     with pytest.raises(HttpError) as error:

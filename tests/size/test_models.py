@@ -162,10 +162,10 @@ def test_files_that_are_no_configuration(tmp_path: Path, content: bytes) -> None
 def test_unknown_names_are_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"llama-3-8x") as said:
         find_model("llama-3-8x")
-    assert "llama-3-8b" in said.value.mend
+    assert "llama-3-8b" in said.value.fix
     with pytest.raises(ConfigError) as said:
         find_device("H10O")
-    assert "h100" in said.value.mend
+    assert "h100" in said.value.fix
 
 
 @pytest.mark.parametrize("name", ["H100", "h100 sxm", "NVIDIA H100 80GB HBM3"])

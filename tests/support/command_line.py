@@ -21,7 +21,7 @@ class Result:
     def assert_mistake(self, *fragments: str) -> None:
         """Exit 2, and one message in three parts on stderr that holds these fragments."""
         assert self.code == 2, (self.code, self.out, self.err)
-        assert "error: " in self.err and "expected: " in self.err and "to mend: " in self.err
+        assert "error: " in self.err and "expected: " in self.err and "to fix: " in self.err
         assert "Traceback" not in self.err
         for fragment in fragments:
             assert fragment in self.err, f"{fragment!r} is not in:\n{self.err}"

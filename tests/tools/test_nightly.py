@@ -45,7 +45,7 @@ def test_a_red_part_says_why_and_is_run_again_as_it_was() -> None:
     assert not result["green"] and result["exit_code"] == 3 and result["tail"] == ["why"]
     nightly.run(OK)
     unlucky = replace(OK, command=("{python}", "-c", "raise SystemExit({seed})"))
-    assert [nightly.run(unlucky)["next_seed"] for _ in range(2)] == [1, 1], "seed 1 fails until it is mended"
+    assert [nightly.run(unlucky)["next_seed"] for _ in range(2)] == [1, 1], "seed 1 fails until it is fixed"
 
 
 def test_a_part_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +62,11 @@ def test_the_check_fails_for_what_is_absent_or_red(here: Path, capsys: pytest.Ca
     known(here)
     nightly.run(BAD)
     assert nightly.status(NOW) == 1 and "bad is red" in capsys.readouterr().out
-    known(here, bad="waits for a mend")
-    assert nightly.status(NOW) == 0 and "red (known: waits for a mend)" in capsys.readouterr().out
-    known(here, bad="waits for a mend", ok="was red once")
+    known(here, bad="waits for a fix")
+    assert nightly.status(NOW) == 0 and "red (known: waits for a fix)" in capsys.readouterr().out
+    known(here, bad="waits for a fix", ok="was red once")
     assert nightly.status(NOW) == 1 and "ok is green: take it out" in capsys.readouterr().out
-    known(here, bad="waits for a mend", gone="of a part that is no more")
+    known(here, bad="waits for a fix", gone="of a part that is no more")
     assert nightly.status(NOW) == 1 and "gone: no such part" in capsys.readouterr().out
 
 
@@ -118,7 +118,7 @@ def test_every_part_covers_files_of_the_product() -> None:
         assert any(not file.startswith("tests") for file in part.files), part.name
 
 
-@pytest.mark.parametrize("reasons", [{}, {"bad": "waits for a mend"}])
+@pytest.mark.parametrize("reasons", [{}, {"bad": "waits for a fix"}])
 def test_a_result_of_a_changed_tree_is_none(
     monkeypatch: pytest.MonkeyPatch, here: Path, capsys: pytest.CaptureFixture[str], reasons: dict[str, str]
 ) -> None:

@@ -72,7 +72,7 @@ def run(part: Part) -> Result:
     }  # fmt: skip
     if part.emulates:
         result["emulated"] = list(part.emulates)
-    if part.cases:  # a red night is run again as it was, until it is mended
+    if part.cases:  # a red night is run again as it was, until it is fixed
         result["next_seed"] = seed + 1 if green else seed
         result["cases_so_far"] = int(before.get("cases_so_far", 0)) + (part.cases if green else 0)
     if uncounted:

@@ -135,8 +135,8 @@ def check_call(
             )  # fmt: skip
         else:
             meant, near = close_matches(name, valid_names), nearest(name, valid_names)
-            mend = f"write {meant}=" if meant else f"leave it out; help(LLM.{method}) says what there is"
-            raise ConfigError(f'{method}() has no argument "{name}"', near, mend)
+            fix = f"write {meant}=" if meant else f"leave it out; help(LLM.{method}) says what there is"
+            raise ConfigError(f'{method}() has no argument "{name}"', near, fix)
 
 
 def as_given(arguments: Mapping[str, object]) -> dict[str, str]:
@@ -175,8 +175,8 @@ def _add(ours: dict[str, Any], arguments: Mapping[str, Any], name: str, own: str
         return
     other = next((n for n in arguments if n != name and SAME.get(n, n) == own and arguments[n] is not None), None)
     if other is not None:
-        mend = f"leave {name if other == own else other} out"
-        raise ConfigError(f"{name} and {other} are both given", "one of them: they mean the same", mend)
+        fix = f"leave {name if other == own else other} out"
+        raise ConfigError(f"{name} and {other} are both given", "one of them: they mean the same", fix)
     ours[own] = value
 
 
@@ -185,9 +185,9 @@ def _precision(dtype: object, on_gpu: bool) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if name in _DTYPES and (on_gpu or _DTYPES[name] != "fp16"):
         return _DTYPES[name]
-    mend = "float16 is for a GPU: here bfloat16 is as small, float32 exact" if name in ("float16", "half") else ""
+    fix = "float16 is for a GPU: here bfloat16 is as small, float32 exact" if name in ("float16", "half") else ""
     raise ConfigError(f"dtype is {dtype!r}", f"auto, float32 or bfloat16{', or float16' if on_gpu else ''}",
-                      mend or "precision= has the integer formats")  # fmt: skip
+                      fix or "precision= has the integer formats")  # fmt: skip
 
 
 def _check_neutral(name: str, value: object, table: Mapping[str, tuple[tuple[object, ...], str]]) -> None:

@@ -223,8 +223,8 @@ def _tools(tools: Any) -> list[Any]:
     wrong = next((t for t in tools if not isinstance(t, Mapping)), None) if _is_list(tools) else tools
     if wrong is not None:
         what = f"tools {'has' if _is_list(tools) else 'is'} a {type(wrong).__name__}"
-        mend = "describe each function; transformers.utils.get_json_schema(function) does it"
-        raise RequestError(what, "a list of JSON schemas", mend)
+        fix = "describe each function; transformers.utils.get_json_schema(function) does it"
+        raise RequestError(what, "a list of JSON schemas", fix)
     return list(tools)
 
 

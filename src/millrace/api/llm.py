@@ -54,8 +54,8 @@ def _split(settings: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Map
     for name in settings:
         if name not in (valid_names := build | run | compat_vllm.VALID_NAMES):
             meant = close_matches(name, valid_names)
-            mend = f"write {meant}=" if meant else "leave it out; help(LLM) says what there is"
-            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, valid_names, build | run), mend)
+            fix = f"write {meant}=" if meant else "leave it out; help(LLM) says what there is"
+            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, valid_names, build | run), fix)
     ours = compat_vllm.translated(settings)
     precisions = ours.pop("precision") if isinstance(ours.get("precision"), Mapping) else None
     for_build, for_run = ({name: v for name, v in ours.items() if name in own} for own in (build, run))

@@ -173,5 +173,5 @@ def _check_value(entry: _Entry, param: click.Parameter, opt: str) -> tuple[list[
         expected = _NUMBERS.get(param.type.name, error.message.rstrip("."))
         return [_Mistake(entry.line, shown, expected, "correct the value")], None
     except ConfigError as error:
-        return [_Mistake(entry.line, error.what, error.expected, error.mend)], None
+        return [_Mistake(entry.line, error.what, error.expected, error.fix)], None
     return [], texts if param.multiple else texts[0]

@@ -18,7 +18,7 @@ _FAMILIES: tuple[tuple[str, Mapping[FlagKind, Groups]], ...] = (
 )  # fmt: skip
 _SHOWN, _SIMILAR = 5, 0.6  # names that are listed; how alike they are, of 1
 _SWITCHES = ("--allow-client-shm", "--model-namespacing")
-_MEND = {FlagKind.SAME: "", FlagKind.FIELD: "leave it out, and send the field with each request"}
+_FIX = {FlagKind.SAME: "", FlagKind.FIELD: "leave it out, and send the field with each request"}
 
 
 def hint(option: str, value: str | None, known_options: Collection[str]) -> tuple[str, str]:
@@ -32,7 +32,7 @@ def hint(option: str, value: str | None, known_options: Collection[str]) -> tupl
     for name in (f"{option}={value}", option, _first(option)):
         for kind, meaning in _meanings(name, known_options):
             meaning, _, note = meaning.partition(", ") if kind is FlagKind.SAME else (meaning, "", "")
-            return kind.format(meaning) + (f" ({note})" if note else ""), _MEND.get(kind, "leave it out")
+            return kind.format(meaning) + (f" ({note})" if note else ""), _FIX.get(kind, "leave it out")
     positive = option.replace("--no-", "--", 1)
     if positive != option:
         for kind, meaning in _meanings(positive, known_options):

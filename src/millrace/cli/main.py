@@ -1,7 +1,7 @@
 """`millrace COMMAND ...`: finds the command, and turns every mistake into one clear message and an exit code.
 
 Exit codes: 0 done, 1 nobody reads the result on (`| head -1`), 2 a mistake (what was wrong, what was expected, how to
-mend it; on stderr), 130 ended by Ctrl-C.
+fix it; on stderr), 130 ended by Ctrl-C.
 """
 
 import importlib
@@ -175,10 +175,10 @@ def _mistake(error: MillraceError, color: bool | None) -> int:
 def _as_error(error: click.UsageError, arguments: Sequence[str]) -> ConfigError:
     """Return what click says of a wrong command line, in our three parts."""
     path = error.ctx.command_path if error.ctx else "millrace"
-    mend = f"`{path} --help` shows what it takes"
+    see_help = f"`{path} --help` shows what it takes"
     if isinstance(error, click.NoSuchOption) and error.ctx:
         option_names = [o for p in error.ctx.command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")]
         expected, fix = hint(error.option_name, value_of(error.option_name, arguments), option_names)
-        return ConfigError(f"there is no option {error.option_name}", expected, fix or mend)
+        return ConfigError(f"there is no option {error.option_name}", expected, fix or see_help)
     usage = error.ctx.get_usage().removeprefix("Usage: ") if error.ctx else "millrace COMMAND"
-    return ConfigError(error.format_message().rstrip("."), usage, mend)
+    return ConfigError(error.format_message().rstrip("."), usage, see_help)

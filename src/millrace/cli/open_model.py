@@ -38,7 +38,7 @@ def opened(
     sequences: number of concurrent sequences, if known; one_table: see `open_engine`
     raises EngineError if MODEL is not a language model
     """
-    with _cache_mended(env):
+    with _with_cache_hint(env):
         name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
         model_opened = open_engine(name, engine, run, sequences, one_table=one_table)
     with closing(model_opened):
@@ -50,7 +50,7 @@ def opened_to_serve(
     model: str, build: BuildSettings, run: RunSettings, env: Env, *, quiet: bool = False
 ) -> Iterator[RunningModel | OpenedEncoder]:
     """Open MODEL, a language model or an encoder, and close it at the end."""
-    with _cache_mended(env):
+    with _with_cache_hint(env):
         name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
         model_opened = open_any(name, engine, run)
     with closing(model_opened):
@@ -58,7 +58,7 @@ def opened_to_serve(
 
 
 @contextmanager
-def _cache_mended(env: Env) -> Iterator[None]:
+def _with_cache_hint(env: Env) -> Iterator[None]:
     """Name the command that removes a damaged engine from the cache, in the error about it."""
     try:
         yield

@@ -339,7 +339,7 @@ def pack_weights(program: Program, put: Callable[[memoryview, int], None], progr
         try:
             data = packed.pack(slabs.map)
         except CheckpointError as error:
-            raise CheckpointError(f"{packed.name}: {error.what}", error.expected, error.mend) from error
+            raise CheckpointError(f"{packed.name}: {error.what}", error.expected, error.fix) from error
         assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
         put(data.reshape(-1).data, offset)
         return packed

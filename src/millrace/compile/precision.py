@@ -261,9 +261,9 @@ def parse_precision(name: str) -> Precision:
     try:
         return Precision(name)
     except ValueError:
-        mend = MEANT.get(name.lower(), "choose one of them, or auto for the whole model")
+        fix = MEANT.get(name.lower(), "choose one of them, or auto for the whole model")
         expected = f"one of {', '.join(Precision)}; or auto, for the whole model alone"
-        raise ConfigError(f'precision "{name}" is unknown', expected, mend) from None
+        raise ConfigError(f'precision "{name}" is unknown', expected, fix) from None
 
 
 MAX_PATTERNS, _LONGEST = 4096, 200  # of a map; characters of a pattern

@@ -86,7 +86,7 @@ def rounded_alone(plan: CompressionPlan, name: str, x: InputStatistics | None = 
             else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
         )
     except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
+        raise CheckpointError(f"{name}: {error.what}", error.expected, error.fix) from error
     off = relative_loss(w, matrix, x)
     nearest = relative_loss(w, rounded(w, treatment.grid(form.group)), x) if SEARCHES[treatment.search] else None
     return CompressedPiece({name: matrix}, {name: off}, figures={name: figures(w, form.group, off, x, nearest=nearest)})

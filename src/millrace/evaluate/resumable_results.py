@@ -222,8 +222,8 @@ class ResumableResults(Generic[R]):
             with suppress(OSError):  # report the first error; a line that stays incomplete is computed again
                 os.ftruncate(self._file, self._n_bytes)
             what = f"cannot write results to {self.path}: {error.strerror}"
-            mend = "make room, and run it again: it goes on from there"
-            raise MachineError(what, "a disk that takes them", mend) from error
+            fix = "make room, and run it again: it goes on from there"
+            raise MachineError(what, "a disk that takes them", fix) from error
         self._n_bytes += len(line)
 
 
@@ -241,8 +241,8 @@ def read(path: Path, kind: type[R]) -> Results[R]:
     try:
         about = msgspec.json.decode(head, type=ResultsInputs)
         if about.version != VERSION:
-            mend = "evaluate again, into another file: --out"
-            raise ConfigError(f"{path} has results of version {about.version}", f"version {VERSION}", mend)
+            fix = "evaluate again, into another file: --out"
+            raise ConfigError(f"{path} has results of version {about.version}", f"version {VERSION}", fix)
         for line in lines:
             number += 1
             one = decoder.decode(_unsealed(line))
@@ -274,8 +274,8 @@ def _digest(line: bytes) -> bytes:
     return hashlib.blake2b(line, digest_size=8).hexdigest().encode()
 
 
-def _too_large(path: Path, mend: str) -> ConfigError:
-    return ConfigError(f"{path} is too large for results", f"at most {_MAX_BYTES:,} bytes", mend)
+def _too_large(path: Path, fix: str) -> ConfigError:
+    return ConfigError(f"{path} is too large for results", f"at most {_MAX_BYTES:,} bytes", fix)
 
 
 def _of_another(path: Path, stored: ResultsInputs, expected: ResultsInputs) -> ConfigError:

@@ -15,7 +15,7 @@ _ORDER = (DType.BOOL, DType.I8, DType.I32, DType.I64, DType.F16, DType.F32)
 _FRACTIONS = ("exp", "sigmoid", "tanh", "erf", "sqrt")  # operations whose results are not integers
 _OF_BOOLS = ("max", "min")  # or, and
 _EXACT = 1 << 24  # integers up to here are exact in float32, in which kernels hold them
-_MEND = "convert with ops.cast"
+_FIX = "convert with ops.cast"
 
 
 def type_of(tree: Tree, types: Sequence[DType]) -> DType:
@@ -73,7 +73,7 @@ def _operation(name: str, operands: Sequence[Tree], types: Sequence[DType | None
         return DType.F32 if types[0] is None or not types[0].is_float else types[0]
     joined = _joined(operands, types)
     if joined == DType.BOOL and name not in _OF_BOOLS:
-        raise GraphError(f"{name} of bool", "numbers; bools have max (or), min (and) and comparisons", _MEND)
+        raise GraphError(f"{name} of bool", "numbers; bools have max (or), min (and) and comparisons", _FIX)
     return joined
 
 

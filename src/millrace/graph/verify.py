@@ -93,5 +93,5 @@ def _error(after: str, node: Node, what: str) -> GraphError:
     return GraphError(
         f"after {after}: {node.op} of {_place(node)}: {what}",
         f"a node as {node.op} takes it",
-        "report this, or mend the pass",
+        "report this, or fix the pass",
     )

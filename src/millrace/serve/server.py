@@ -167,10 +167,10 @@ class Server:
         failed = {backend: trouble for backend, trouble in zip(models.backends, troubles, strict=True) if trouble}
         if failed:
             heartbeat.phase, heartbeat.trouble = Phase.BROKEN, partial(_troubles, failed)
-            if trouble := heartbeat.trouble():  # it may be mended while another model warms up
+            if trouble := heartbeat.trouble():  # it may be fixed while another model warms up
                 log.error("this server is not ready: %s", trouble)
-            are_mended = await asyncio.gather(*(backend.wait_until_recovered() for backend in failed))
-            if not all(are_mended) or heartbeat.phase is not Phase.BROKEN:
+            are_recovered = await asyncio.gather(*(backend.wait_until_recovered() for backend in failed))
+            if not all(are_recovered) or heartbeat.phase is not Phase.BROKEN:
                 return
         heartbeat.phase = Phase.SERVING
         log.info("serving %s at %s", ", ".join(b.model.name for b in models.backends), url)

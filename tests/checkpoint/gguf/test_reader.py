@@ -167,7 +167,7 @@ def test_mutated_files_open_or_are_refused(tmp_path: Path, whole: bytes) -> None
             assert checkpoint.identity()
         except CheckpointError as error:
             refused += 1
-            assert error.what and error.expected and error.mend
+            assert error.what and error.expected and error.fix
     assert refused > 20
 
 

@@ -154,7 +154,7 @@ def test_rules_bear_whatever_can_be_read(seed: int) -> None:
     read = read_config(text.encode(), Path("c"))
     config, _ = complete_config(read.config, "m", ())
     for broken in (*ensemble_violations(config), *rule_violations(config)):
-        assert broken.what and broken.expected and broken.mend
+        assert broken.what and broken.expected and broken.fix
         assert read.place(broken.path) is not None, (broken, text)
 
 

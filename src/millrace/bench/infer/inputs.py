@@ -70,7 +70,7 @@ def read_items(path: Path, model: BenchModel) -> list[Item]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is not JSON: {error}", '{"data": [...]}, as perf_analyzer has it', "mend it"
+            f"{path} is not JSON: {error}", '{"data": [...]}, as perf_analyzer has it', "fix it"
         ) from None
     entries = document.get("data") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries:

@@ -22,7 +22,7 @@ FORMATS = (PACKED, INTEGERS, FLOATS, NAIVE)
 _MIXED = "mixed-precision"  # each scheme has its own
 LINEAR = "Linear"  # the only supported class of modules
 _MAX_SCHEMES, _MAX_NAMES, _MAX_PATTERNS, _LONGEST = 256, 100_000, 256, 300
-_MEND = "choose another checkpoint, or compress the original one with `millrace compress`"
+_FIX = "choose another checkpoint, or compress the original one with `millrace compress`"
 
 _KV = "kv_cache_scheme"
 INT8, FP8, INT4 = "int8", "fp8", "int4"  # of keys and values, with dynamic scales
@@ -274,7 +274,7 @@ def _check_bounds(targets: Sequence[str]) -> None:
     if len(targets) > _MAX_NAMES or patterns > _MAX_PATTERNS:
         raise CheckpointError(
             f"config.json: {KEY} has {len(targets)} targets, {patterns} of them patterns",
-            f"at most {_MAX_NAMES}, and {_MAX_PATTERNS} patterns", _MEND,
+            f"at most {_MAX_NAMES}, and {_MAX_PATTERNS} patterns", _FIX,
         )  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def _glob(target: str) -> str:
 
 def unsupported(key: str, value: object, expected: str) -> CheckpointError:
     """Return the error for a key of quantization_config."""
-    return CheckpointError(f"config.json: {KEY}: {key} is {value!r:.300}", expected, _MEND)
+    return CheckpointError(f"config.json: {KEY}: {key} is {value!r:.300}", expected, _FIX)
 
 
 def _json(value: object) -> str:

@@ -66,7 +66,7 @@ _ONLY_AT: Mapping[str, tuple[object, ...]] = {
     "use_parallel_residual": (False,),
     "pooling_type": (0,),
 }
-_MEND = "choose a file that llama.cpp's convert_hf_to_gguf.py wrote from a checkpoint of a supported family"
+_FIX = "choose a file that llama.cpp's convert_hf_to_gguf.py wrote from a checkpoint of a supported family"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,10 @@ class MetadataKeys:
     path: Path
     values: Mapping[str, Value]
 
-    def wrong(self, key: str, expected: str, mend: str = _MEND) -> CheckpointError:
+    def wrong(self, key: str, expected: str, fix: str = _FIX) -> CheckpointError:
         value = self.values.get(key)
         shown = "missing" if value is None else repr(value)
-        return CheckpointError(f"{self.path}: {key} is {shown}", expected, mend)
+        return CheckpointError(f"{self.path}: {key} is {shown}", expected, fix)
 
     def integer(self, key: str, missing: int | None = None, low: int = 1) -> int:
         value = self.values.get(key, missing)
@@ -162,8 +162,8 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
 def check_is_model(keys: MetadataKeys) -> None:
     """Refuse GGUF files that are no model: adapters, projectors, parts of split models. raises CheckpointError"""
     if keys.integer("split.count", 1) != 1:
-        mend = "join its parts into one file: llama-gguf-split --merge FIRST_PART WHOLE"
-        raise keys.wrong("split.count", "1 (a model in one file)", mend)
+        fix = "join its parts into one file: llama-gguf-split --merge FIRST_PART WHOLE"
+        raise keys.wrong("split.count", "1 (a model in one file)", fix)
     if keys.text("general.type", "model") != "model":
         raise keys.wrong("general.type", "model", "name the model's own file")
     if keys.text("general.architecture") not in ARCHITECTURES:
@@ -230,7 +230,7 @@ def _vocab_size(file: GgufFile, keys: MetadataKeys, arch: str) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] >= 2**31:
         result = "missing" if embedding is None else str(embedding.shape)
-        raise CheckpointError(f"{file.path}: token_embd.weight is {result}", "(vocabulary, hidden size)", _MEND)
+        raise CheckpointError(f"{file.path}: token_embd.weight is {result}", "(vocabulary, hidden size)", _FIX)
     rows = embedding.shape[0]
     if keys.integer(f"{arch}.vocab_size", rows) != rows:
         raise keys.wrong(f"{arch}.vocab_size", f"{rows}, the rows of token_embd.weight")

@@ -96,8 +96,8 @@ def is_gguf(path: Path) -> bool:
         return path.suffix.lower() == ".gguf"
 
 
-def damaged(path: Path, what: str, expected: str, mend: str = _COPY_AGAIN) -> NoReturn:
-    raise CheckpointError(f"{path} {what}", expected, mend)
+def damaged(path: Path, what: str, expected: str, fix: str = _COPY_AGAIN) -> NoReturn:
+    raise CheckpointError(f"{path} {what}", expected, fix)
 
 
 class _Cursor:
@@ -231,8 +231,8 @@ def _entry(cursor: _Cursor, i: int, n_tensors: int) -> tuple[str, tuple[int, ...
     number = cursor.u32(name)
     if number not in TYPES:
         type_names = ", ".join(t.name for t in TYPES.values())
-        mend = "choose a file of one of these types, or quantise the model again (Q4_K_M, Q8_0, ...)"
-        damaged(cursor.path, f"has {name} of type {type_name(number)}, which is not read", type_names, mend)
+        fix = "choose a file of one of these types, or quantise the model again (Q4_K_M, Q8_0, ...)"
+        damaged(cursor.path, f"has {name} of type {type_name(number)}, which is not read", type_names, fix)
     return name, shape, TYPES[number], cursor.u64(name)
 
 

@@ -200,8 +200,8 @@ def _byte_level(keys: MetadataKeys, tokens: list[str], types: list[int], ids: Ma
     """Return a tokenizer.json. It omits unused tokens: no text encodes to them, and they decode to no text."""
     name = keys.text("tokenizer.ggml.pre", "missing")
     if name not in _PRE:
-        mend = f"a file with {ORIGINAL}, or one whose tokenizer.ggml.pre is known"
-        raise keys.wrong("tokenizer.ggml.pre", "one of " + ", ".join(_PRE), mend)
+        fix = f"a file with {ORIGINAL}, or one whose tokenizer.ggml.pre is known"
+        raise keys.wrong("tokenizer.ggml.pre", "one of " + ", ".join(_PRE), fix)
     words = _PRE[name]
     vocabulary = {text: i for i, text in enumerate(tokens) if types[i] != UNUSED}
     if len(vocabulary) != len(tokens) - types.count(UNUSED):

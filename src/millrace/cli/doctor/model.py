@@ -69,7 +69,7 @@ def _examine(model: str, folder: Path) -> ModelReport:
     try:
         engine = transformers_engine(folder.name, folder, Tensors.open(folder), "")
     except MillraceError as error:
-        lacks[TRANSFORMERS] = f"{error.what}; {error.mend}"
+        lacks[TRANSFORMERS] = f"{error.what}; {error.fix}"
         return ModelReport(model, None, None, lacks, None)
     engine.close()
     command = f"millrace serve {model} --model-impl {TRANSFORMERS}"

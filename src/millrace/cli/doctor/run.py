@@ -72,8 +72,8 @@ def run(
         return
     _show(facts, isa or usable[0], roofline)
     note(f"Kept in {saved_in}: /metrics of `millrace serve` has it." if saved_in else f"Not kept: {why_not}.")
-    for message, mend in warnings:
-        note(f"{click.style('warning:', fg='yellow', bold=True)} {message}\n  to mend: {mend}")
+    for message, fix in warnings:
+        note(f"{click.style('warning:', fg='yellow', bold=True)} {message}\n  to fix: {fix}")
 
 
 def _facts(usable: list[str], share: float) -> dict[str, Any]:

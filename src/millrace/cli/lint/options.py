@@ -33,7 +33,7 @@ _LISTED = 8  # versions, files: of more, how many there are
 def command(folders: tuple[Path, ...], model_config_name: str, model_namespacing: bool, as_json: bool) -> int:
     """Explain a Triton model repository before it is served.
 
-    Each model with its versions and backend, what is wrong (file:line:column, what was expected, how to mend it), and
+    Each model with its versions and backend, what is wrong (file:line:column, what was expected, how to fix it), and
     what changes nothing here, with the reason. Exit code 2 where a model would not be served, or not as it is written.
     """
     from millrace.cli.lint.python_code import code_problems
@@ -85,7 +85,7 @@ def _tell(problem: ConfigProblem) -> None:
         click.echo(f"  {problem.location}: {word}: {problem.what}: {problem.expected}")
         return
     click.echo(f"  {problem.location}: {word}: {problem.what}")
-    click.echo(f"    expected: {problem.expected}\n    to mend:  {problem.mend}")
+    click.echo(f"    expected: {problem.expected}\n    to fix:   {problem.fix}")
 
 
 def _rows(model: ModelFolder) -> Iterator[tuple[str, str]]:
@@ -165,5 +165,5 @@ def _problem(problem: ConfigProblem) -> dict[str, Any]:
     return {
         "level": problem.level.value, "file": sanitize(str(problem.file)), "line": place.line if place else None,
         "column": place.column if place else None, "what": problem.what, "expected": problem.expected,
-        "mend": problem.mend,
+        "fix": problem.fix,
     }  # fmt: skip

@@ -56,5 +56,5 @@ def _check(repositories: list[Repository]) -> None:
         errors = [p for p in problems if p.level is Level.ERROR]
         if errors:
             first, more = errors[0], f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-            mend = f"{first.mend}; `millrace lint {repository.root}` says everything that is wrong"
-            raise ConfigError(f"{first.location}: {first.what}{more}", first.expected, mend)
+            fix = f"{first.fix}; `millrace lint {repository.root}` says everything that is wrong"
+            raise ConfigError(f"{first.location}: {first.what}{more}", first.expected, fix)

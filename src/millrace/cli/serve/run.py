@@ -104,8 +104,8 @@ def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -
     """Check that all ports are free before the model is loaded. raises ConfigError"""
     check_tls(settings)
     if settings.reuse_port and repository is not None and repository.flags.model_control_mode == "explicit":
-        message, mend = "--reuse-port with --model-control-mode explicit", "leave one out"
-        raise ConfigError(message, "poll: a client's load would reach one of the servers only", mend)
+        message, fix = "--reuse-port with --model-control-mode explicit", "leave one out"
+        raise ConfigError(message, "poll: a client's load would reach one of the servers only", fix)
     if settings.uds is not None:
         with unix_socket(Path(settings.uds)):
             pass
@@ -190,8 +190,8 @@ def _engine(loop: EngineLoop, options: ServiceOptions, record: str | None) -> As
 
 def _warm_prompts(file: str | None, run: RunSettings) -> tuple[WarmPrompt, ...]:
     if file is not None and not run.prefix_cache:
-        message, mend = "--warm-prompts and --no-prefix-cache are both given", "leave one out"
-        raise ConfigError(message, "a cache to keep the prompts in", mend)
+        message, fix = "--warm-prompts and --no-prefix-cache are both given", "leave one out"
+        raise ConfigError(message, "a cache to keep the prompts in", fix)
     return () if file is None else read_warm_prompts(Path(file))
 
 

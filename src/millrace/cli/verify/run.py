@@ -61,8 +61,8 @@ def _error_parts(
     if "prompt" in differs:
         return "the request has another prompt", "the request that was answered", "name the file of that request"
     if "answers" in differs:
-        mend = "name the request as it was asked; where it is that, report it: on the same engine this must not happen"
-        return "the answer is another one", "the same tokens", mend
+        fix = "name the request as it was asked; where it is that, report it: on the same engine this must not happen"
+        return "the answer is another one", "the same tokens", fix
     if "choices" in differs:
         return "the response's choices are not what its tokens say", "the response as it came", "do not trust that file"
     name = differs[0]

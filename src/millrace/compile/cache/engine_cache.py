@@ -93,8 +93,8 @@ class EngineCache:
             if not names:
                 what = f'the cache is empty, so it has no engine "{name}"'
                 raise ConfigError(what, "engines that were built", "nothing: there is nothing to remove")
-            mend = "name one that `millrace list` shows"
-            raise ConfigError(f'the cache has no engine "{name}"', nearest(name, names), mend)
+            fix = "name one that `millrace list` shows"
+            raise ConfigError(f'the cache has no engine "{name}"', nearest(name, names), fix)
         return result
 
     def names(self) -> set[str]:

@@ -117,8 +117,8 @@ def _check_names(precision: str | None, precisions: Mapping[str, str]) -> None:
                 f"ask for {of_layers} without a map, or for {IN_PLACE_OF[of_layers]} here",
             )  # fmt: skip
     if precision is not None and precision not in (*Precision, *IN_PLACE_OF, AUTO):
-        mend = (MEANT | _MEANT_HERE).get(precision.lower(), "choose one of them")
-        raise ConfigError(f'precision "{precision}" is unknown', f"on a GPU {valid_names}", mend)
+        fix = (MEANT | _MEANT_HERE).get(precision.lower(), "choose one of them")
+        raise ConfigError(f'precision "{precision}" is unknown', f"on a GPU {valid_names}", fix)
 
 
 def _in_float16(source: Source) -> bool:

@@ -60,7 +60,7 @@ def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) 
 
     raises MachineError if the timing cache cannot be read, EngineError if the engine is damaged
     """
-    table, tables = tune(Engine.open(folder), tuning, progress), read_tables(folder, mend=True)
+    table, tables = tune(Engine.open(folder), tuning, progress), read_tables(folder, ignore_damaged=True)
     if before := table_for(tables, table.machine, table.threads):
         table = load_tuning(before, table)
     elif tables and not table.compared():

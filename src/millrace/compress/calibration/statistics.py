@@ -232,8 +232,8 @@ def read_about(folder: Path) -> StatisticsInfo:
         stored = msgspec.json.decode(read_given(path, _MAX_HEAD), type=dict[str, Any])
         version = stored.get("version")
         if version != VERSION:
-            mend = "collect them again, into another folder"
-            raise ConfigError(f"{path} is of version {version!r:.20}", f"version {VERSION}", mend)
+            fix = "collect them again, into another folder"
+            raise ConfigError(f"{path} is of version {version!r:.20}", f"version {VERSION}", fix)
         return msgspec.convert(stored, StatisticsInfo)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", expected, "name another folder") from error

@@ -96,12 +96,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def read_record(folder: Path) -> Record:
     """Read a folder's record. raises ConfigError if it is missing, damaged or newer"""
     path = folder / RECORD
-    expected, mend = "a folder that `millrace compress` made", "name one, or make it: millrace compress MODEL -o FOLDER"
+    expected, fix = "a folder that `millrace compress` made", "name one, or make it: millrace compress MODEL -o FOLDER"
     try:
         result = msgspec.json.decode(read_given(path, _MAX_BYTES), type=Record)
         _ = result.measured
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", expected, mend) from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}", expected, fix) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged: {error}", expected, "compress the model again") from error
     if result.format != FORMAT:
@@ -125,6 +125,6 @@ def _write(folder: Path, content: Mapping[str, Any]) -> None:
     try:
         text = json.dumps(content, indent=1, allow_nan=False)
     except ValueError as error:
-        mend = "leave out of the recipe what overflows, or look at the source: its weights or statistics may be damaged"
-        raise MachineError(f"a figure of {folder / RECORD} is not finite", "finite numbers", mend) from error
+        fix = "leave out of the recipe what overflows, or look at the source: its weights or statistics may be damaged"
+        raise MachineError(f"a figure of {folder / RECORD} is not finite", "finite numbers", fix) from error
     write_whole(folder / RECORD, (text + "\n").encode())

@@ -101,24 +101,24 @@ def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def read_tactics(folder: Path, *, mend: bool = False) -> TacticTable | None:
+def read_tactics(folder: Path, *, ignore_damaged: bool = False) -> TacticTable | None:
     """Return the table that was written last.
 
-    None: the engine was never tuned, or with `mend` its tables are damaged. raises EngineError for damaged tables
+    None: the engine was never tuned, or with `ignore_damaged` its tables are damaged. raises EngineError for damaged tables
     """
-    return next(iter(read_tables(folder, mend=mend)), None)
+    return next(iter(read_tables(folder, ignore_damaged=ignore_damaged)), None)
 
 
 def table_for(tables: Sequence[TacticTable], machine: Mapping[str, str | int], threads: int) -> TacticTable | None:
     return next((table for table in tables if table.is_for(machine, threads)), None)
 
 
-def read_tables(folder: Path, *, mend: bool = False) -> list[TacticTable]:
-    """Return one table per machine and thread count, the latest first; none if they are damaged and `mend` is set."""
+def read_tables(folder: Path, *, ignore_damaged: bool = False) -> list[TacticTable]:
+    """Return one table per machine and thread count, the latest first; none if they are damaged and `ignore_damaged` is set."""
     try:
         return _read(folder)
     except EngineError:
-        if mend:
+        if ignore_damaged:
             return []
         raise
 
@@ -151,7 +151,9 @@ def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
     """
     table = sealed(table)
     with _locked(folder):
-        other_tables = [t for t in read_tables(folder, mend=True) if not t.is_for(table.machine, table.threads)]
+        other_tables = [
+            t for t in read_tables(folder, ignore_damaged=True) if not t.is_for(table.machine, table.threads)
+        ]
         tables = [table, *other_tables[: _MAX_TABLES - 1]]
         write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(tables), indent=1))
     return table

@@ -131,14 +131,14 @@ class GpuEngine(Engine):
         return network
 
     @contextmanager
-    def _failing(self, needed_bytes: int, mend: str) -> Iterator[None]:
+    def _failing(self, needed_bytes: int, fix: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # PyTorch's error for a device, out of memory included
             raise MachineError(
                 f"{self.gpu.name} failed while the model was loaded: {first_line(error)}",
                 f"a GPU that works, and {mib(needed_bytes)} of its memory, which were free",
-                f"see in nvidia-smi who else uses it, or {mend}",
+                f"see in nvidia-smi who else uses it, or {fix}",
             ) from error  # fmt: skip
 
     def close(self) -> None:

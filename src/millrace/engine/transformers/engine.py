@@ -100,7 +100,7 @@ class TransformersEngine(Engine):
             raise CheckpointError(
                 f"{self.folder}: {n} tensor{'s are' if n > 1 else ' is'} missing: {', '.join(missing[:3])}",
                 "all weights of the model that config.json describes",
-                "fetch the checkpoint again, or mend config.json",
+                "fetch the checkpoint again, or fix config.json",
             )  # fmt: skip
         for name in sorted(info["unexpected_keys"])[:3]:
             log.warning("%s: transformers does not use the tensor %s", self.folder, sanitize(name))

@@ -53,9 +53,9 @@ def missing_backend_problems(model: ModelFolder) -> list[ConfigProblem]:
     name = model.config.backend
     if not name or name in BACKENDS or not model.is_servable or entry_points(group=GROUP, name=name):
         return []
-    mend = "correct it, or install the package that has it"
+    fix = "correct it, or install the package that has it"
     file, place = model.file or model.folder, place_of(model.places, ("backend",))
-    return [ConfigProblem(Level.ERROR, file, place, _nowhere(name), nearest(name, _backend_names()), mend)]
+    return [ConfigProblem(Level.ERROR, file, place, _nowhere(name), nearest(name, _backend_names()), fix)]
 
 
 def _backend_names() -> list[str]:

@@ -293,7 +293,7 @@ def _is_encoder(config: ModelConfig, folder: Path) -> bool:
 
 
 def _to_status_error(error: MillraceError) -> StatusError:
-    return StatusError(Code.INTERNAL, f"{error.what}; expected: {error.expected}; to mend: {error.mend}")
+    return StatusError(Code.INTERNAL, f"{error.what}; expected: {error.expected}; to fix: {error.fix}")
 
 
 def _place(folder: Path) -> Path:

@@ -143,8 +143,8 @@ def _load(config: ModelConfig, file: Path) -> Any:
         untrusted = sorted(set(io.get_untrusted_types(file=file)).difference(trusted))
         if untrusted:
             message = f"failed to load {file.parent.name}/{file.name}: it has types that are not trusted"
-            mend = f"where you trust the file, parameter '{TRUSTED}' of config.pbtxt may have them"
-            raise invalid(f"{message}: {', '.join(untrusted[:8])}; {mend}")
+            fix = f"where you trust the file, parameter '{TRUSTED}' of config.pbtxt may have them"
+            raise invalid(f"{message}: {', '.join(untrusted[:8])}; {fix}")
         return io.load(file, trusted=trusted)
 
 

@@ -144,8 +144,8 @@ def backend_violation(config: ModelConfig) -> RuleViolation | None:
         )
     if config.backend == VLLM:
         message = "backend vllm is not run here: vLLM wants a GPU, and a process and packages of its own"
-        mend = (
+        fix = (
             'say backend: "millrace", which serves a checkpoint under the same names (text_input, text_output, stream)'
         )
-        return RuleViolation(at, message, "a backend for the CPU", mend)
+        return RuleViolation(at, message, "a backend for the CPU", fix)
     return None

@@ -50,7 +50,7 @@ class RuleViolation:
     path: Path_
     what: str
     expected: str
-    mend: str
+    fix: str
 
 
 def rule_violations(config: ModelConfig) -> Iterator[RuleViolation]:
@@ -115,8 +115,8 @@ def _iterative(config: ModelConfig, batching: SequenceBatching) -> Iterator[Rule
     n = sum(group.count for group in config.instance_group)
     if n > 1:
         what = f"iterative_sequence with {n} instances is not supported yet"
-        mend = "say instance_group { count: 1 kind: KIND_CPU }"
-        yield RuleViolation(("sequence_batching", "iterative_sequence"), what, "one instance", mend)
+        fix = "say instance_group { count: 1 kind: KIND_CPU }"
+        yield RuleViolation(("sequence_batching", "iterative_sequence"), what, "one instance", fix)
 
 
 def _is_decoupled(config: ModelConfig) -> bool:
@@ -128,8 +128,8 @@ def _tensors(config: ModelConfig) -> Iterator[RuleViolation]:
     for side, tensors in sides.items():
         names: set[str] = set()
         for i, tensor in enumerate(tensors):
-            for path, what, expected, mend in _tensor(config, f"model {side} ", tensor):
-                yield RuleViolation((side, i, *path), f"{what} for {config.name}", expected, mend)
+            for path, what, expected, fix in _tensor(config, f"model {side} ", tensor):
+                yield RuleViolation((side, i, *path), f"{what} for {config.name}", expected, fix)
             if tensor.name and tensor.name in names:
                 what = f"model {side} '{tensor.name}' is given more than once for {config.name}"
                 yield RuleViolation((side, i, "name"), what, "each name once", "rename or remove one")
@@ -147,8 +147,8 @@ def _tensor(config: ModelConfig, prefix: str, tensor: ModelInput | ModelOutput) 
     if tensor.data_type is DataType.TYPE_INVALID:
         yield ("data_type",), f"{named}must specify 'data_type'", "TYPE_FP32, TYPE_INT64, ...", "add it"
     if not tensor.dims:
-        mend = "add dims: [ ... ], without the batch dimension where max_batch_size > 0"
-        yield ("dims",), f"{named}must specify 'dims'", "at least one; [ 1 ] for one number", mend
+        fix = "add dims: [ ... ], without the batch dimension where max_batch_size > 0"
+        yield ("dims",), f"{named}must specify 'dims'", "at least one; [ 1 ] for one number", fix
     for i, dim in enumerate(tensor.dims):
         if dim < 1 and dim != VARIABLE:
             what = f"{named}dimension must be integer >= 1, or -1 to indicate a variable-size dimension"
@@ -241,8 +241,8 @@ def _preferred(config: ModelConfig, path: Path_, sizes: tuple[int, ...], words: 
             )
         elif size > config.max_batch_size:
             what = f"{words} must be <= max batch size for {config.name}"
-            mend = "a smaller size, or a larger max_batch_size"
-            yield RuleViolation((*path, i), what, f"at most max_batch_size, {config.max_batch_size}, not {size}", mend)
+            fix = "a smaller size, or a larger max_batch_size"
+            yield RuleViolation((*path, i), what, f"at most max_batch_size, {config.max_batch_size}, not {size}", fix)
 
 
 def _dynamic_batching(config: ModelConfig) -> Iterator[RuleViolation]:
@@ -261,8 +261,8 @@ def _dynamic_batching(config: ModelConfig) -> Iterator[RuleViolation]:
     for level in batching.priority_queue_policy if levels else ():
         if not 1 <= level <= levels:
             what = f"priority queue policy must have priority level in range [1, {levels}] for {config.name}"
-            mend = "correct the key, or raise priority_levels"
-            yield RuleViolation((top, "priority_queue_policy", str(level)), what, f"1 to {levels}, not {level}", mend)
+            fix = "correct the key, or raise priority_levels"
+            yield RuleViolation((top, "priority_queue_policy", str(level)), what, f"1 to {levels}, not {level}", fix)
     if not batching.preserve_ordering:
         return
     if levels > 1:
@@ -310,8 +310,8 @@ def _sequence_batching(config: ModelConfig) -> Iterator[RuleViolation]:
                 "int32_false_true": control.int32_false_true, "fp32_false_true": control.fp32_false_true,
                 "bool_false_true": control.bool_false_true,
             }  # fmt: skip
-            for what, mend in _control(control.kind, control.data_type, switches):
-                yield RuleViolation(where, f"{what} for {config.name}{_allowed(what)}", "as the kind has it", mend)
+            for what, fix in _control(control.kind, control.data_type, switches):
+                yield RuleViolation(where, f"{what} for {config.name}{_allowed(what)}", "as the kind has it", fix)
 
 
 _TWO = "'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
@@ -346,9 +346,9 @@ def _instances(config: ModelConfig) -> Iterator[RuleViolation]:
     for i, group in enumerate(config.instance_group):
         who = f"instance group {group.name or f'{config.name}_{i}'} of model {config.name}"
         if group.kind is InstanceKind.KIND_GPU:
-            mend = "KIND_CPU, or KIND_AUTO, which takes a GPU where there is one"
+            fix = "KIND_CPU, or KIND_AUTO, which takes a GPU where there is one"
             what = f"{who} has kind KIND_GPU but server does not support GPUs"
-            yield RuleViolation(("instance_group", i, "kind"), what, "KIND_CPU, KIND_AUTO or KIND_MODEL", mend)
+            yield RuleViolation(("instance_group", i, "kind"), what, "KIND_CPU, KIND_AUTO or KIND_MODEL", fix)
         elif group.gpus:
             what = f"{who} has kind {group.kind.name} but specifies one or more GPUs"
             yield RuleViolation(("instance_group", i, "gpus"), what, "no gpus", "remove gpus")
@@ -392,7 +392,7 @@ def _metrics(config: ModelConfig) -> Iterator[RuleViolation]:
             )
     for name in config.metric_tags:
         if not re.fullmatch("[A-Za-z0-9_]+", name):
-            mend = "letters, digits and _"
+            fix = "letters, digits and _"
             yield RuleViolation(
-                ("metric_tags", name), f"metric tag '{name}' can be no label of a metric", mend, "rename it"
+                ("metric_tags", name), f"metric tag '{name}' can be no label of a metric", fix, "rename it"
             )

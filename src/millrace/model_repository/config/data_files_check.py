@@ -63,8 +63,8 @@ def _states(config: ModelConfig) -> Iterator[RuleViolation]:
             yield from _initial((*path, "initial_state", j), state, initial)
     if batching and batching.state and config.model_transaction_policy and config.model_transaction_policy.decoupled:
         message = f"states of a decoupled model, {config.name}, are not supported yet"
-        mend = "a model that answers each request once, or that holds its state itself"
-        yield RuleViolation(("sequence_batching", "state"), message, "no state", mend)
+        fix = "a model that answers each request once, or that holds its state itself"
+        yield RuleViolation(("sequence_batching", "state"), message, "no state", fix)
 
 
 def _initial(path: Path_, state: State, initial: InitialState) -> Iterator[RuleViolation]:

@@ -29,7 +29,7 @@ from millrace.model_repository.config.problems import ConfigProblem, Level, Sour
 
 Path_ = tuple[str | int, ...]  # for example ("input", 0, "dims", 1); map keys follow the field name
 MAX_PROBLEMS = 50  # per level and file; beyond that, one note says so
-MORE = f"more than {MAX_PROBLEMS} such", "fewer", "mend those above, and look again"
+MORE = f"more than {MAX_PROBLEMS} such", "fewer", "fix those above, then run it again"
 _TRUE, _FALSE = ("true", "True", "t", "1"), ("false", "False", "f", "0")
 _EXPECTED = {"string": "a string in quotes", "bool": "true or false", "float": "a number", "double": "a number"}
 
@@ -51,14 +51,14 @@ class ParsedConfig:
     def place(self, path: Path_) -> SourcePosition | None:
         return place_of(self.places, path)
 
-    def add(self, level: Level, place: SourcePosition | None, message: str, expected: str, mend: str) -> None:
+    def add(self, level: Level, place: SourcePosition | None, message: str, expected: str, fix: str) -> None:
         """Add a problem. raises TooManyProblems"""
         before = self._counts[level]
         self._counts[level] += 1
         if before == MAX_PROBLEMS:
-            message, expected, mend = MORE
+            message, expected, fix = MORE
         if before <= MAX_PROBLEMS:
-            self.problems.append(ConfigProblem(level, self.file, place, message, expected, mend))
+            self.problems.append(ConfigProblem(level, self.file, place, message, expected, fix))
         if before >= MAX_PROBLEMS and level is Level.ERROR:
             raise TooManyProblems
 
@@ -76,7 +76,7 @@ def read_config(data: bytes, file: Path) -> ParsedConfig:
     try:
         block = read_text(data)
     except PbtxtSyntaxError as error:
-        read.add(Level.ERROR, error.place, error.what, error.expected, error.mend)
+        read.add(Level.ERROR, error.place, error.what, error.expected, error.fix)
         return read
     with suppress(TooManyProblems):
         read.config = _message(read, ModelConfig, block, ())
@@ -90,13 +90,13 @@ def _message(read: ParsedConfig, cls: type, block: PbtxtBlock, path: Path_) -> A
         spec = field_specs.get(field.name)
         if spec is None:
             where = ".".join(str(p) for p in path if isinstance(p, str)) or "a configuration"
-            mend = "remove it, or correct its name"
+            fix = "remove it, or correct its name"
             read.add(
                 Level.ERROR,
                 field.place,
                 f'"{field.name}" is no field of {where}',
                 nearest(field.name, field_specs),
-                mend,
+                fix,
             )
             continue
         first = first_fields.setdefault(field.name, field)
@@ -178,8 +178,8 @@ def _entry(
 ) -> None:
     """Bind one `{ key: ... value: ... }` of a map; either may be omitted, as in protobuf."""
     if not isinstance(item, PbtxtBlock):
-        mend = f'{spec.name} {{ key: "..." value: ... }}'
-        read.add(Level.ERROR, item.place, f"{item.text:.60} for {spec.name}", "a block with key and value", mend)
+        fix = f'{spec.name} {{ key: "..." value: ... }}'
+        read.add(Level.ERROR, item.place, f"{item.text:.60} for {spec.name}", "a block with key and value", fix)
         return
     assert spec.key is not None
     entry: dict[str, Any] = {}

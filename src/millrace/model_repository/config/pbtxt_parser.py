@@ -62,9 +62,9 @@ class PbtxtField:
 class PbtxtSyntaxError(Exception):
     """A syntax error, with its position."""
 
-    def __init__(self, place: SourcePosition | None, what: str, expected: str, mend: str) -> None:
+    def __init__(self, place: SourcePosition | None, what: str, expected: str, fix: str) -> None:
         super().__init__(what)
-        self.place, self.what, self.expected, self.mend = place, what, expected, mend
+        self.place, self.what, self.expected, self.fix = place, what, expected, fix
 
 
 def read_text(data: bytes) -> PbtxtBlock:
@@ -127,10 +127,10 @@ class _Tokens:
         self.next += 1
         return token
 
-    def stop(self, expected: str, mend: str = "correct it here") -> NoReturn:
+    def stop(self, expected: str, fix: str = "correct it here") -> NoReturn:
         token = self.peek()
         at = token.at if token else len(self.text)
-        raise PbtxtSyntaxError(self.place(at), f"found {token.text:.60}" if token else "the file ends", expected, mend)
+        raise PbtxtSyntaxError(self.place(at), f"found {token.text:.60}" if token else "the file ends", expected, fix)
 
     def _check_number(self, at: int, end: int) -> None:
         if end - at > _MAX_NUMBER_LENGTH:

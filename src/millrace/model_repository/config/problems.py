@@ -30,10 +30,10 @@ class ConfigProblem:
     place: SourcePosition | None
     what: str
     expected: str
-    mend: str
+    fix: str
 
     def __post_init__(self) -> None:
-        for name in ("what", "expected", "mend"):  # they quote files
+        for name in ("what", "expected", "fix"):  # they quote files
             object.__setattr__(self, name, sanitize(getattr(self, name)))
 
     @property

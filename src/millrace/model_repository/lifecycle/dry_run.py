@@ -28,7 +28,7 @@ def diff_load(name: str, entry: ModelEntry | None, file_stamp: object, read: Mod
         "name": name,
         "would": "fail" if errors else "reload" if served else "load",
         "problems": [
-            {"where": p.location, "level": p.level.value, "what": p.what, "expected": p.expected, "mend": p.mend}
+            {"where": p.location, "level": p.level.value, "what": p.what, "expected": p.expected, "fix": p.fix}
             for p in read.problems if p.level is not Level.IGNORED
         ][:_MAX_DIFFERENCES],
     }  # fmt: skip
@@ -67,9 +67,7 @@ def orphaned_ensembles(entries: ModelIndex, model_id: ModelId, read: ModelFolder
             broken = next(tensor_mismatches(other, ensemble.config, steps), None)
             if broken is not None:
                 message = f"ensemble '{other}' would be unloaded: {broken.what}"
-                yield ConfigProblem(
-                    Level.WARNING, read.file or read.folder, None, message, broken.expected, broken.mend
-                )
+                yield ConfigProblem(Level.WARNING, read.file or read.folder, None, message, broken.expected, broken.fix)
                 break
 
 

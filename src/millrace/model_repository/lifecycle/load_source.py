@@ -48,7 +48,7 @@ def read_for_dry_run(
             message = f"ensemble '{model_id}' depends on '{step_id}', which cannot be loaded: "
             message += f"{problem.location}: {problem.what}"
             read.problems.append(
-                ConfigProblem(Level.ERROR, read.file or read.folder, None, message, problem.expected, problem.mend)
+                ConfigProblem(Level.ERROR, read.file or read.folder, None, message, problem.expected, problem.fix)
             )
     return file_stamp, read
 

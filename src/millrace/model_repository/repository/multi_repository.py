@@ -140,8 +140,8 @@ def _id(repository: Repository, model: ModelFolder, namespacing: bool) -> ModelI
 
 def _add_duplicate_problem(model: ModelFolder, other: ModelFolder) -> None:
     message = "model appears in two or more repositories"
-    expected, mend = f"{other.folder} to be the only one", "rename one of them, or give --model-namespacing"
-    model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, message, expected, mend))
+    expected, fix = f"{other.folder} to be the only one", "rename one of them, or give --model-namespacing"
+    model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, message, expected, fix))
 
 
 def _step_names(model: ModelFolder) -> list[str]:

@@ -54,7 +54,7 @@ class ModelFolder:
     def add_error(self, broken: RuleViolation) -> None:
         """Add a violation as an error with its position."""
         file, place = self.file or self.folder, place_of(self.places, broken.path)
-        self.problems.append(ConfigProblem(Level.ERROR, file, place, broken.what, broken.expected, broken.mend))
+        self.problems.append(ConfigProblem(Level.ERROR, file, place, broken.what, broken.expected, broken.fix))
 
     @property
     def is_servable(self) -> bool:
@@ -111,8 +111,8 @@ def read_model(
     if len(there) > 1:
         expected = f"{there[0] / name} to be the only one"
         message = "model appears in two or more repositories"
-        mend = "rename one of them, or give --model-namespacing"
-        model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, message, expected, mend))
+        fix = "rename one of them, or give --model-namespacing"
+        model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, message, expected, fix))
     return model
 
 
@@ -137,10 +137,8 @@ def _entries(folder: Path, problems: list[ConfigProblem]) -> list[tuple[str, Pat
         with os.scandir(folder) as scan:
             names = [entry.name for _, entry in zip(range(_MAX_ENTRIES + 1), scan, strict=False)]
     except OSError as error:
-        mend = "check its rights"
-        problems.append(
-            ConfigProblem(Level.ERROR, folder, None, f"{error.strerror}", "a folder that can be read", mend)
-        )
+        fix = "check its rights"
+        problems.append(ConfigProblem(Level.ERROR, folder, None, f"{error.strerror}", "a folder that can be read", fix))
         return []
     if len(names) > _MAX_ENTRIES:
         message = f"more than {_MAX_ENTRIES:,} entries"
@@ -199,7 +197,7 @@ def _add_outside_problem(model: ModelFolder, path: Path) -> None:
 
 
 def _add_violation(read: ParsedConfig, broken: RuleViolation, level: Level = Level.ERROR) -> None:
-    read.add(level, read.place(broken.path), broken.what, broken.expected, broken.mend)
+    read.add(level, read.place(broken.path), broken.what, broken.expected, broken.fix)
 
 
 def _read(root: Path, model: ModelFolder, config_name: str) -> ParsedConfig:
@@ -258,11 +256,11 @@ def _apply_version_policy(model: ModelFolder, read: ParsedConfig) -> None:
         model.served = there
     if not model.served:
         message = f"at least one version must be available under the version policy of model '{model.name}'"
-        mend = f"make {model.folder.name}/1 with the model in it" if not there else "correct version_policy"
+        fix = f"make {model.folder.name}/1 with the model in it" if not there else "correct version_policy"
         if model.config.platform == ENSEMBLE and not there:
-            mend = f"make an empty folder {model.folder.name}/1: ensembles have a version, too"
+            fix = f"make an empty folder {model.folder.name}/1: ensembles have a version, too"
         expected = f"one of the versions {', '.join(map(str, there))}" if there else "a folder named 1, 2, ..."
-        read.add(Level.ERROR, read.place(("version_policy",)), message, expected, mend)
+        read.add(Level.ERROR, read.place(("version_policy",)), message, expected, fix)
 
 
 def _identity_violations(model: ModelFolder) -> Iterator[RuleViolation]:

@@ -37,14 +37,14 @@ class LocalResponseCache:
         """Parse `local,size=N`, as in Triton; None without flags. raises ConfigError"""
         if not flags:
             return None
-        expected, mend = "local,size=BYTES", "write it so, for one local,size=64M"
+        expected, fix = "local,size=BYTES", "write it so, for one local,size=64M"
         name, _, setting = flags[0].partition(",")
         key, _, value = setting.partition("=")
         if len(flags) > 1 or name != "local" or key != "size" or not value:
-            raise ConfigError(f"{FLAG} is {' and '.join(flags)!r:.100}", expected, mend)
+            raise ConfigError(f"{FLAG} is {' and '.join(flags)!r:.100}", expected, fix)
         max_bytes = parse_size(value, "cache-config")
         if max_bytes < 1:
-            raise ConfigError(f"{FLAG} has a size of {max_bytes}", "at least one byte", mend)
+            raise ConfigError(f"{FLAG} has a size of {max_bytes}", "at least one byte", fix)
         return cls(max_bytes)
 
     def __len__(self) -> int:

@@ -301,7 +301,7 @@ class PagePool:
 
     def __post_init__(self) -> None:
         if self.n_pages < 1:
-            raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", mend="raise the KV budget")
+            raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", fix="raise the KV budget")
         self._empty, self._owners = list(range(self.n_pages))[::-1], [0] * self.n_pages
         if self.tier is not None:
             self.tier.cached_pages = self.index.by_value

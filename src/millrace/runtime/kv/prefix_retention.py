@@ -81,8 +81,8 @@ class Retention:
         pins, n_prompt = request.cache.pin, len(request.prompt)
         field = "cache_pin" if pins else "cache_priority"
         if not self._on:
-            mend = f"leave {field} out, or serve without --no-prefix-cache"
-            raise RequestError(f"{field} is set, and the prefix cache is off", "one that is on", mend, field)
+            fix = f"leave {field} out, or serve without --no-prefix-cache"
+            raise RequestError(f"{field} is set, and the prefix cache is off", "one that is on", fix, field)
         if self._has_groups:
             raise RequestError(
                 f"{field} is set, and this model has layers with a window or a state",

@@ -40,11 +40,11 @@ class CacheOptions:
         if self.ttl_s is not None and not (_is_number(self.ttl_s, int | float) and 0 < self.ttl_s <= MAX_TTL_S):
             raise _refused("ttl_s", _is(self.ttl_s), f"seconds: above 0, and at most {MAX_TTL_S:.0f}, which is a week")
         if self.pin and self.priority is not None:
-            mend = "leave cache_priority out: what is pinned is not given up"
-            raise _refused("priority", "and cache_pin are both set", "one of them", mend)
+            fix = "leave cache_priority out: what is pinned is not given up"
+            raise _refused("priority", "and cache_pin are both set", "one of them", fix)
         if self.ttl_s is not None and not self.pin and self.priority is None:
-            mend = "send cache_pin or cache_priority, too"
-            raise _refused("ttl_s", "is set, and nothing that it could end", "it beside a pin or a priority", mend)
+            fix = "send cache_pin or cache_priority, too"
+            raise _refused("ttl_s", "is set, and nothing that it could end", "it beside a pin or a priority", fix)
 
     def until_s(self, now_s: float) -> float | None:
         """Return when priority or pin expire."""
@@ -65,6 +65,6 @@ def _is(value: object) -> str:
     return f"is {value!r:.80}" if small else f"is of type {type(value).__name__}"
 
 
-def _refused(name: str, what: str, expected: str, mend: str = "") -> RequestError:
+def _refused(name: str, what: str, expected: str, fix: str = "") -> RequestError:
     field = f"cache_{name}"
-    return RequestError(f"{field} {what}", expected, mend or f"change {field}, or leave it out", param=field)
+    return RequestError(f"{field} {what}", expected, fix or f"change {field}, or leave it out", param=field)

@@ -72,8 +72,8 @@ def check_shape(n: int, width: int, limits: ExecutorLimits) -> None:
     if not limits.embedding_width:
         raise _wrong("is set, and this engine takes token ids only", "a prompt of text or token ids", "send one")
     if width != limits.embedding_width:
-        what, mend = f"has rows of {width} numbers", "take the rows from this model's embedding table"
-        raise _wrong(what, f"rows of {limits.embedding_width}, the model's hidden size", mend)
+        what, fix = f"has rows of {width} numbers", "take the rows from this model's embedding table"
+        raise _wrong(what, f"rows of {limits.embedding_width}, the model's hidden size", fix)
     check_context(n, None, limits.context_tokens, FIELD)
 
 
@@ -99,5 +99,5 @@ def to_rows(matrix: Any, limits: ExecutorLimits) -> Rows:
     return rows
 
 
-def _wrong(what: str, expected: str, mend: str) -> RequestError:
-    return RequestError(f"{FIELD} {what}", expected, mend, FIELD)
+def _wrong(what: str, expected: str, fix: str) -> RequestError:
+    return RequestError(f"{FIELD} {what}", expected, fix, FIELD)

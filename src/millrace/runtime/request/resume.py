@@ -84,5 +84,5 @@ def _at(index: int, token: int) -> str:
     return f"token {token} at index {index}"
 
 
-def _wrong(what: str, expected: str, mend: str = _START_OVER) -> RequestError:
-    return RequestError(f"{FIELD} {what}", expected, mend, FIELD)
+def _wrong(what: str, expected: str, fix: str = _START_OVER) -> RequestError:
+    return RequestError(f"{FIELD} {what}", expected, fix, FIELD)

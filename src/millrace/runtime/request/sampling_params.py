@@ -101,9 +101,9 @@ class SamplingParams:
         for name in values:
             if name not in names:
                 meant = close_matches(name, names)
-                mend = f"write {meant}=" if meant else "leave it out; help(SamplingParams) says what there is"
-                mend = f"use {_OTHER_LIBRARIES[name]}" if name in _OTHER_LIBRARIES else mend
-                raise RequestError(f'SamplingParams has no parameter "{name}"', nearest(name, names), mend, param=name)
+                fix = f"write {meant}=" if meant else "leave it out; help(SamplingParams) says what there is"
+                fix = f"use {_OTHER_LIBRARIES[name]}" if name in _OTHER_LIBRARIES else fix
+                raise RequestError(f'SamplingParams has no parameter "{name}"', nearest(name, names), fix, param=name)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

@@ -91,9 +91,9 @@ class StructuredOutputsParams:
         parsed: dict[str, Any] = json.loads(self.text())
         return parsed
 
-    def refused(self, what: str, expected: str, mend: str = "") -> RequestError:
+    def refused(self, what: str, expected: str, fix: str = "") -> RequestError:
         return RequestError(
-            f"{self.field_name}: {what}", expected, mend or f"correct {self.field_name}", self.field_name
+            f"{self.field_name}: {what}", expected, fix or f"correct {self.field_name}", self.field_name
         )
 
     def _canonical(self, value: object) -> str:

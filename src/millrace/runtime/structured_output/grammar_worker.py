@@ -100,7 +100,7 @@ class _Compiler:
         try:
             lark, matcher = compiled(params, text, self._vocabulary, LLParserLimits(**request["limits"]))
         except RequestError as error:
-            return {"error": [error.what, error.expected, error.mend]}
+            return {"error": [error.what, error.expected, error.fix]}
         self._begin_answers(matcher)
         return {"lark": lark}
 

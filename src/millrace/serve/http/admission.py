@@ -83,8 +83,8 @@ class UnsentBytesLease:
         self._pool.n_bytes += n_bytes
         if self._pool.n_bytes > self._pool.max_bytes and self._pool.n_bytes > self._n_bytes:
             what = "the answers that are being computed for others take all the memory for answers"
-            mend = "come back later, or set stream to true"
-            error = HttpError(503, "too_many_answers", what, "fewer large answers at a time", mend)
+            fix = "come back later, or set stream to true"
+            error = HttpError(503, "too_many_answers", what, "fewer large answers at a time", fix)
             error.headers["retry-after"] = "5"
             raise error
 

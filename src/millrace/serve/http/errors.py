@@ -23,9 +23,9 @@ CLIENT_CLOSED = 499  # nginx's word for a client that went away; only ever seen 
 class HttpError(MillraceError):
     """A refusal at the level of HTTP: path, method, key, body or model name."""
 
-    def __init__(self, status: int, code: str, what: str, expected: str, mend: str) -> None:
-        super().__init__(what, expected, mend)
-        self.args = (status, code, what, expected, mend)
+    def __init__(self, status: int, code: str, what: str, expected: str, fix: str) -> None:
+        super().__init__(what, expected, fix)
+        self.args = (status, code, what, expected, fix)
         self.status, self.code = status, code
         self.param: str | None = None
         self.headers: dict[str, str] = {}
@@ -111,7 +111,7 @@ MACHINE_RETRY_S = 5.0  # memory may be free again then
 
 def one_line(error: MillraceError) -> str:
     """Return what was wrong, what was expected and how to fix it, in one line."""
-    return f"{error.what}; expected: {error.expected}; to mend: {error.mend}"
+    return f"{error.what}; expected: {error.expected}; to fix: {error.fix}"
 
 
 def problem_of(error: MillraceError, *, accepting: bool) -> HttpProblem:
@@ -159,6 +159,6 @@ class GenerationFailedError(Exception):
         self.log_level = logging.INFO if aborted or fault is not None else logging.ERROR
 
 
-def not_yet(field: str, mend: str, what: str = "") -> RequestError:
+def not_yet(field: str, fix: str, what: str = "") -> RequestError:
     """Return the error of an unsupported field. what: the unsupported part, if it is not the whole field"""
-    return RequestError(f"{what or field} is not supported yet", f"a request without {what or 'it'}", mend, param=field)
+    return RequestError(f"{what or field} is not supported yet", f"a request without {what or 'it'}", fix, param=field)

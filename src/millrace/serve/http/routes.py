@@ -175,13 +175,13 @@ class Handler:
         own = [e for e in able_to if e in self.protocol.endpoints]
         can = [e.path for e in own or able_to]
         another = f"another model: {', '.join(b.model.name for b in able)}" if able else "a server of another model"
-        mend = f"choose {another}" if able or not backend.other_endpoints else backend.other_endpoints
+        fix = f"choose {another}" if able or not backend.other_endpoints else backend.other_endpoints
         raise HttpError(
             400,
             "model_cannot",
             f'the model "{name or backend.model.name}" is {backend.kind_name}, and cannot answer {self.endpoint.path}',
             f"a request to {' or '.join(can[:3])}" if can else "a model that can",
-            f"ask it there, or {mend}" if can else mend,
+            f"ask it there, or {fix}" if can else fix,
         ).about("model")
 
 

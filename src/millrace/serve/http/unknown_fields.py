@@ -68,9 +68,9 @@ def ignored_names(
 
 
 def unknown_field(
-    path: str, expected: str, mend: str = "correct the name, or leave it out", param: str = ""
+    path: str, expected: str, fix: str = "correct the name, or leave it out", param: str = ""
 ) -> RequestError:
-    return RequestError(f'unknown field "{path[:500]}"', expected, mend, (param or path)[:100])
+    return RequestError(f'unknown field "{path[:500]}"', expected, fix, (param or path)[:100])
 
 
 def header_name(name: str) -> str:
@@ -169,8 +169,8 @@ class UnknownFields:
         if reasoning_switch(name, request[name]) is False and "chat_template_kwargs" in self._names:
             raise unknown_field(name, f'did you mean "{self._names["chat_template_kwargs"]}"?')
         if name == "extra_body" and request[name]:
-            mend = "put its fields beside the others: clients in Python do so by themselves"
-            raise unknown_field(name, "the fields that it holds", mend)
+            fix = "put its fields beside the others: clients in Python do so by themselves"
+            raise unknown_field(name, "the fields that it holds", fix)
         if self._answers:
             check_changing(name, request[name], name)
 

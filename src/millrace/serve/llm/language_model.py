@@ -189,7 +189,7 @@ class _Encoder:
             check_unicode(text)
             return self._process.encode(text, add_special_tokens)
         except CheckpointError as error:
-            refusal = HttpError(503, "tokenizer_failed", error.what, error.expected, error.mend)
+            refusal = HttpError(503, "tokenizer_failed", error.what, error.expected, error.fix)
             refusal.headers["retry-after"] = "10"
             raise refusal from None
 

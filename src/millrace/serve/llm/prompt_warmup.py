@@ -71,7 +71,7 @@ def _read(location: str, data: bytes) -> WarmPrompt:
         line = WarmLine(prompt=msgspec.json.decode(data)) if kind is str else decode(data, WarmLine)
         cache = cache_options(line)
     except MillraceError as error:
-        raise ConfigError(f"{location}: {error.what}", error.expected, error.mend) from None
+        raise ConfigError(f"{location}: {error.what}", error.expected, error.fix) from None
     if (line.prompt is None) == (line.messages is None):
         has = "neither a prompt nor messages" if line.prompt is None else "a prompt and messages"
         raise ConfigError(f"{location} has {has}", "one of them", "correct the line")

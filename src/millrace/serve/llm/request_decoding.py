@@ -230,8 +230,8 @@ def _type_name(kind: str) -> str:
 def _not_in_choices(path: str, value: str, kind: type[Body]) -> RequestError:
     if path.endswith(".role"):
         *roles, last = roles_of(kind)
-        mend = "tool is the role today, with a tool_call_id" if value == "'function'" else "correct the role"
-        return RequestError(f"{path} is {value}", f"{', '.join(roles)} or {last}", mend, "messages")
+        fix = "tool is the role today, with a tool_call_id" if value == "'function'" else "correct the role"
+        return RequestError(f"{path} is {value}", f"{', '.join(roles)} or {last}", fix, "messages")
     if path.endswith(".type") and "tool_calls" in path:
         return RequestError(f"{path} is {value}", '"function" or "custom"', "correct the messages", "messages")
     return RequestError(
@@ -278,8 +278,8 @@ def chat_params(request: ChatRequest) -> SamplingParams:
         return _params(request, max_tokens, (n_top or 0) if request.logprobs else None)
     except RequestError as error:
         if error.param == "max_tokens" and request.max_tokens is None:
-            what, mend = (s.replace("max_tokens", "max_completion_tokens") for s in (error.what, error.mend))
-            raise RequestError(what, error.expected, mend, "max_completion_tokens") from None
+            what, fix = (s.replace("max_tokens", "max_completion_tokens") for s in (error.what, error.fix))
+            raise RequestError(what, error.expected, fix, "max_completion_tokens") from None
         raise
 
 

@@ -142,24 +142,24 @@ def metadata(models: Models, scope: Scope) -> Response:
 def not_found_error(path: str, paths: Collection[str]) -> HttpError:
     """Return the error of an unknown path. paths: those that exist"""
     plain = path.rstrip("/")
-    what, expected, mend = f"there is nothing at {path}", "one of those listed at /docs", "correct the path"
+    what, expected, fix = f"there is nothing at {path}", "one of those listed at /docs", "correct the path"
     base = "end the base URL of the client with /v1, once"
-    instead = next((mend for prefix, mend in NOT_YET.items() if f"{plain}/".startswith(f"{prefix}/")), None)
+    instead = next((fix for prefix, fix in NOT_YET.items() if f"{plain}/".startswith(f"{prefix}/")), None)
     if plain in paths:
-        expected, mend = f'"{plain}"', "leave out the slash at its end"
+        expected, fix = f'"{plain}"', "leave out the slash at its end"
     elif f"/v1{plain}" in paths:
-        expected, mend = f'"/v1{plain}"', base
+        expected, fix = f'"/v1{plain}"', base
     elif plain.startswith("/v1/v1/") and plain.removeprefix("/v1") in paths:
-        expected, mend = f'"{plain.removeprefix("/v1")}"', base
+        expected, fix = f'"{plain.removeprefix("/v1")}"', base
     elif plain in _ROOTS:
-        mend = _ROOTS[plain]
+        fix = _ROOTS[plain]
     elif plain.endswith("/chat/completions"):  # a base URL with another path in it, or with this one already
-        expected, mend = '"/v1/chat/completions"', base
+        expected, fix = '"/v1/chat/completions"', base
     elif plain.endswith("/completions"):
-        expected, mend = '"/v1/completions"', base
+        expected, fix = '"/v1/completions"', base
     elif instead is not None:
-        what, mend = f"{path} is not served yet", instead
-    return HttpError(404, "not_found", what, expected, mend)
+        what, fix = f"{path} is not served yet", instead
+    return HttpError(404, "not_found", what, expected, fix)
 
 
 def _anthropic(backend: Backend, name: str) -> AnthropicModel:

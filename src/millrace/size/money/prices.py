@@ -204,10 +204,10 @@ def _by_device(values: Mapping[str, Any], location: str) -> Mapping[str, float]:
     return {find_device(name).name: number(value, f"{location}: {name}") for name, value in values.items()}
 
 
-def number(value: Any, location: str, mend: str = "correct it") -> float:
+def number(value: Any, location: str, fix: str = "correct it") -> float:
     """Check a number of a file. raises ConfigError if it is not a finite number of at least 0"""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_PRICE:
-        raise ConfigError(f"{location} is {value!r:.40}", f"a number from 0 to {_MAX_PRICE:g}", mend)
+        raise ConfigError(f"{location} is {value!r:.40}", f"a number from 0 to {_MAX_PRICE:g}", fix)
     return float(value)
 
 

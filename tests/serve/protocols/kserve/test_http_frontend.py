@@ -150,7 +150,7 @@ def test_server_and_models_are_told(url: str) -> None:
     assert httpx.get(f"{url}/v1/models").json()["data"] == []
     for name, code in (({}, "model_cannot"), ({"model": "simple"}, "model_not_found")):
         error = httpx.post(f"{url}/v1/completions", json={"prompt": "a", **name}).json()["error"]
-        assert error["code"] == code and "to mend: ask its models at /v2/models/NAME/infer" in error["message"]
+        assert error["code"] == code and "to fix: ask its models at /v2/models/NAME/infer" in error["message"]
 
 
 def test_statistics_count_items_and_executions(url: str) -> None:
