@@ -102,9 +102,9 @@ def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def read_tactics(folder: Path, *, ignore_damaged: bool = False) -> TacticTable | None:
-    """Return the table that was written last.
+    """Return the table that was written last; None if the engine was never tuned.
 
-    None: the engine was never tuned, or with `ignore_damaged` its tables are damaged. raises EngineError for damaged tables
+    ignore_damaged: return None for damaged tables. raises EngineError for damaged tables otherwise
     """
     return next(iter(read_tables(folder, ignore_damaged=ignore_damaged)), None)
 
@@ -114,7 +114,10 @@ def table_for(tables: Sequence[TacticTable], machine: Mapping[str, str | int], t
 
 
 def read_tables(folder: Path, *, ignore_damaged: bool = False) -> list[TacticTable]:
-    """Return one table per machine and thread count, the latest first; none if they are damaged and `ignore_damaged` is set."""
+    """Return one table per machine and thread count, the latest first.
+
+    ignore_damaged: return none if they are damaged. raises EngineError for damaged tables otherwise
+    """
     try:
         return _read(folder)
     except EngineError:

@@ -25,9 +25,11 @@ class EmbeddingRequest(Body, kw_only=True):
     ] = None
     dimensions: Annotated[int | None, described("length of the vectors, if the model has several", low=1)] = None
     truncate_prompt_tokens: Annotated[
-        int | None, described("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
+        int | None, described("truncate longer texts to this many tokens; -1: the model's maximum", low=-1)
     ] = None
-    add_special_tokens: Annotated[bool | None, described("around a text, such as [CLS] and [SEP]", True)] = None
+    add_special_tokens: Annotated[
+        bool | None, described("add special tokens such as [CLS] and [SEP] around a text", True)
+    ] = None
 
 
 class ScoreRequest(Body, kw_only=True):
@@ -35,10 +37,13 @@ class ScoreRequest(Body, kw_only=True):
     IGNORED_FIELDS: ClassVar = HARMLESS | IGNORED
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
-    text_1: Annotated[str | list[str], described("a text, which meets every one of text_2, or as many as these")]
+    text_1: Annotated[
+        str | list[str],
+        described("one text, compared with each of text_2, or as many texts as text_2, compared pairwise"),
+    ]
     text_2: Annotated[str | list[str], described("a text or a list of texts")]
     truncate_prompt_tokens: Annotated[
-        int | None, described("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
+        int | None, described("truncate longer texts to this many tokens; -1: the model's maximum", low=-1)
     ] = None
 
 
@@ -53,8 +58,10 @@ class RerankRequest(Body, kw_only=True):
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     query: Annotated[str, described("a text")]
     documents: Annotated[list[str | Document], described('texts, or objects {"text": ...}')]
-    top_n: Annotated[int | None, described("only so many of the nearest; 0: all", 0, low=0)] = None
-    return_documents: Annotated[bool | None, described("with their texts", True)] = None
+    top_n: Annotated[int | None, described("maximum number of documents to return, best first; 0: all", 0, low=0)] = (
+        None
+    )
+    return_documents: Annotated[bool | None, described("include the documents' texts", True)] = None
     truncate_prompt_tokens: Annotated[
-        int | None, described("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
+        int | None, described("truncate longer texts to this many tokens; -1: the model's maximum", low=-1)
     ] = None

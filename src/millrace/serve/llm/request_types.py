@@ -132,8 +132,10 @@ def described(description: str, default: object = None, low: float | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    include_usage: Annotated[bool | None, described("end with an event that carries the usage", False)] = None
-    continuous_usage_stats: Annotated[bool | None, described("with include_usage: in every event", False)] = None
+    include_usage: Annotated[bool | None, described("send a last event with the usage", False)] = None
+    continuous_usage_stats: Annotated[
+        bool | None, described("with include_usage: report the usage in every event", False)
+    ] = None
     include_obfuscation: Annotated[bool | None, described("accepted; nothing is padded")] = None
 
 
@@ -142,25 +144,30 @@ class TermsFields(Body, kw_only=True):
 
     cache_salt: Annotated[
         str | None,
-        described(f"only requests with the same one share KV pages; at most {MAX_SALT_CHARACTERS} characters"),
+        described(
+            f"KV pages are shared only between requests with the same salt; at most {MAX_SALT_CHARACTERS} characters"
+        ),
     ] = None
     cache_priority: Annotated[
         int | None,
         described(
-            "of the prompt's KV pages: when room is needed, lower ones go first",
+            "eviction priority of the prompt's KV pages; lower is evicted first",
             DEFAULT_PRIORITY, 0, MAX_CACHE_PRIORITY,
         ),
     ] = None  # fmt: skip
     cache_ttl_s: Annotated[
         float | None,
-        described("seconds until cache_priority or cache_pin end; left out: never, or an hour", high=MAX_TTL_S),
+        described(
+            "seconds until cache_priority or cache_pin expires; default: never for a priority, one hour for a pin",
+            high=MAX_TTL_S,
+        ),
     ] = None
-    cache_pin: Annotated[bool | None, described("keep the prompt's KV pages whatever comes", False)] = None
+    cache_pin: Annotated[bool | None, described("never evict the prompt's KV pages while the pin lasts", False)] = None
     priority: Annotated[
-        int | None, described("lower goes first where requests wait", 0, -MAX_PRIORITY, MAX_PRIORITY)
+        int | None, described("queue priority; lower values are scheduled first", 0, -MAX_PRIORITY, MAX_PRIORITY)
     ] = None
     queue_timeout_s: Annotated[
-        float | None, described("seconds that it may wait for its first step; else 429, or 503", high=MAX_WAIT_S)
+        float | None, described("maximum seconds in the queue; then the request fails with 429 or 503", high=MAX_WAIT_S)
     ] = None
 
 
@@ -174,26 +181,43 @@ class SamplingFields(TermsFields, kw_only=True):
     n: Annotated[int | None, described("answers per prompt", 1, 1, MAX_CHOICES)] = None
     max_tokens: Annotated[
         int | None,
-        described("tokens of one answer at most; left out: the rest of the context for a chat, else 16", low=1),
+        described("maximum output tokens per answer; default: the rest of the context for a chat, otherwise 16", low=1),
     ] = None
-    min_tokens: Annotated[int | None, described("no end before so many tokens", 0, 0)] = None
+    min_tokens: Annotated[int | None, described("minimum output tokens before the answer may end", 0, 0)] = None
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
     top_p: Annotated[
-        float | None, described("the likeliest tokens that together are so probable", 1.0, MIN_POSITIVE, 1)
+        float | None,
+        described("sample from the most likely tokens with this cumulative probability", 1.0, MIN_POSITIVE, 1),
     ] = None
-    top_k: Annotated[int | None, described("so many of the likeliest tokens; 0 or -1 is off", 0, -1)] = None
-    min_p: Annotated[float | None, described("tokens at least so likely, relative to the likeliest", 0.0, 0, 1)] = None
-    presence_penalty: Annotated[float | None, described("for tokens that the answer has", 0.0, -2, 2)] = None
-    frequency_penalty: Annotated[float | None, described("for each time that it has them", 0.0, -2, 2)] = None
+    top_k: Annotated[int | None, described("sample from this many most likely tokens; 0 or -1: all", 0, -1)] = None
+    min_p: Annotated[
+        float | None, described("minimum probability of a token, relative to the most likely one", 0.0, 0, 1)
+    ] = None
+    presence_penalty: Annotated[
+        float | None, described("subtracted from the logit of each token that is already in the answer", 0.0, -2, 2)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, described("subtracted for each occurrence of a token in the answer", 0.0, -2, 2)
+    ] = None
     repetition_penalty: Annotated[
-        float | None, described("divides the logits of tokens in prompt and answer; 1 is off", 1.0, MIN_POSITIVE, 100)
+        float | None,
+        described(
+            "divides positive logits of tokens in prompt and answer, multiplies negative ones; 1 is off",
+            1.0,
+            MIN_POSITIVE,
+            100,
+        ),
     ] = None
     repeat_last_n: Annotated[
-        int | None, described("so many of the last tokens count for penalties; -1: all, 0: penalties are off", -1, -1)
+        int | None, described("number of last tokens that penalties consider; -1: all, 0: penalties are off", -1, -1)
     ] = None
     seed: Annotated[
         int | None,
-        described("the same seed, the same answer; else one is drawn and ignored", low=-(2**63), high=2**64 - 1),
+        described(
+            "random seed; the same seed gives the same answer; -1 or left out: drawn, and returned with the answer",
+            low=-(2**63),
+            high=2**64 - 1,
+        ),
     ] = None
     stop: Annotated[
         str | list[str] | None,
@@ -204,9 +228,9 @@ class SamplingFields(TermsFields, kw_only=True):
     stop_token_ids: Annotated[list[int] | None, described(f"tokens that end the answer; at most {MAX_STOP_TOKENS}")] = (
         None
     )
-    include_stop_str_in_output: Annotated[bool | None, described("leave what ended it in the answer", False)] = None
+    include_stop_str_in_output: Annotated[bool | None, described("include the stop string in the answer", False)] = None
     skip_special_tokens: Annotated[bool | None, described("leave tokens such as </s> out of the text", True)] = None
-    ignore_eos: Annotated[bool | None, described("go on after the model's end-of-text token", False)] = None
+    ignore_eos: Annotated[bool | None, described("continue after the end-of-text token", False)] = None
     logit_bias: Annotated[
         dict[int, float] | list[Any] | None,
         described(f"token id to a number added to its logit, -100 to 100; at most {MAX_BIASED_TOKENS}"),
@@ -219,7 +243,7 @@ class SamplingFields(TermsFields, kw_only=True):
     ] = None
     structured_outputs: Annotated[
         dict[str, Any] | None,
-        described("what each answer is held to: an object with one of json, regex, choice, grammar or json_object"),
+        described("constraint on each answer: an object with one of json, regex, choice, grammar or json_object"),
     ] = None
     guided_json: Annotated[str | dict[str, Any] | None, described("the answer is JSON of this schema")] = None
     guided_regex: Annotated[str | None, described("the whole answer matches this regular expression")] = None
@@ -229,10 +253,10 @@ class SamplingFields(TermsFields, kw_only=True):
     )
     receipt: Annotated[
         bool | None,
-        described("say what the answer came from, for `millrace verify`; of one prompt, not streamed", False),
+        described("return a receipt for `millrace verify`; one prompt, not streamed", False),
     ] = None
     stream: Annotated[bool | None, described("server-sent events instead of one answer", False)] = None
-    stream_options: Annotated[StreamOptions | None, described("with stream")] = None
+    stream_options: Annotated[StreamOptions | None, described("options of a streamed answer")] = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -241,9 +265,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     NOT_YET: ClassVar = {**CHAT_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET}
 
     messages: Annotated[list[Message], described("the conversation so far")]
-    max_completion_tokens: Annotated[int | None, described("today's name of max_tokens; of two, it counts", low=1)] = (
-        None
-    )
+    max_completion_tokens: Annotated[
+        int | None, described("newer name of max_tokens; takes precedence over it", low=1)
+    ] = None
     logprobs: Annotated[bool | None, described("log probabilities of the chosen tokens", False)] = None
     top_logprobs: Annotated[int | None, described("alternatives per token; needs logprobs", 0, 0, MAX_LOGPROBS)] = None
     tools: Annotated[
@@ -258,15 +282,17 @@ class ChatRequest(SamplingFields, kw_only=True):
     ] = None
     parallel_tool_calls: Annotated[bool | None, described("an answer may have several calls", True)] = None
     add_generation_prompt: Annotated[
-        bool | None, described("end the prompt where the assistant's turn begins", True)
+        bool | None, described("end the prompt with the beginning of the assistant's message", True)
     ] = None
     continue_final_message: Annotated[
-        bool | None, described("the last message is the beginning of the answer, which goes on with it", False)
+        bool | None, described("continue the last message instead of starting a new answer (prefill)", False)
     ] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, described("further variables for the chat template, such as enable_thinking")
     ] = None
-    add_special_tokens: Annotated[bool | None, described("in front of what the template wrote", False)] = None
+    add_special_tokens: Annotated[
+        bool | None, described("add special tokens such as <s> before the rendered template", False)
+    ] = None
     enable_thinking: EnableThinking = None
     think: Think = None
     thinking: ThinkingType = None
@@ -287,18 +313,21 @@ class CompletionRequest(SamplingFields, kw_only=True):
     ] = None
     prompt_embeds: Annotated[
         str | list[list[float]] | None,
-        described(
-            "in place of a prompt, what enters the first layer: base64 of a safetensors file, or rows of numbers"
-        ),
+        described("embeddings used instead of a prompt: base64 of a safetensors file, or rows of numbers"),
     ] = None
     logprobs: Annotated[
-        int | None, described("alternatives per token; 0 is the chosen one only", low=0, high=MAX_LOGPROBS)
+        int | None, described("alternatives per token; 0: only the chosen one", low=0, high=MAX_LOGPROBS)
     ] = None
     echo: Annotated[
-        bool | None, described("begin with the prompt, and its log probabilities; with max_tokens 0 no more", False)
+        bool | None,
+        described(
+            "return the prompt before the answer, with its log probabilities; with max_tokens 0 only the prompt", False
+        ),
     ] = None
-    best_of: Annotated[int | None, described("only as many as n", low=1, high=MAX_CHOICES)] = None
-    add_special_tokens: Annotated[bool | None, described("in front of a text, such as <s>", True)] = None
+    best_of: Annotated[int | None, described("must equal n", low=1, high=MAX_CHOICES)] = None
+    add_special_tokens: Annotated[bool | None, described("add special tokens such as <s> before the prompt", True)] = (
+        None
+    )
     return_token_ids: Annotated[bool | None, described("return token ids of prompt and answer", False)] = None
     resume_token_ids: Annotated[
         list[int | list[int]] | None,
@@ -315,8 +344,10 @@ class TokenizeRequest(Body, kw_only=True):
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     prompt: Annotated[str | None, described("a text, of any length")] = None
     messages: Annotated[list[Message] | None, described("a conversation, as for a chat")] = None
-    add_special_tokens: Annotated[bool | None, described("left out: true for a prompt, false for messages")] = None
-    add_generation_prompt: Annotated[bool | None, described("end where the assistant's turn begins", True)] = None
+    add_special_tokens: Annotated[bool | None, described("default: true for a prompt, false for messages")] = None
+    add_generation_prompt: Annotated[
+        bool | None, described("end with the beginning of the assistant's message", True)
+    ] = None
     continue_final_message: Annotated[bool | None, described("end where the last message ends", False)] = None
     tools: Annotated[list[dict[str, Any]] | None, described("as for a chat")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None

@@ -69,8 +69,8 @@ class CountRequest(TermsFields, kw_only=True):
     WITHIN: ClassVar = ("messages", "tools", "thinking", "output_config", "tool_choice")
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
-    messages: Annotated[list[InMessage], described("turns of user and assistant")]
-    system: Annotated[str | list[dict[str, Any]] | None, described("what goes before them")] = None
+    messages: Annotated[list[InMessage], described("messages of user and assistant")]
+    system: Annotated[str | list[dict[str, Any]] | None, described("system prompt")] = None
     tools: Annotated[list[dict[str, Any]] | None, described('{"name", "description", "input_schema"} of each tool')] = (
         None
     )
@@ -81,7 +81,7 @@ class CountRequest(TermsFields, kw_only=True):
         dict[str, Any] | None, described('{"type": "enabled" | "disabled"}, for templates with enable_thinking')
     ] = None
     output_config: Annotated[
-        dict[str, Any] | None, described('{"format": {"type": "json_schema", "schema": ...}}; effort changes nothing')
+        dict[str, Any] | None, described('{"format": {"type": "json_schema", "schema": ...}}; effort has no effect')
     ] = None
     output_format: Annotated[dict[str, Any] | None, described("older name of output_config.format")] = None
 
@@ -97,10 +97,12 @@ class CountRequest(TermsFields, kw_only=True):
 class MessagesRequest(CountRequest, kw_only=True):
     ANSWERS: ClassVar = True
 
-    max_tokens: Annotated[int, described("tokens of the answer at most; more than the context has left: these", low=1)]
+    max_tokens: Annotated[int, described("maximum output tokens, capped to the rest of the context", low=1)]
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
-    top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
-    top_k: Annotated[int | None, described("so many of the likeliest tokens")] = None
+    top_p: Annotated[float | None, described("sample from the most likely tokens with this cumulative probability")] = (
+        None
+    )
+    top_k: Annotated[int | None, described("sample from this many most likely tokens")] = None
     stop_sequences: Annotated[list[str] | None, described("texts that end the answer and are left out")] = None
     stream: Annotated[bool | None, described("server-sent events instead of one answer", False)] = None
 

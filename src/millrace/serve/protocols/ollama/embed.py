@@ -27,8 +27,10 @@ class _Request(Body, kw_only=True):
     WITHIN: ClassVar = ("options",)
 
     model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
-    options: Annotated[dict[str, Any] | None, described("of no effect on vectors")] = None
-    keep_alive: Annotated[float | str | None, described("the model stays as long as the server does")] = None
+    options: Annotated[dict[str, Any] | None, described("no effect on vectors")] = None
+    keep_alive: Annotated[float | str | None, described("no effect: the model stays loaded while the server runs")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         self.model = without_latest(self.model)

@@ -78,9 +78,11 @@ class OllamaRequest(TermsFields, kw_only=True):
         None
     )
     format: Annotated[str | dict[str, Any] | None, described('"json", or a JSON schema')] = None
-    keep_alive: Annotated[float | str | None, described("the model stays as long as the server does")] = None
+    keep_alive: Annotated[float | str | None, described("no effect: the model stays loaded while the server runs")] = (
+        None
+    )
     think: Annotated[bool | str | None, described("for templates with enable_thinking")] = None
-    stream: Annotated[bool | None, described("lines of JSON instead of one answer", True)] = None
+    stream: Annotated[bool | None, described("send lines of JSON instead of one answer", True)] = None
 
     def __post_init__(self) -> None:
         self.model = without_latest(self.model)
@@ -126,9 +128,9 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     NAMES: ClassVar = {**NAMES, "messages": "prompt"}
 
-    prompt: Annotated[str, described("what the user says; with raw, the whole prompt")] = ""
-    system: Annotated[str | None, described("what goes before it")] = None
-    raw: Annotated[bool | None, described("no chat template", False)] = None
+    prompt: Annotated[str, described("the user's message; with raw, the whole prompt")] = ""
+    system: Annotated[str | None, described("system prompt")] = None
+    raw: Annotated[bool | None, described("use the prompt without the chat template", False)] = None
 
 
 class OutFunction(Struct):

@@ -17,7 +17,7 @@ from millrace.serve.llm.unsupported_fields import HARMLESS, IGNORED
 from millrace.serve.protocols.responses.items import renderable_items
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
-# Others of it, which say of what tools of OpenAI's own and images are to be given back: there are none here.
+# Other values of include concern OpenAI's built-in tools and images, which do not exist here.
 UNUSED_INCLUDES: frozenset[str] = frozenset(
     [
         *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
@@ -47,12 +47,14 @@ class ResponsesRequest(TermsFields, kw_only=True):
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     input: Annotated[str | list[dict[str, Any]], described("a text, or items: messages, calls and their outputs")]
     instructions: Annotated[str | None, described("a system message for this response alone")] = None
-    previous_response_id: Annotated[str | None, described("a stored response, which this one goes on from")] = None
+    previous_response_id: Annotated[str | None, described("id of a stored response to continue")] = None
     max_output_tokens: Annotated[
-        int | None, described("tokens of the answer at most; more than the context has left: these", low=1)
+        int | None, described("maximum output tokens, capped to the rest of the context", low=1)
     ] = None
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
-    top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
+    top_p: Annotated[float | None, described("sample from the most likely tokens with this cumulative probability")] = (
+        None
+    )
     text: Annotated[
         dict[str, Any] | None, described('{"format": {"type": "text" | "json_object" | "json_schema"}}')
     ] = None
@@ -65,7 +67,7 @@ class ResponsesRequest(TermsFields, kw_only=True):
     ] = None
     parallel_tool_calls: Annotated[bool | None, described("an answer may have several calls", True)] = None
     reasoning: Annotated[
-        dict[str, Any] | None, described('{"effort": "none"}: no thoughts; else models think as their templates say')
+        dict[str, Any] | None, described('{"effort": "none"} disables reasoning; otherwise the chat template decides')
     ] = None
     include: Annotated[list[str] | None, described(f'"{LOGPROBS}": log probabilities of the text')] = None
     top_logprobs: Annotated[
@@ -76,14 +78,12 @@ class ResponsesRequest(TermsFields, kw_only=True):
     thinking: ThinkingType = None
     reasoning_effort: Effort = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
-    seed: Annotated[int | None, described("the same seed, the same answer")] = None
-    store: Annotated[bool | None, described("keep the response for a while, to be asked for or gone on from", True)] = (
-        None
-    )
-    background: Annotated[bool | None, described("answer at once, and be asked for the result later", False)] = None
+    seed: Annotated[int | None, described("random seed; the same seed gives the same answer")] = None
+    store: Annotated[bool | None, described("store the response so that it can be retrieved or continued", True)] = None
+    background: Annotated[bool | None, described("return at once; the result is retrieved later", False)] = None
     stream: Annotated[bool | None, described("server-sent events instead of one answer", False)] = None
-    metadata: Annotated[dict[str, str] | None, described("given back")] = None
-    user: Annotated[str | None, described("given back")] = None
+    metadata: Annotated[dict[str, str] | None, described("returned unchanged")] = None
+    user: Annotated[str | None, described("returned unchanged")] = None
 
     def ignored_within(self) -> list[str]:
         self.tools, ignored = usable_tools(self.tools, ("function",), ("type", *FUNCTION))
