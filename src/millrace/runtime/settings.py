@@ -20,32 +20,32 @@ class RunSettings(Settings):
 
     kv_memory: int | None = setting(
         None,
-        "memory for KV pages, like 2G; default: as many full contexts as run at a time, or 60 % of what is free",
+        "memory for KV pages, such as 2G; default: a full context for each sequence, or 60 % of the free memory",
         size=True,
         low=1,
     )
     threads: int | None = setting(
         None, "compute threads; default: the cores that this process may use", low=1, high=1024
     )
-    prefix_cache: bool = setting(True, "compute prompts only from where they differ from what KV pages still hold")
+    prefix_cache: bool = setting(True, "reuse KV pages of equal prompt prefixes")
     kv_tier: str | None = setting(
         None,
-        "file for KV pages that memory has no room for any more, kept over restarts; off unless named",
+        "file for KV pages evicted from memory (KV offload); survives restarts; default: off",
         metavar="FILE",
     )
-    kv_tier_size: int | None = setting(None, "of that file at most; default: 4G", size=True, low=1)
+    kv_tier_size: int | None = setting(None, "maximum size of the --kv-tier file; default: 4G", size=True, low=1)
     isa: str | None = setting(
         None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
     )
     model_impl: str = setting(
         NATIVE,
-        "what runs the model: native, or transformers: any causal language model of Hugging Face, in PyTorch, slowly",
+        "implementation: native, or transformers: any causal language model of Hugging Face, in PyTorch, slowly",
         choices=IMPLEMENTATIONS,
     )
     device: str = setting(CPU, "where it runs: cpu, or an NVIDIA GPU: cuda, or cuda:1 for the second", metavar="NAME")
     random_weights: bool = setting(
-        False, "on a GPU: draw weights there instead of reading some, to measure a model of which only config.json and "
-        "the tokenizer are here; its answers mean nothing",
+        False, "on a GPU: use random weights, to measure a model of which only config.json and the tokenizer exist; "
+        "its output is meaningless",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -58,8 +58,8 @@ class RunSettings(Settings):
         if self.random_weights and self.device == CPU:
             raise ConfigError("--random-weights is given for a CPU", "--device cuda", "add it, or leave this out")
         if self.kv_tier_size is not None and self.kv_tier is None:
-            what = "--kv-tier-size is given, and --kv-tier is not: there is no second tier of KV pages"
-            raise ConfigError(what, "the file whose size it is", "name it with --kv-tier, or leave --kv-tier-size out")
+            what = "--kv-tier-size is given, and --kv-tier is not: there is no KV offload file"
+            raise ConfigError(what, "a file for --kv-tier, too", "name it with --kv-tier, or leave --kv-tier-size out")
 
         if self.is_transformers:
             changed = {"isa": self.isa is not None, "kv_tier": self.kv_tier is not None, "device": self.device != CPU}

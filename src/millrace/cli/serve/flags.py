@@ -21,16 +21,16 @@ class ListenFlags(Settings):
 
     title: ClassVar = "Network"
 
-    host: str = setting(ServerSettings.host, "address to listen on; 0.0.0.0 is every network of this machine")
-    port: int = setting(ServerSettings.port, "port to listen on; 0 takes a free one", low=0, high=65535)
+    host: str = setting(ServerSettings.host, "address to listen on; 0.0.0.0: all interfaces")
+    port: int = setting(ServerSettings.port, "port to listen on; 0: any free port", low=0, high=65535)
     reuse_port: bool = setting(
-        False, "let several servers have --port and --grpc-port: connections are shared out among them"
+        False, "let several servers share --port and --grpc-port; the kernel distributes connections"
     )
     uds: str | None = setting(None, "Unix socket to listen on, in place of --host and --port", metavar="PATH")
-    ssl_certfile: str | None = setting(None, "certificate (PEM): speak TLS, over gRPC too", metavar="FILE")
+    ssl_certfile: str | None = setting(None, "certificate (PEM); enables TLS, for gRPC too", metavar="FILE")
     ssl_keyfile: str | None = setting(None, "its key (PEM); default: in the same file", metavar="FILE")
     metrics_port: int | None = setting(
-        None, "port where nothing but /metrics is; 0 takes a free one; default: none", low=0, high=65535
+        None, "separate port for /metrics only; 0: any free port; default: none", low=0, high=65535
     )
 
 
@@ -48,32 +48,32 @@ class ServeFlags(Settings):
         "file with API keys, one per line, and their limits; read again if it changes; default: no authentication",
         metavar="FILE",
     )
-    share_prefix_cache: bool = setting(
-        ServerSettings.share_prefix_cache, "let API keys find prompts of one another in the prefix cache"
-    )
-    cors_origin: tuple[str, ...] = setting((), "web origin that may ask from a browser; * for all")
-    max_body_bytes: int = setting(ServerSettings.max_body_bytes, "largest request", size=True, low=1)
+    share_prefix_cache: bool = setting(ServerSettings.share_prefix_cache, "share the prefix cache between API keys")
+    cors_origin: tuple[str, ...] = setting((), "allowed CORS origin; *: any")
+    max_body_bytes: int = setting(ServerSettings.max_body_bytes, "maximum size of a request body", size=True, low=1)
     max_connections: int | None = setting(
-        None, "connections at a time; default: as many as there are files for (ulimit -n), at most 4096", low=1
+        None, "maximum number of connections; default: the file limit (ulimit -n), at most 4096", low=1
     )
     drain_timeout_s: float = setting(
         ServerSettings.drain_timeout_s,
-        "seconds from SIGTERM to the end; nine tenths are for running requests",
+        "seconds to drain after SIGTERM; running requests get nine tenths of it",
         low=0,
         high=86400,
     )
     warm_prompts: str | None = setting(
-        None, "file with a prompt or a conversation a line, as JSON, to be computed before it is ready", metavar="FILE"
+        None, "JSONL file of prompts or conversations to prefill before the server is ready", metavar="FILE"
     )
     record: str | None = setting(
-        None, "file for lengths, arrivals and shared beginnings of requests, never text, to replay", metavar="FILE"
+        None,
+        "record lengths, arrival times and shared prefixes of requests (never text) to FILE, for replay",
+        metavar="FILE",
     )
     trace_config: tuple[str, ...] = setting(
         (), "which requests are traced, and where to: mode=opentelemetry, opentelemetry,url=URL; of tensor models "
         "triton,file=PATH; level=TIMESTAMPS, rate=N, count=N", metavar="[MODE,]KEY=VALUE",
     )  # fmt: skip
-    log_level: str = setting("info", "least important lines that are logged", choices=LEVELS)
-    log_format: str = setting("text", "one line a request, for people or for machines", choices=("text", "json"))
+    log_level: str = setting("info", "minimum log level", choices=LEVELS)
+    log_format: str = setting("text", "format of the request log", choices=("text", "json"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,15 +113,15 @@ class QueueFlags(Settings):
     title: ClassVar = "Scheduling"
 
     max_queued: int = setting(
-        MAX_QUEUED, "sequences that may wait (for an encoder: requests); beyond that the answer is 429", low=1
+        MAX_QUEUED, "maximum queued sequences (requests, for an encoder); further requests get 429", low=1
     )
     schedule: str = setting(
-        "fcfs", "which of the waiting goes first: fcfs, shortest (soonest done) or prefix (most of it is known)",
+        "fcfs", "queue order: fcfs, shortest (least work first) or prefix (longest cached prefix first)",
         choices=SCHEDULES,
     )  # fmt: skip
     itl_ms: float = setting(
         DEFAULT_GAP_LIMIT_S * 1e3,
-        "target for the time between tokens of running answers: prompts are cut so that a step lasts no longer",
+        "target inter-token latency: prefill chunks are sized so that steps stay below it",
         low=1,
         high=60_000,
     )
@@ -134,6 +134,6 @@ class ProfileFlags(Settings):
     title: ClassVar = "Scheduling"
 
     profile: str | None = setting(
-        None, "step times of this engine and machine, by `millrace size verify -o`: /metrics has them beside measured",
+        None, "expected step times from `millrace size verify -o`, exported in /metrics next to measured ones",
         metavar="FILE",
     )  # fmt: skip

@@ -13,17 +13,17 @@ class OperationFlags(Settings):
     title: ClassVar = "Model repository (Triton)"
 
     metrics_config: tuple[str, ...] = setting(
-        (), "what /metrics tells of tensor models, for one summary_latencies=true",
+        (), "metrics of tensor models, e.g. summary_latencies=true",
         metavar="KEY=VALUE",
     )  # fmt: skip
     rate_limit: str = setting(
         "off", "let instances share the resources that their rate_limiter names", choices=("off", "execution_count")
     )
     rate_limit_resource: tuple[str, ...] = setting(
-        (), "with execution_count: how many there are of one; default: as the instance needs that needs most",
+        (), "with execution_count: available count of a resource; default: the largest count that any instance needs",
         metavar="NAME:COUNT",
     )  # fmt: skip
     cache_config: tuple[str, ...] = setting(
-        (), "answers that are kept, of models with response_cache { enable: true }; local,size=64M, for one",
+        (), "response cache for models with response_cache { enable: true }, e.g. local,size=64M",
         metavar="NAME,KEY=VALUE",
     )  # fmt: skip

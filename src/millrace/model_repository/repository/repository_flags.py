@@ -14,21 +14,23 @@ class RepositoryFlags(Settings):
 
     title: ClassVar = "Model repository (Triton)"
 
-    model_repository: tuple[str, ...] = setting((), "folder of tensor models, as Triton has it", metavar="DIR")
+    model_repository: tuple[str, ...] = setting((), "Triton model repository, a folder of tensor models", metavar="DIR")
     model_control_mode: str = setting(
-        "none", "all models at the start; as their folders change; or those that clients load",
+        "none", "none: load all models at the start; poll: follow folder changes; explicit: load on request",
         choices=("none", "poll", "explicit"),
     )  # fmt: skip
-    load_model: tuple[str, ...] = setting((), "with explicit: loaded at the start; * for all", metavar="NAME")
-    repository_poll_secs: float = setting(15.0, "with poll: seconds between two looks at the folders", low=0.1)
-    model_config_name: str = setting("", "take MODEL/configs/NAME.pbtxt where it is", metavar="NAME")
-    model_namespacing: bool = setting(False, "let a name occur in several of the folders")
-    max_model_requests: int = setting(512, "requests that one tensor model holds; more get a 503", low=1)
-    http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
+    load_model: tuple[str, ...] = setting((), "with explicit: model to load at the start; *: all", metavar="NAME")
+    repository_poll_secs: float = setting(15.0, "with poll: poll interval in seconds", low=0.1)
+    model_config_name: str = setting("", "use MODEL/configs/NAME.pbtxt if it exists", metavar="NAME")
+    model_namespacing: bool = setting(False, "allow equal model names in several repositories")
+    max_model_requests: int = setting(
+        512, "maximum queued and running requests of a tensor model; further ones get 503", low=1
+    )
+    http_max_input_size: int = setting(64 << 20, "maximum size of a request to a tensor model", size=True, low=1)
 
-    allow_client_shm: bool = setting(False, "tensors may lie in shared memory that clients register")
+    allow_client_shm: bool = setting(False, "allow tensors in shared memory registered by clients")
     grpc_port: int | None = setting(
-        None, "port for the same protocol over gRPC; 0 takes a free one; default: none", low=0, high=65535
+        None, "port for the same protocol over gRPC; 0: any free port; default: none", low=0, high=65535
     )
 
     @property

@@ -39,13 +39,13 @@ class RestrictionFlags(Settings):
     title: ClassVar = "Model repository (Triton)"
 
     http_restricted_api: tuple[str, ...] = setting(
-        (), "of KServe's HTTP routes, only with a header: GROUP[,GROUP]:HEADER=VALUE", metavar="RULE"
+        (), "KServe HTTP APIs that require a header: GROUP[,GROUP]:HEADER=VALUE", metavar="RULE"
     )
-    grpc_restricted_protocol: tuple[str, ...] = setting((), "the same of its gRPC calls", metavar="RULE")
+    grpc_restricted_protocol: tuple[str, ...] = setting((), "the same for gRPC calls", metavar="RULE")
     http_header_forward_pattern: str = setting(
-        "", "headers whose whole name fits, in any case, become parameters of the inference", metavar="REGEX"
+        "", "headers whose full name matches (case-insensitively) are forwarded as request parameters", metavar="REGEX"
     )
-    grpc_header_forward_pattern: str = setting("", "the same of gRPC's metadata", metavar="REGEX")
+    grpc_header_forward_pattern: str = setting("", "the same for gRPC metadata", metavar="REGEX")
 
     def http(self) -> "ApiRestrictions":
         """Return the restrictions of HTTP. raises ConfigError"""
