@@ -16,7 +16,7 @@ from millrace.errors import ConfigError
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.runtime.settings import RunSettings
 from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
-from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, read_given, setting
+from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, read_bounded, setting
 
 CLASSES = (
     BuildSettings,
@@ -131,8 +131,8 @@ def test_an_option_out_of_range_is_the_setting_s_own_error() -> None:
 def test_files_that_are_named_are_read_in_bounds(tmp_path: Path) -> None:
     """A pipe of a shell is read to its end."""
     (tmp_path / "file").write_bytes(b"x" * 100)
-    assert len(read_given(tmp_path / "file", 100)) == 100 and len(read_given(tmp_path / "file", 40)) == 41
-    assert len(read_given(Path("/dev/zero"), 1 << 20)) == (1 << 20) + 1
+    assert len(read_bounded(tmp_path / "file", 100)) == 100 and len(read_bounded(tmp_path / "file", 40)) == 41
+    assert len(read_bounded(Path("/dev/zero"), 1 << 20)) == (1 << 20) + 1
     ours, theirs = os.pipe()
 
     def write() -> None:
@@ -141,7 +141,7 @@ def test_files_that_are_named_are_read_in_bounds(tmp_path: Path) -> None:
 
     writer = threading.Timer(0.1, write)
     writer.start()
-    assert read_given(Path(f"/dev/fd/{ours}"), 100) == b"late"
+    assert read_bounded(Path(f"/dev/fd/{ours}"), 100) == b"late"
     writer.join()
     os.close(ours)
 
@@ -150,6 +150,6 @@ def test_a_silent_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.settings._PIPE_S", 0.05)
     ours, theirs = os.pipe()
     with pytest.raises(TimeoutError, match="nothing came out of the pipe"):
-        read_given(Path(f"/dev/fd/{ours}"), 100)
+        read_bounded(Path(f"/dev/fd/{ours}"), 100)
     os.close(ours)
     os.close(theirs)

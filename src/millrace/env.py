@@ -1,4 +1,4 @@
-"""Environment variables, read here and nowhere else: where things are, and which instruction sets may be used."""
+"""Environment variables: locations, and the permitted instruction sets. No other module reads them."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from millrace.errors import ConfigError
 
-# Of OpenMP (PyTorch's threads, too), MKL and OpenBLAS (NumPy's), each of which takes all cores by itself.
+# Thread-count variables of OpenMP (also PyTorch), MKL and OpenBLAS, each of which uses all cores by default.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
@@ -22,7 +22,7 @@ class Env:
 
 
 def read_env(variables: Mapping[str, str] | None = None) -> Env:
-    """raises ConfigError for a value that is not understood"""
+    """Read the environment variables. raises ConfigError for an invalid value"""
     v = os.environ if variables is None else variables
     cache = Path(v["XDG_CACHE_HOME"]) if v.get("XDG_CACHE_HOME") else Path.home() / ".cache"
     return Env(
@@ -40,12 +40,12 @@ def widest_isa(variables: Mapping[str, str] | None = None) -> str | None:
 
 
 def for_process(threads: int) -> dict[str, str]:
-    """This process's variables, for one that shares the cores with others: so many threads, unless somebody said it."""
+    """Return this process's environment for a child that shares the cores: `threads` threads unless already set."""
     return {**dict.fromkeys(_THREADS, str(threads)), **os.environ}
 
 
 def is_plain_terminal(variables: Mapping[str, str] | None = None) -> bool:
-    """source: https://no-color.org, "present and not an empty string" """
+    """Return whether to avoid colours. source: https://no-color.org, "present and not an empty string" """
     v = os.environ if variables is None else variables
     return bool(v.get("NO_COLOR")) or v.get("TERM") == "dumb"
 

@@ -1,6 +1,6 @@
-"""One declaration per setting: flag, help, default and range come from the field, for the command line and for Python.
+"""Settings classes: flag, help, default and range come from a field, for the command line and for Python.
 
-A settings class is frozen and checked once, when it is made. Sizes in bytes may be written "512M" or "2GiB".
+A settings class is frozen, and checked when it is created. Sizes in bytes may be written "512M" or "2GiB".
 """
 
 import errno
@@ -22,7 +22,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field of a settings class says of itself. `low`/`high` bound numbers, `choices` lists what is allowed."""
+    """Declaration of a settings field. `low`/`high` bound numbers; `choices` lists the allowed values."""
 
     help: str
     low: float | None = None
@@ -33,16 +33,18 @@ class Setting:
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """`port: int = setting(8000, "port to listen on", low=0, high=65535)`."""
+    """Declare a field: `port: int = setting(8000, "port to listen on", low=0, high=65535)`."""
     return field(default=default, metadata={"setting": Setting(help, **more)})
 
 
-_PIPE_S = 10.0  # a pipe is waited for, since `<(...)` of a shell is one
+_PIPE_S = 10.0  # maximum wait for data in a pipe, such as a shell's `<(...)`
 
 
-def read_given(path: Path, max_bytes: int) -> bytes:
-    """What a setting names; one byte more than `max_bytes` where there is more. raises OSError, also for a pipe that
-    nobody writes into: a file that somebody named cannot hold up the program."""
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Read a file or pipe named by a setting, at most max_bytes + 1 bytes.
+
+    raises OSError, also if a pipe stays empty for 10 s
+    """
     result, until = bytearray(), time.monotonic() + _PIPE_S
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -61,8 +63,11 @@ def read_given(path: Path, max_bytes: int) -> bytes:
     return bytes(result)
 
 
+read_given = read_bounded  # the name that checkpoint/config imports
+
+
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; raises ValueError for a key that is there twice, of which one would be ignored."""
+    """Return a JSON object. raises ValueError for a duplicate key"""
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
@@ -75,7 +80,7 @@ def flag_of(name: str) -> str:
 
 
 def parse_size(text: str | int, name: str) -> int:
-    """Bytes from 536870912, "512M" or "0.5GiB" (all units are powers of 1024). raises ConfigError"""
+    """Parse bytes: 536870912, "512M" or "0.5GiB" (all units are powers of 1024). raises ConfigError"""
     if isinstance(text, int):
         return text
     match = _SIZE.fullmatch(text.strip())
@@ -103,9 +108,9 @@ class Settings:
 
     @property
     def changed_fields(self) -> list[str]:
-        """Names of the fields that are not as nobody says otherwise."""
-        usual = type(self)()
-        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
+        """Names of the fields that differ from their defaults."""
+        defaults = type(self)()
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(defaults, f.name)]
 
 
 def declared(f: "Field[Any]") -> Setting:
@@ -115,7 +120,7 @@ def declared(f: "Field[Any]") -> Setting:
 
 
 def plain_type(settings: type, name: str) -> type:
-    """int, float, str, bool or tuple of a field, without its Optional."""
+    """Return the type of a field without its Optional: int, float, str, bool or tuple."""
     hint = get_type_hints(settings)[name]
     options = [t for t in get_args(hint) if t is not type(None)] if type(None) in get_args(hint) else [hint]
     first = options[0]

@@ -173,8 +173,8 @@ def answering(status: int, body: bytes) -> Iterator[str]:
 
 def trace(first_token_ms: str) -> bytes:
     return (
-        b'{"data": [{"preparing_ms": 1, "queued_ms": 1, "first_token_ms": %b, "first_told_ms": 1, "total_ms": null, '
-        b'"told_ms": 1000000000}]}'
+        b'{"data": [{"preparing_ms": 1, "queued_ms": 1, "first_token_ms": %b, "first_sent_ms": 1, "total_ms": null, '
+        b'"last_sent_ms": 1000000000}]}'
     ) % first_token_ms.encode()
 
 
@@ -198,4 +198,4 @@ def test_another_server_has_no_waterfall(status: int, body: bytes) -> None:
 def test_the_longest_time_that_is_one() -> None:
     with answering(200, trace("1e9")) as url:
         (seen,) = asyncio.run(fetch_traces(BenchTarget(url, ENDPOINTS["chat"]), [BenchRecord(id="a")])).values()
-    assert seen.first_token_ms == seen.told_ms == 1e9 and seen.total_ms is None
+    assert seen.first_token_ms == seen.last_sent_ms == 1e9 and seen.total_ms is None

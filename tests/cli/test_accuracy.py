@@ -33,8 +33,8 @@ def test_a_lossy_precision_is_obeyed_and_its_accuracy_shown(millrace: Millrace, 
     built = millrace("build", "tiny", "-o", out, "--precision", "w4a8", *SHORT)
     assert (
         built.code == 0
-        and "w4a8 g128, lm_head w8a8 costs KL 0." in built.out
-        and "of the bundled text, beside fp32" in built.out
+        and "w4a8 g128, lm_head w8a8: KL 0." in built.out
+        and "of the bundled text, compared with fp32" in built.out
     )
     assert "measuring fp32, the reference, piece by piece ..." in built.err
     m = read_manifest(out)
@@ -107,19 +107,19 @@ def test_what_is_not_measured_says_why(millrace: Millrace, tmp_path: Path, asked
 )
 def test_whatever_changes_answers_is_measured(millrace: Millrace, tmp_path: Path, asked: tuple[str, ...]) -> None:
     built = millrace("build", "tiny", "-o", tmp_path / "e", *asked, *SHORT)
-    assert " costs KL " in built.out, built.out
+    assert ": KL " in built.out, built.out
 
 
 def test_a_built_engine_is_not_measured_again(millrace: Millrace, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("generate", "tiny", *ASK, "--precision", "w8a8", "--max-context", "64")
     first = millrace(*asked)
-    assert first.code == 0 and "note: w8a8 g128 costs KL" in first.err
+    assert first.code == 0 and "note: w8a8 g128: KL" in first.err
     listed = json.loads(millrace("list", "--json").out)
-    assert listed[0]["kl"] > 0 and "costs KL" in listed[0]["accuracy"]
+    assert listed[0]["kl"] > 0 and ": KL" in listed[0]["accuracy"]
     measured: list[object] = []
     monkeypatch.setattr(AccuracySelector, "select", lambda self, query: measured.append(query))
     again = millrace(*asked)
-    assert again.code == 0 and "note: w8a8 g128 costs KL" in again.err and not measured, "who runs it is told"
+    assert again.code == 0 and "note: w8a8 g128: KL" in again.err and not measured, "who runs it is told"
     assert len(json.loads(millrace("list", "--json").out)) == 1
 
 

@@ -12,7 +12,7 @@ def test_whoever_opens_it_hears_of_the_price(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO, "millrace")
     for times in (1, 2):
         LLM("tiny", precision="w8a8", max_context=64, tune=0).close()
-        assert [r.message.startswith("w8a8 g128 costs KL 0.") for r in caplog.records] == [True] * times
+        assert [r.message.startswith("w8a8 g128: KL 0.") for r in caplog.records] == [True] * times
 
 
 @pytest.mark.parametrize(

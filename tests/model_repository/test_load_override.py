@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from millrace.model_repository.repository import multi_repository
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 from tests.support.ensembles import ensemble
 from tests.support.kserve_grpc import connected, refusal
 from tests.support.python_models import HEAD, write
@@ -240,9 +240,9 @@ def test_a_dry_run_looks_once_into_a_model_of_many_steps(tmp_path: Path, monkeyp
 
     def counted(path: Path, most: int) -> bytes:
         looked.append(path)
-        return read_given(path, most)
+        return read_bounded(path, most)
 
-    monkeypatch.setattr(multi_repository, "read_given", counted)
+    monkeypatch.setattr(multi_repository, "read_bounded", counted)
     config = BATCHES.replace("identity", "python")
     write(tmp_path, "m", HEAD + "    def execute(self, requests):\n        return []\n", config)
     links = [("m", {"INPUT0": f"t{i}"}, {"OUTPUT0": f"t{i + 1}"}) for i in range(4)]

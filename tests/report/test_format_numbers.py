@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.report.format_numbers import count, exact, format_4_digits, is_number, pluralize
+from millrace.report.format_numbers import format_4_digits, format_count, format_exact, is_number, pluralize
 
 
 @pytest.mark.parametrize("n, said", [
@@ -10,7 +10,7 @@ from millrace.report.format_numbers import count, exact, format_4_digits, is_num
     (3_967_744, "4.0 M"), (999.949e6, "999.9 M"), (1.1e9, "1.10 B"), (13.45e12, "13,450.00 B"),
 ])  # fmt: skip
 def test_a_number_of_things_has_two_digits_at_least(n: float, said: str) -> None:
-    assert count(n) == said
+    assert format_count(n) == said
 
 
 @pytest.mark.parametrize("n, said", [
@@ -22,7 +22,12 @@ def test_four_digits_or_whole(n: float, said: str) -> None:
 
 
 def test_what_somebody_said_keeps_its_digits() -> None:
-    assert [exact(n) for n in (31.0, 0.25, 29_170_125.0, 30.000000000000004)] == ["31", "0.25", "29,170,125", "30"]
+    assert [format_exact(n) for n in (31.0, 0.25, 29_170_125.0, 30.000000000000004)] == [
+        "31",
+        "0.25",
+        "29,170,125",
+        "30",
+    ]
 
 
 def test_one_thing_is_not_several() -> None:

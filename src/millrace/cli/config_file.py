@@ -19,7 +19,7 @@ import click
 from millrace.cli.flag_aliases import hint
 from millrace.cli.options import GroupedOption
 from millrace.errors import ConfigError
-from millrace.settings import check_value, read_given, reject_duplicate_keys
+from millrace.settings import check_value, read_bounded, reject_duplicate_keys
 
 _MAX_BYTES = 1 << 20
 _EXPECTED = "YAML with one flag a line, like `port: 9000`"
@@ -124,7 +124,7 @@ def _read(file: Path) -> Iterator[_Entry]:
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
-        data = read_given(file, _MAX_BYTES)
+        data = read_bounded(file, _MAX_BYTES)
         if len(data) > _MAX_BYTES:
             raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes", _EXPECTED, "name another file")
         loader = Loader(data.decode())

@@ -98,7 +98,7 @@ def find_engine(
     if (folder / MANIFEST).is_file():
         engine = Engine.open(folder)
         _refuse_build_settings(build, folder)
-        _say_price(engine, say)
+        _report_accuracy_loss(engine, say)
         return engine.manifest.model_name, engine
     checkpoint = Checkpoint.open(folder)
     if not checkpoint.has_tokenizer:
@@ -111,7 +111,7 @@ def find_engine(
     if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
         for note in engine.manifest.notes:
             say(note)
-    _say_price(engine, say)
+    _report_accuracy_loss(engine, say)
     if say and not fresh and build.tune not in (0, BuildSettings.tune):
         say(f"this engine is there already, and is not timed again: millrace tune {engine.folder}")
     return name, engine
@@ -163,7 +163,7 @@ def _through_transformers(
     return name, engine
 
 
-def _say_price(engine: Engine, say: Say | None) -> None:
+def _report_accuracy_loss(engine: Engine, say: Say | None) -> None:
     """Report the accuracy loss at every start: the user may not be the builder."""
     if say and engine.manifest.evaluation.chosen_loss is not None:
         say(engine.manifest.evaluation.summary)

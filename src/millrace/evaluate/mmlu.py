@@ -20,7 +20,7 @@ from millrace.errors import ConfigError, nearest
 from millrace.evaluate.likelihood import LikelihoodQuestion
 from millrace.evaluate.multiple_choice import Group, PreparedQuestion, cut_at_the_left, digest
 from millrace.evaluate.sizes import MAX_SHOTS
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 LM_EVAL, ORIGINAL = "lm-eval", "original"
 DEFINITIONS = (LM_EVAL, ORIGINAL)
@@ -175,7 +175,7 @@ def _files(folder: Path, split: str) -> Mapping[str, Path]:
 
 def _items(path: Path) -> Iterator[Item]:
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
         text = data.decode("utf-8-sig")  # some programs write a byte order mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "a CSV file", "check the folder") from error

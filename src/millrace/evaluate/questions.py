@@ -19,7 +19,7 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import ConfigError
 from millrace.evaluate.likelihood import LikelihoodQuestion
 from millrace.evaluate.multiple_choice import Group, PreparedQuestion, cut_at_the_left, digest
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 _MAX_BYTES, _MAX_LINE_BYTES, _MAX_LINES = 64 << 20, 1 << 20, 100_000
 MAX_ANSWER_TOKENS = 4096
@@ -143,7 +143,7 @@ def read_questions(path: Path, limit: int | None = None) -> Questions:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield non-blank lines with their numbers, from 1."""
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSONL file", "check --task") from error
     if len(data) > _MAX_BYTES:

@@ -17,7 +17,7 @@ import msgspec
 from millrace.errors import ConfigError, MachineError, MillraceError
 from millrace.evaluate.paired_comparison import Paired, Verdict, paired
 from millrace.runtime.open_engine import RunningModel
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 _MAX_BYTES = 1 << 28
 VERSION = 2  # 1 had no checksums
@@ -230,7 +230,7 @@ class ResumableResults(Generic[R]):
 def read(path: Path, kind: type[R]) -> Results[R]:
     """Read a file. kind: type of the lines after the first. raises ConfigError for another kind, or a large file"""
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "results of `millrace eval`", "check the path") from error
     if len(data) > _MAX_BYTES:

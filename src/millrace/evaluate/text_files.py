@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from millrace.errors import ConfigError
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 
 def read_text(file: str | Path, option: str, max_bytes: int, expected: str) -> str:
     """Read a text. option: the flag of the file; expected: kind of text. raises ConfigError if invalid or too long"""
     try:
-        data = read_given(Path(file), max_bytes)
+        data = read_bounded(Path(file), max_bytes)
     except OSError as error:
         raise ConfigError(f"cannot read {option} {file}: {error}", "a text file", "check the path") from error
     if len(data) > max_bytes:

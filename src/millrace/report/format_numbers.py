@@ -1,12 +1,12 @@
-"""Numbers in words, on a screen and on a page."""
+"""Number formatting for terminals and pages."""
 
 import re
 
 _NUMBER = re.compile(r"([\d.,]+( [KMGT]?i?B)?( .?B/s)?| *|-)")
 
 
-def count(n: float) -> str:
-    """A number of things, as 99,999, 679 k, 4.0 M, or 1.10 B."""
+def format_count(n: float) -> str:
+    """Format a count: 99,999, 679 k, 4.0 M or 1.10 B."""
     for most, times, digits, unit in ((99_999.5, 1e0, 0, ""), (999_500.0, 1e3, 0, " k"), (999.95e6, 1e6, 1, " M")):
         if n < most:
             return f"{n / times:,.{digits}f}{unit}"
@@ -14,18 +14,18 @@ def count(n: float) -> str:
 
 
 def format_4_digits(n: float) -> str:
-    """In four digits, or whole where it has more: 0.0123, 70.75, 4,371, 29,170."""
+    """Format with four significant digits, or as an integer from 1,000 on: 0.0123, 70.75, 4,371, 29,170."""
     return f"{n:,.0f}" if abs(n) >= 999.95 else f"{n:.4g}"
 
 
-def exact(n: float) -> str:
-    """As somebody said it, with all of its digits: 31, 0.25, 29,170,125."""
+def format_exact(n: float) -> str:
+    """Format with all digits: 31, 0.25, 29,170,125."""
     return f"{n:,.10g}"
 
 
 def pluralize(n: float, name: str) -> str:
-    """1 request, 3 requests."""
-    return f"{exact(n)} {name}{'' if n == 1 else 's'}"
+    """Format a number with a noun: 1 request, 3 requests."""
+    return f"{format_exact(n)} {name}{'' if n == 1 else 's'}"
 
 
 def format_percent(share: float) -> str:
@@ -43,5 +43,5 @@ def format_duration(seconds: float) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Of a table: one that stands flush right in its column, or leaves that to the others."""
+    """Return whether a table cell is numeric (right-aligned) or neutral."""
     return _NUMBER.fullmatch(text) is not None

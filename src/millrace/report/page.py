@@ -1,6 +1,6 @@
-"""Offline pages: one HTML file that needs no network, runs no script, and looks well by day and by night.
+"""Offline pages: a single HTML file without network access or scripts, with a light and a dark theme.
 
-A page is a template beside its user that extends `page.html` here; what goes into it is escaped, whoever named it.
+A page is a template next to the code that uses it and extends `page.html`; all values are escaped.
 """
 
 import base64
@@ -15,13 +15,13 @@ import millrace
 _HERE = Path(__file__).parent
 _GENERATOR = f'<meta name="generator" content="millrace {millrace.__version__}">'
 _MARK = b'<meta name="generator" content="millrace '
-_HEAD_BYTES = 1024  # where the mark stands
+_HEAD_BYTES = 1024  # the mark lies within them
 
 
 def render(template: Path, **values: object) -> str:
-    """The whole page. `template` extends `page.html` and fills its blocks `title` and `body`; it may use all `values`.
+    """Render a page. `template` extends `page.html` and fills its blocks `title` and `body`; it may use all `values`.
 
-    The page's policy lets a browser use its one style sheet, by digest, and nothing else: no script, no image, no font.
+    The page's content security policy allows only its style sheet, by digest: no script, no image, no font.
     """
     style = (_HERE / "style.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -32,7 +32,7 @@ def render(template: Path, **values: object) -> str:
 
 @cache
 def _pages(folder: Path) -> Environment:
-    """Which keeps what it has compiled of templates: that takes longer than to fill them in."""
+    """Return the template environment, cached because compiling templates is slow."""
     return Environment(
         loader=FileSystemLoader([folder, _HERE]), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -40,6 +40,6 @@ def _pages(folder: Path) -> Environment:
 
 
 def is_millrace_page(path: Path) -> bool:
-    """Whether the file is a page that was made here, and so may be made again. raises OSError"""
+    """Return whether the file is a page written by millrace, which may be overwritten. raises OSError"""
     with path.open("rb") as file:
         return _MARK in file.read(_HEAD_BYTES)

@@ -1,11 +1,11 @@
-"""Numbers for drawings: where a value lies, and which values an axis of bytes names."""
+"""Linear scales and byte-axis ticks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """`low` .. `high` onto `start` .. `end` of the drawing, which may run either way."""
+    """A linear map from `low` .. `high` to `start` .. `end` of the drawing, in either direction."""
 
     low: float
     high: float

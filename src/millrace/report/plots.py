@@ -1,4 +1,4 @@
-"""Drawings for pages: axes, and shapes in the units of the data, as SVG that needs no script.
+"""Plots for pages: axes, and shapes in the units of the data, as SVG without scripts.
 
 plot = Plot(Axis("input tokens", 0, 4096), Axis("ms", 0, 300)); plot.dots(xs, ys); plot.svg()
 """
@@ -12,12 +12,12 @@ from markupsafe import Markup, escape
 from millrace.report.plot_scale import Scale
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1080, 300, 78, 14, 12, 46
-MOST = 2000  # shapes of one kind; of more, every so many-eth is drawn
+MAX_SHAPES = 2000  # of one kind; longer series are downsampled
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """names: in place of numbers, at 0, 1, 2, ..."""
+    """An axis. names: labels used instead of numbers, at 0, 1, 2, ..."""
 
     label: str
     low: float
@@ -26,7 +26,7 @@ class Axis:
 
     @classmethod
     def over(cls, label: str, values: Sequence[float], from_zero: bool = True) -> "Axis":
-        """That holds all values, with a little room above."""
+        """Return an axis that covers all values, with a margin."""
         low, high = (min(values), max(values)) if len(values) else (0.0, 1.0)
         low = min(low, 0.0) if from_zero else low
         room = 0.04 * (high - low) or 1.0
@@ -40,7 +40,7 @@ class Axis:
 
 
 def round_ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between low and high: about so many."""
+    """Return about `about` multiples of 1, 2 or 5 times a power of ten between low and high."""
     if not high > low:
         return [low]
     rough = (high - low) / about
@@ -50,15 +50,15 @@ def round_ticks(low: float, high: float, about: int = 6) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def downsample(values: Sequence[float], max_points: int = MOST) -> list[float]:
-    """Evenly chosen, where there are more: never at random, so that a page can be made again."""
+def downsample(values: Sequence[float], max_points: int = MAX_SHAPES) -> list[float]:
+    """Return at most max_points evenly spaced values (deterministic)."""
     step = max(1, -(-len(values) // max_points))
     return list(values[::step])
 
 
 @dataclass(slots=True)
 class Plot:
-    """Nothing is clipped: what is drawn must lie within the axes. kind: 0 to 4, a colour of the style sheet"""
+    """A plot. Nothing is clipped: shapes must lie within the axes. kind: 0 to 4, a colour of the style sheet"""
 
     x: Axis
     y: Axis
@@ -82,7 +82,7 @@ class Plot:
     def box(
         self, low: tuple[float, float], high: tuple[float, float], kind: int = 0, opacity: float = 1.0, label: str = ""
     ) -> None:
-        """A rectangle between two points."""
+        """Add a rectangle between two points."""
         (left, bottom), (right, top) = self._at(*low), self._at(*high)
         self._shapes.append(
             f'<rect class="k{kind}" x="{min(left, right)}" y="{min(top, bottom)}" width="{abs(right - left):.2f}" '
@@ -94,7 +94,7 @@ class Plot:
         self._shapes.append(f'<text x="{left + 6}" y="{top - 6}">{escape(content)}</text>')
 
     def svg(self, label: str) -> Markup:
-        """label: what it shows, for screen readers"""
+        """Return the plot as SVG. label: a description for screen readers"""
         bottom, right = self.height - BOTTOM, WIDTH - RIGHT
         parts = [f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(label)}">']
         for value, name in self.y.ticks:

@@ -1,6 +1,6 @@
-"""A page's drawing as a picture, for slides and chats: by resvg, which is an extra, in the colours of the day.
+"""Renders a plot as PNG with resvg (an optional extra), in the light theme.
 
-resvg knows no variables of CSS; they are put in place of their names here. It draws text with the machine's fonts.
+resvg does not support CSS variables, so they are substituted here. It draws text with the machine's fonts.
 """
 
 import importlib.util
@@ -11,14 +11,14 @@ from pathlib import Path
 from millrace.errors import ConfigError, MachineError
 
 EXTRA = "millrace[png]"
-ZOOM = 2.0  # pixels for each unit of the drawing: 2,160 across
-_FAMILY = "DejaVu Sans"  # where it is there; else another that has the letters
+ZOOM = 2.0  # pixels per unit of the plot: 2,160 wide
+_FAMILY = "DejaVu Sans"  # if installed; otherwise another font
 _STYLE = Path(__file__).with_name("style.css")
 _SVG = '<svg xmlns="http://www.w3.org/2000/svg" '
 
 
 def check_png() -> None:
-    """raises ConfigError where the extra is not installed, MachineError where there is no font"""
+    """Check that PNG export works. raises ConfigError without the extra, MachineError without a font"""
     if importlib.util.find_spec("resvg_py") is None:
         raise ConfigError("--png without resvg", f'pip install "{EXTRA}"', "install it, or take the page")
     if has_no_font():
@@ -30,8 +30,8 @@ def check_png() -> None:
 
 
 def png(svg: str) -> bytes:
-    """svg: as `Plot.svg` gives it"""
-    return _rasterize(str.replace(svg, "<svg ", _SVG, 1))  # markup's own would escape what is put in
+    """Render `Plot.svg` output as PNG."""
+    return _rasterize(str.replace(svg, "<svg ", _SVG, 1))  # Markup.replace would escape the new text
 
 
 def _rasterize(svg: str) -> bytes:
@@ -47,7 +47,7 @@ def _rasterize(svg: str) -> bytes:
 
 @cache
 def _style() -> tuple[str, str]:
-    """The style sheet's rules for drawings, and the colour behind them."""
+    """Return the style sheet's rules for plots, and the background colour."""
     text = re.sub(r"/\*.*?\*/", "", _STYLE.read_text(encoding="utf-8"), flags=re.DOTALL)
     light = dict(re.findall(r"--(\w+):\s*([^;]+);", text[: text.index("@media")]))
     rules = re.sub(r"var\(--(\w+)\)", lambda match: light[match[1]], text[text.index("* {") :])
@@ -56,6 +56,6 @@ def _style() -> tuple[str, str]:
 
 @cache
 def has_no_font() -> bool:
-    """Whether a letter leaves no trace."""
+    """Return whether no font is available (a rendered letter leaves no pixels)."""
     empty, letter = (f'{_SVG}viewBox="0 0 20 20"><text x="2" y="16">{says}</text></svg>' for says in ("", "M"))
     return _rasterize(empty) == _rasterize(letter)

@@ -56,7 +56,7 @@ def test_a_repository_is_looked_through_once_for_all_of_its_ensembles(
         return b""
 
     monkeypatch.setattr(multi_repository, "ModelLookup", Counted)
-    monkeypatch.setattr(multi_repository, "read_given", reads)
+    monkeypatch.setattr(multi_repository, "read_bounded", reads)
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").touch()
     ends = "input { name: 'a' data_type: TYPE_INT32 dims: 1 } output { name: 'b' data_type: TYPE_INT32 dims: 1 }"

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.model_repository.repository import multi_repository
 from millrace.model_repository.repository.multi_repository import read_repositories
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 from tests.model_repository.config.test_repository_reader import said, write
 from tests.support.ensembles import ensemble
 
@@ -138,9 +138,9 @@ def test_a_model_of_many_steps_is_looked_into_once(tmp_path: Path, monkeypatch: 
 
     def counted(path: Path, most: int) -> bytes:
         looked.append(path)
-        return read_given(path, most)
+        return read_bounded(path, most)
 
-    monkeypatch.setattr(multi_repository, "read_given", counted)
+    monkeypatch.setattr(multi_repository, "read_bounded", counted)
     assert found(tmp_path, first="own", second="own") == []
     assert looked == [tmp_path / "own/1/model.py"]
 

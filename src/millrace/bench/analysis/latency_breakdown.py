@@ -43,13 +43,19 @@ class ClientTrace(msgspec.Struct):
     preparing_ms: _Ms | None
     queued_ms: _Ms | None
     first_token_ms: _Ms | None
-    first_told_ms: _Ms | None
+    first_sent_ms: _Ms | None
     total_ms: _Ms | None
-    told_ms: _Ms | None
+    last_sent_ms: _Ms | None
 
     @property
     def is_whole(self) -> bool:
-        return None not in (self.preparing_ms, self.queued_ms, self.first_token_ms, self.first_told_ms, self.told_ms)
+        return None not in (
+            self.preparing_ms,
+            self.queued_ms,
+            self.first_token_ms,
+            self.first_sent_ms,
+            self.last_sent_ms,
+        )
 
 
 class _Reply(msgspec.Struct):
@@ -138,7 +144,7 @@ def join_client_server_traces(answers: Sequence[BenchRecord], traces: Mapping[st
 def _stages(trace: ClientTrace) -> tuple[float, float, float, float, float, float]:
     """Return preparing, queue, prefill, delivery of the first token, decode, delivery of the last token."""
     queued, first = trace.queued_ms or 0.0, trace.first_token_ms or 0.0
-    first_delivered, delivered = trace.first_told_ms or 0.0, trace.told_ms or 0.0
+    first_delivered, delivered = trace.first_sent_ms or 0.0, trace.last_sent_ms or 0.0
     end = min(delivered, max(first_delivered, trace.total_ms or delivered))  # of one token, all of it was told at once
     return (
         trace.preparing_ms or 0.0,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 SCHEMA = 1  # of the summary.json that `bench infer` writes
 _MAX_BYTES, _MAX_POINTS = 1 << 24, 1000
@@ -53,7 +53,7 @@ def read_curves(path: Path) -> list[LatencyCurve]:
     """Read the curves of an earlier result: its folder, or the summary.json in it. raises ConfigError"""
     file = path / "summary.json" if path.is_dir() else path
     try:
-        text = read_given(file, _MAX_BYTES)
+        text = read_bounded(file, _MAX_BYTES)
         if len(text) > _MAX_BYTES:
             raise ValueError(f"more than {_MAX_BYTES >> 20} MiB")
         report = json.loads(text)

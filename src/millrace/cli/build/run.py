@@ -24,8 +24,8 @@ from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.manifest import MANIFEST
 from millrace.engine.cuda.device_lookup import CPU
 from millrace.errors import ConfigError
-from millrace.report.format_numbers import count
-from millrace.settings import read_given, reject_duplicate_keys
+from millrace.report.format_numbers import format_count
+from millrace.settings import read_bounded, reject_duplicate_keys
 from millrace.tune.engine_settings import ChosenSettings, choose_settings
 from millrace.tune.precision_selector import precision_selector
 from millrace.tune.settings import TrafficSettings
@@ -100,7 +100,7 @@ def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
             "--precision and --precision-map are both given", "one of them", "put it into the map as default"
         )
     try:
-        data = read_given(path, _MAP_BYTES)
+        data = read_bounded(path, _MAP_BYTES)
         if len(data) > _MAP_BYTES:
             raise ConfigError(f"{path} has more than {_MAP_BYTES >> 20} MiB", "a map of precisions", "correct the file")
         precisions = json.loads(data, object_pairs_hook=reject_duplicate_keys)
@@ -125,7 +125,7 @@ def show(tables: Tables, seconds: float, by: ChosenSettings | None = None, *, fo
     pairs(
         [
             ("engine", str(tables.engine.folder)),
-            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, {tables.precision()}"),
+            ("model", f"{m.architecture}, {format_count(m.n_parameters)} parameters, {tables.precision()}"),
             ("weights", f"{size(memory['weights_bytes'])} ({formats})"),
             ("KV cache", "none" if m.is_encoder else
                          f"{size(memory['kv_bytes_per_sequence'])} a sequence of {m.max_context:,} tokens "

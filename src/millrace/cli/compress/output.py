@@ -17,7 +17,7 @@ from millrace.compress.search.candidates import rounding_seconds, stored_formats
 from millrace.compress.search.search import SearchGoal, max_bytes
 from millrace.errors import CheckpointError
 from millrace.evaluate.sizes import LENGTH
-from millrace.report.format_numbers import count
+from millrace.report.format_numbers import format_count
 
 WORST = 3  # layers that are named
 
@@ -64,7 +64,7 @@ def show_search(plan: CompressionPlan, goal: SearchGoal, samples: CalibrationSou
         return
     heading(f"--max-loss {goal.bound.format_value(goal.bound.bound)}: nothing was written")
     pairs([
-        ("layers", f"{len(plan.layers)} linear layers of {count(plan.n_weights)} weights"),
+        ("layers", f"{len(plan.layers)} linear layers of {format_count(plan.n_weights)} weights"),
         ("formats of each", ", ".join(formats)),
         ("disk", f"at most {size(disk)} meanwhile"),
         ("memory", f"about {size(memory)}, to measure mixes {size(measuring)}"),
@@ -119,7 +119,7 @@ def _statistics(first: StatisticsCost, tokens: int) -> str:
 def sizes(plan: CompressionPlan) -> list[tuple[str, str]]:
     ignored_text = f", {', '.join(_untreated(plan)[:4])} left as floats" if _untreated(plan) else ""
     return [
-        ("layers", f"{len(plan.treated)} linear layers of {count(plan.n_weights)} weights{ignored_text}"),
+        ("layers", f"{len(plan.treated)} linear layers of {format_count(plan.n_weights)} weights{ignored_text}"),
         ("bits", f"{plan.bits_per_weight:.3f} a weight of these, scales included"),
         ("bytes", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)}"),
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from millrace.errors import MachineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, load, usable_cores
 from millrace.machine.roofline import Roofline
-from millrace.report.format_numbers import count
+from millrace.report.format_numbers import format_count
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open_engine import open_engine
 from millrace.runtime.request.sampling_params import SamplingParams
@@ -180,7 +180,7 @@ def _show(results: DemoReport, report: dict[str, Any]) -> None:
     heading("What was built")
     pairs(
         [
-            ("model", f"{m.model_name}, {count(m.n_parameters)} parameters in {results.tables.precision()}"),
+            ("model", f"{m.model_name}, {format_count(m.n_parameters)} parameters in {results.tables.precision()}"),
             ("engine", f"{len(results.tables.calls)} steps, weights {size(memory['weights_bytes'])}, "
                        f"KV {size(memory['kv_bytes_per_sequence'])} a sequence, built in {results.build_s:.1f} s"),
             ("ready", f"{results.ready_s:.1f} s after the server's process started"),

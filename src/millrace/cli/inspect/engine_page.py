@@ -13,7 +13,7 @@ from millrace.cli.engine_tables import Tables, candidate_losses, fusions_by_plac
 from millrace.engine.artifact.engine_tables import BufferEntry, CallEntry
 from millrace.engine.decode_roofline import DecodeWork
 from millrace.machine.roofline import Roofline
-from millrace.report.format_numbers import count
+from millrace.report.format_numbers import format_count
 from millrace.report.page import render
 from millrace.report.plot_scale import Scale, byte_ticks
 
@@ -50,7 +50,7 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     return render(
         Path(__file__).with_name("engine_page.html"), m=tables.engine.manifest, tables=tables, memory=tables.memory(),
         losses=candidate_losses(tables),
-        plan=_plan(tables), layers=_layers(tables, reads, roofline), size=size, count=count, kinds=KINDS,
+        plan=_plan(tables), layers=_layers(tables, reads, roofline), size=size, format_count=format_count, kinds=KINDS,
         turn="step" if tables.of_texts else "run",
         formats=list(tables.bytes_by_format().items())[:FEW], passes=tables.program.passes[:MANY],
         fusions=[tuple(map(_short, row)) for row in fusions_by_place(tables)[:MOST]],

@@ -19,7 +19,7 @@ from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
-from millrace.report.format_numbers import count
+from millrace.report.format_numbers import format_count
 
 THE_MODEL = "(the model)"  # the origin of what its own forward() does
 
@@ -48,7 +48,7 @@ def _summary(tables: Tables) -> None:
     heading(f"{m.model_name}  ({tables.engine.folder})")
     pairs(
         [
-            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters" + vocabulary),
+            ("model", f"{m.architecture}, {format_count(m.n_parameters)} parameters" + vocabulary),
             ("precision", tables.precision()),
             ("accuracy", m.evaluation.summary),
             ("limits", tables.limits),

@@ -8,7 +8,7 @@ from pathlib import Path
 from millrace.model_repository.config.problems import ConfigProblem, Level, SourcePosition
 from millrace.model_repository.lifecycle.override_checks import CODE, ENVIRONMENT
 from millrace.model_repository.repository.repository_reader import ModelFolder
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 CLASS = "TritonPythonModel"
 _MAX_BYTES = 4 << 20  # a larger file is not parsed
@@ -33,7 +33,7 @@ def code_problems(model: ModelFolder) -> Iterator[ConfigProblem]:
 
 def _problem(file: Path) -> ConfigProblem | None:
     try:
-        code = read_given(file, _MAX_BYTES)
+        code = read_bounded(file, _MAX_BYTES)
         if len(code) > _MAX_BYTES:
             return None
         with warnings.catch_warnings():  # of escapes in its strings

@@ -11,7 +11,7 @@ from millrace import __version__
 from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.console import note, print_json
 from millrace.errors import ConfigError, sanitize
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 MAX_BYTES = 64 * 2**20
 TIMEOUT_S = 600.0
@@ -109,7 +109,7 @@ def _choices(response: dict[str, Any]) -> Any:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(read_given(path, MAX_BYTES), object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = json.loads(read_bounded(path, MAX_BYTES), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSON object", "name another file") from None
     if not isinstance(document, dict):

@@ -134,7 +134,7 @@ def engine_from_checkpoint(
         fp8_rows=lambda precision: alone.fp8_rows(source.stored, graph, precision), is_random=is_random,
     )  # fmt: skip
     chosen.precision.check_patterns(node.origin[0] for node in graph.nodes if node.op == "linear")
-    notes = (*notes_of(source, chosen), *((RANDOM_WEIGHTS,) if is_random else _unpriced(source, chosen, alone)))
+    notes = (*notes_of(source, chosen), *((RANDOM_WEIGHTS,) if is_random else _unmeasured_note(source, chosen, alone)))
     model, needs = planned(traced, chosen, gpu)
     for note in notes if say else ():
         say(note)  # type: ignore[misc]  # there is one
@@ -199,7 +199,7 @@ def tuner(
     return tuned if build.tune and not traced.is_encoder else None
 
 
-def _unpriced(source: Source, chosen: ResolvedOptions, alone: GpuPrecision) -> tuple[str, ...]:
+def _unmeasured_note(source: Source, chosen: ResolvedOptions, alone: GpuPrecision) -> tuple[str, ...]:
     requested = alone.described(chosen.precision.described(None))["default"]
     if alone.is_own or (chosen.precision.meaning == source.own_precision.meaning and requested != alone.name):
         return ()

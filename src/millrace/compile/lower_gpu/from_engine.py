@@ -78,8 +78,8 @@ def engine_from_folder(
         chosen = _resolve_options(engine, build, _precision(manifest, alone, head.origin[0] if head else None), alone)
         _check_graph(folder, graph, chosen, manifest)
         model, needs = planned(traced, chosen, gpu)
-    notes = (*manifest.notes, *_priced(manifest))
-    for note in _priced(manifest) if say else ():
+    notes = (*manifest.notes, *_accuracy_note(manifest))
+    for note in _accuracy_note(manifest) if say else ():
         say(note)  # type: ignore[misc]  # there is one
     return GpuEngine(
         folder=folder, manifest=manifest_of(manifest.model_name, traced, chosen, model, needs, notes), lock=engine.lock,
@@ -143,7 +143,7 @@ def _about(manifest: Manifest) -> GpuBuildInfo:
     )  # fmt: skip
 
 
-def _priced(manifest: Manifest) -> tuple[str, ...]:
+def _accuracy_note(manifest: Manifest) -> tuple[str, ...]:
     """Return a note on its accuracy loss, if it was measured on a CPU."""
     if manifest.evaluation.chosen_loss is None:
         return ()

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, MachineError
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 VERSION = 1
 ABOUT = "about.json"
@@ -229,7 +229,7 @@ def read_about(folder: Path) -> StatisticsInfo:
     """Read about.json. raises ConfigError if it is missing, or of another version"""
     path, expected = folder / ABOUT, "a folder of statistics"
     try:
-        stored = msgspec.json.decode(read_given(path, _MAX_HEAD), type=dict[str, Any])
+        stored = msgspec.json.decode(read_bounded(path, _MAX_HEAD), type=dict[str, Any])
         version = stored.get("version")
         if version != VERSION:
             fix = "collect them again, into another folder"

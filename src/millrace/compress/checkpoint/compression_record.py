@@ -16,7 +16,7 @@ from millrace.compress.measure.layer_diagnostics import LayerDiagnostics
 from millrace.compress.measure.speed import Speeds
 from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, MachineError
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 RECORD = "compression.json"
 FORMAT = 1
@@ -98,7 +98,7 @@ def read_record(folder: Path) -> Record:
     path = folder / RECORD
     expected, fix = "a folder that `millrace compress` made", "name one, or make it: millrace compress MODEL -o FOLDER"
     try:
-        result = msgspec.json.decode(read_given(path, _MAX_BYTES), type=Record)
+        result = msgspec.json.decode(read_bounded(path, _MAX_BYTES), type=Record)
         _ = result.measured
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", expected, fix) from error
@@ -117,7 +117,7 @@ def write_record(folder: Path, content: Mapping[str, Any]) -> None:
 def add_to_record(folder: Path, more: Mapping[str, Any]) -> None:
     """Add later measurements, replacing values of the same names. raises as `read_record`"""
     read_record(folder)  # check that it is a record of this format
-    _write(folder, {**json.loads(read_given(folder / RECORD, _MAX_BYTES)), **more})
+    _write(folder, {**json.loads(read_bounded(folder / RECORD, _MAX_BYTES)), **more})
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
 from millrace.report.page import render
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 VERSION = 1
 ABOUT, PAGE = "about.json", "advice.html"
@@ -149,7 +149,7 @@ def _path(folder: Path, name: str, precision: str) -> Path:
 
 def _read(path: Path, kind: type[S]) -> S:
     try:
-        return msgspec.json.decode(read_given(path, _MAX_BYTES), type=kind)
+        return msgspec.json.decode(read_bounded(path, _MAX_BYTES), type=kind)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", "what was measured", "check the file") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

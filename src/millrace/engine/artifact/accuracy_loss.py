@@ -26,11 +26,9 @@ class AccuracyLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def figures(self) -> str:
         """Return the figures as text."""
         if self.kl is None or self.perplexity_ratio is None:
-            return "no KL, since its logits are not all finite"
+            return "no KL, because not all logits are finite"
         ratio = f"{self.perplexity_ratio:.3f}" if self.perplexity_ratio < 1000 else f"{self.perplexity_ratio:.3g}"
-        return (
-            f"KL {self.kl:.3g} nats a token, perplexity x {ratio}, the likeliest token the same in {self.agreement:.1%}"
-        )
+        return f"KL {self.kl:.3g} nats per token, perplexity x {ratio}, same most likely token in {self.agreement:.1%}"
 
     def within(self, bound: float) -> bool:
         return self.kl is not None and self.kl <= bound
@@ -39,7 +37,7 @@ class AccuracyLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the precision was chosen. The default describes an engine that was built without measuring."""
 
-    not_measured: str = "nobody asked for it"  # the reason; "" if it was measured
+    not_measured: str = "not requested"  # the reason; "" if it was measured
     text: Literal["", "bundled", "own"] = ""  # the text on which it was measured
     digest: str = ""  # of that text
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0  # predicted ones
@@ -58,15 +56,15 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def summary(self) -> str:
         """Return the evaluation in one line."""
         if self.chosen_loss is None:
-            return f"not measured: {self.not_measured or 'nobody says why'}"
-        text = "the bundled text" if self.text == "bundled" else "a text of one's own"
+            return f"not measured: {self.not_measured or 'no reason recorded'}"
+        text = "the bundled text" if self.text == "bundled" else "the user's text"
         cut = f" in windows of {self.window}" if self.window else ""
-        where = f"on {self.tokens:,} tokens{cut} of {text}, beside fp32"
+        where = f"on {self.tokens:,} tokens{cut} of {text}, compared with fp32"
         if self.max_kl is None:
-            return f"{self.chosen_loss.name} costs {self.chosen_loss.figures} ({where})"
+            return f"{self.chosen_loss.name}: {self.chosen_loss.figures} ({where})"
         over = ", ".join(f"{p.name} {'none' if p.kl is None else format(p.kl, '.3g')}" for p in self.tried[:-1])
         choice = f"auto chose {self.chosen_loss.name}: {self.chosen_loss.figures}"
-        return f"{choice} ({where}; at most {self.max_kl:g} was asked" + (f"; over it: {over})" if over else ")")
+        return f"{choice} ({where}; bound {self.max_kl:g}" + (f"; rejected: {over})" if over else ")")
 
     @property
     def texts(self) -> list[str]:

@@ -24,7 +24,7 @@ from millrace.model_repository.repository.repository_reader import (
     read_model,
     read_repository,
 )
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 _Models = Mapping[ModelId, ModelFolder]
 _MAX_MODEL_BYTES = 1 << 20  # of a model.py that is searched
@@ -198,7 +198,7 @@ def _adds_nothing(model: ModelFolder) -> bool:
         return config.backend in ADDING_NOTHING
     for version in model.served:
         try:
-            text = read_given(model.folder / str(version) / config.default_model_filename, _MAX_MODEL_BYTES)
+            text = read_bounded(model.folder / str(version) / config.default_model_filename, _MAX_MODEL_BYTES)
         except OSError:
             return False
         if b"auto_complete_config" in text or len(text) > _MAX_MODEL_BYTES:

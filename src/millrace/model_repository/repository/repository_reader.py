@@ -28,7 +28,7 @@ from millrace.model_repository.config.pbtxt_binder import ParsedConfig, Path_, T
 from millrace.model_repository.config.pbtxt_parser import MAX_BYTES
 from millrace.model_repository.config.problems import ConfigProblem, Level, SourcePosition
 from millrace.model_repository.repository.model_names import may_be_folder
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 CONFIG = "config.pbtxt"
 _KNOWN_FOLDERS = ("configs", "warmup", "initial_state")  # folders next to the versions
@@ -211,7 +211,7 @@ def _read(root: Path, model: ModelFolder, config_name: str) -> ParsedConfig:
         _add_outside_problem(model, file)
         return ParsedConfig(file)
     try:
-        data = read_given(file, MAX_BYTES) if file.is_file() else None
+        data = read_bounded(file, MAX_BYTES) if file.is_file() else None
     except OSError as error:
         read = ParsedConfig(file)
         read.add(Level.ERROR, None, f"{error.strerror}", "a file that can be read", "check its rights")
@@ -359,7 +359,7 @@ def _labels(read: ParsedConfig, path: Path_, file: Path) -> tuple[str, ...]:
         _add_violation(read, RuleViolation(path, f"{file} is not a file", "UTF-8 text, a label a line", "replace it"))
         return ()
     try:
-        data = read_given(file, _MAX_LABEL_BYTES)
+        data = read_bounded(file, _MAX_LABEL_BYTES)
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         _add_violation(

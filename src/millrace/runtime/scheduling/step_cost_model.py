@@ -21,7 +21,7 @@ from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, sanitize
 from millrace.runtime.scheduling.step_features import StepWork
 from millrace.runtime.step_history import StepRecord
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 _SCHEMA, _MAX_BYTES, _MAX_KNOTS, _MAX_SPREAD, _MAX_S = 2, 1 << 20, 64, 1000, 1e4
 _COMPARED_STEPS = 256  # steps that `predicted_vs_measured` compares
@@ -172,7 +172,7 @@ def write_profile(file: Path, profile: StepProfile) -> None:
 def read_profile(file: Path) -> StepProfile:
     """Read a profile. raises ConfigError"""
     try:
-        data = read_given(file, _MAX_BYTES)
+        data = read_bounded(file, _MAX_BYTES)
         profile: Any = json.loads(data) if len(data) <= _MAX_BYTES else None
         if not isinstance(profile, dict) or "schema" not in profile:
             raise ConfigError(f"{file} holds no profile", _EXPECTED, "name another file")

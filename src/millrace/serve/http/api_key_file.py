@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.errors import ConfigError, nearest
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 _MAX_BYTES, _MAX_LIMIT = 1 << 20, 10**9
@@ -37,7 +37,7 @@ class ApiKey:
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read the keys of a file, one per line; empty lines and lines beginning with # are skipped. raises ConfigError"""
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
         if data.startswith(
             (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         ):  # it would be part of the first key

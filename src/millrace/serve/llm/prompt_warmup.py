@@ -15,7 +15,7 @@ from millrace.runtime.request.sampling_params import FinishReason, SamplingParam
 from millrace.runtime.service import AsyncEngine
 from millrace.serve.llm.request_decoding import cache_options, decode
 from millrace.serve.llm.request_types import Body, Message
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_PROMPTS = 1024
@@ -46,7 +46,7 @@ class WarmPrompt:
 def read_warm_prompts(path: Path) -> tuple[WarmPrompt, ...]:
     """Read the prompts of a file. raises ConfigError naming file and line"""
     try:
-        data = read_given(path, MAX_FILE_BYTES)
+        data = read_bounded(path, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(
             f"cannot read the prompts of {path}: {error}", "a file of JSON lines", "name another"

@@ -23,9 +23,9 @@ class StepReply(Struct):
     step: int
     at_ms: float
     took_ms: float
-    prompt_tokens: int  # computed in it; output that is computed again after a preemption is none
+    prompt_tokens: int  # computed in this step; without output that is recomputed after a preemption
     drawn_tokens: int
-    all_tokens: int  # with those of others in the same step
+    all_tokens: int  # of all requests in this step
     n_others: int = field(name="others")  # sequences of other requests
     waiting: int  # sequences that were not in the step
 
@@ -37,22 +37,22 @@ class TraceReply(Struct):
     """
 
     id: str
-    preparing_ms: float | None  # from its first byte to being queued: read, rendered, tokenised
-    queued_ms: float | None  # from then on, as all that follow, until its first step
-    first_token_ms: float | None  # until the step that drew it had ended
-    first_told_ms: float | None  # until it was text, and given to its connection
+    preparing_ms: float | None  # from its first byte until it is queued: reading, rendering, tokenisation
+    queued_ms: float | None  # until its first step; this and all times below count from the moment it was queued
+    first_token_ms: float | None  # until the step that sampled it ended
+    first_sent_ms: float | None  # until the first text was handed to the connection
     total_ms: float | None
-    told_ms: float | None  # the last token, as the first
+    last_sent_ms: float | None  # the same for the last token
     prompt_tokens: int
-    cached_tokens: int  # of them: their pages were known, so that nothing was computed
-    prefill_saved_ms: float | None  # by that, at the pace of prompts in this server, of late; None where there was none
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    prefill_saved_ms: float | None  # estimated for cached_tokens at the recent prefill rate; None if unknown
     generated_tokens: int
     preemptions: int
     steps: list[StepReply]
 
 
 class TraceList(Struct):
-    data: list[TraceReply]  # a call with several prompts has several; the last 8 of that id
+    data: list[TraceReply]  # one per prompt of the call; the last 8 of that id
     object: str = "request.trace"
 
 

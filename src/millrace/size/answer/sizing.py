@@ -7,7 +7,7 @@ from typing import Protocol
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import PROCESSOR, Device, find_device
-from millrace.report.format_numbers import exact, format_4_digits
+from millrace.report.format_numbers import format_4_digits, format_exact
 from millrace.size.fit.overhead_file import FittedStack
 from millrace.size.load.peak_load import DAY_S
 from millrace.size.performance.closed_form import estimate_point, shares
@@ -143,7 +143,9 @@ def plan(
     raises ConfigError if no point meets the limits
     """
     if not 0 < rate <= 1e9:
-        raise ConfigError(f"a peak of {exact(rate)} requests/s", "above 0, and at most 1,000,000,000", "correct it")
+        raise ConfigError(
+            f"a peak of {format_exact(rate)} requests/s", "above 0, and at most 1,000,000,000", "correct it"
+        )
     point = best([p for p in points if p.source == FigureSource.SIMULATED] or points, limits)
     error, provenance, grounds = 0.02, str(point.source), None
     if point.source in (FigureSource.ANALYTIC, FigureSource.SIMULATED) and basis is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, nearest, sanitize
-from millrace.settings import read_given, reject_duplicate_keys
+from millrace.settings import read_bounded, reject_duplicate_keys
 from millrace.size.money.prices import number
 from millrace.size.performance.serving_overhead import Stack
 
@@ -39,7 +39,7 @@ def read_stack(file: Path) -> FittedStack:
     """Read and check a stack. raises ConfigError"""
     expected = "what `millrace size fit -o` wrote"
     try:
-        data = read_given(file, _MAX_BYTES)
+        data = read_bounded(file, _MAX_BYTES)
         document: Any = json.loads(data, object_pairs_hook=reject_duplicate_keys) if len(data) <= _MAX_BYTES else None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", expected, "check the path") from None

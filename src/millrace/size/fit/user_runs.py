@@ -15,7 +15,7 @@ import numpy as np
 from millrace.errors import ConfigError, sanitize
 from millrace.machine.devices import find_device
 from millrace.report.format_numbers import pluralize
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 from millrace.size.answer.sizing import instance_of
 from millrace.size.fit.overhead import LeaveOneOutResult, MeasuredRun, Replayed, fit_stack, replay, summarize_errors
 from millrace.size.load.token_lengths import Lengths
@@ -161,7 +161,7 @@ def read_result(path: Path) -> UserRun:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
         document = json.loads(data) if len(data) <= _MAX_BYTES else None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", _EXPECTED, "check the path") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.report.format_numbers import exact, format_4_digits, pluralize
+from millrace.report.format_numbers import format_4_digits, format_exact, pluralize
 from millrace.size.load.peak_load import DAY_S, PERIODS, Peak, peak, per_second
 from millrace.size.question.settings import DemandSettings
 from millrace.tune.recorded_requests import Recording, read_recording
@@ -64,13 +64,13 @@ def forecast_demand(settings: DemandSettings) -> Demand:
         how = (*how, f"in their busiest hours {format_4_digits(busy)} requests/s")
     top, peak_how = _peak(settings, busy, trace)
     if top > busy * _MAX_BURST:
-        raise ConfigError(f"a peak of {exact(top)} requests/s, and {how[0]}",
+        raise ConfigError(f"a peak of {format_exact(top)} requests/s, and {how[0]}",
                           f"a peak of at most {_MAX_BURST:,.0f} times the average, "
                            f"{format_4_digits(busy * _MAX_BURST)}",
                           "leave one of them out, or correct it (--requests-each, --hours)")  # fmt: skip
     if top < busy * (1 - 1e-9):
-        raise ConfigError(f"a peak of {exact(top)} requests/s, and {format_4_digits(busy)} on average when they come",
-                          "a peak above that", "correct one of them, or --percentile")  # fmt: skip
+        what = f"a peak of {format_exact(top)} requests/s, and {format_4_digits(busy)} on average when they come"
+        raise ConfigError(what, "a peak above that", "correct one of them, or --percentile")
     hours = tuple(busy * h / max(curve) for h in curve)
     return Demand(top, busy, average, hours, (*how, *peak_how), trace)
 
@@ -110,14 +110,14 @@ def _peak_alone(settings: DemandSettings) -> Demand:
     if wrong:
         raise ConfigError(f"{' and '.join(wrong)} beside a peak that is said", "an average that they make a peak of",
                           "say --average instead of --rate, or leave them out")  # fmt: skip
-    how = f"peak: {exact(settings.rate)} requests/s, as said"
+    how = f"peak: {format_exact(settings.rate)} requests/s, as said"
     return Demand(settings.rate, None, None, (settings.rate,) * _HOURS, (how,))
 
 
 def _average(settings: DemandSettings, trace: Recording | None) -> tuple[float, tuple[str, ...]]:
     """Return the mean requests/s of whole days, and its derivation."""
     if settings.average is not None:
-        return settings.average, (f"average: {exact(settings.average)} requests/s, as said",)
+        return settings.average, (f"average: {format_exact(settings.average)} requests/s, as said",)
     if settings.users is not None:
         per_user = settings.requests_each or USER_REQUESTS
         rate = per_second(settings.users * per_user, "day")
@@ -150,7 +150,7 @@ def parse_calls(text: str) -> tuple[float, str]:
         raise ConfigError(f'calls are "{text:.60}"', f"a number and a period ({', '.join(PERIODS)})", "write 30M/year")
     n = float(match[1].replace(",", "").replace("_", "")) * _TIMES[match[2]]
     if not 0 < n <= 1e18:
-        raise ConfigError(f"{exact(n)} calls a {match[3]}", "above 0, and at most 1e18", "correct it")
+        raise ConfigError(f"{format_exact(n)} calls a {match[3]}", "above 0, and at most 1e18", "correct it")
     return n, match[3]
 
 
@@ -182,7 +182,7 @@ def _peak(settings: DemandSettings, busy: float, trace: Recording | None) -> tup
                 "one of them",
                 "leave --rate out, or --burst, --split, --percentile, --window-s and --trace",
             )
-        return settings.rate, (f"peak: {exact(settings.rate)} requests/s, as said",)
+        return settings.rate, (f"peak: {format_exact(settings.rate)} requests/s, as said",)
     if trace is not None:
         return _trace_peak(settings, busy, trace)
     if not settings.percentile:
@@ -190,7 +190,8 @@ def _peak(settings: DemandSettings, busy: float, trace: Recording | None) -> tup
             raise ConfigError("--split without a percentile", "--percentile above 0", "leave --split out")
         top = busy * settings.burst
         return top, (
-            f"peak: {format_4_digits(top)} requests/s, {exact(settings.burst)} times that, nothing added for chance",
+            f"peak: {format_4_digits(top)} requests/s, {format_exact(settings.burst)} times that, "
+            "nothing added for chance",
         )
     by_chance = _poisson(settings, busy)
     if by_chance.rate >= busy * settings.burst:

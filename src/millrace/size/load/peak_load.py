@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError
-from millrace.report.format_numbers import exact, format_4_digits
+from millrace.report.format_numbers import format_4_digits, format_exact
 
 WORDS_A_TOKEN = 0.75  # of English prose, by most tokenizers
 CHARACTERS_A_TOKEN = 4.0
@@ -40,7 +40,9 @@ def poisson_quantile(share: float, mean: float) -> int:
     if not 0 < share < 1:
         raise ConfigError(f"a percentile of {share:g}", "a share between 0 and 1, such as 0.95", "correct it")
     if not 0 < mean <= _MAX_MEAN:
-        raise ConfigError(f"a mean of {exact(mean)} arrivals", f"above 0, and at most {exact(_MAX_MEAN)}", "correct it")
+        raise ConfigError(
+            f"a mean of {format_exact(mean)} arrivals", f"above 0, and at most {format_exact(_MAX_MEAN)}", "correct it"
+        )
     spread = 40 * math.sqrt(mean) + 40  # beyond this, probabilities underflow
     count = max(0, int(mean - spread))
     total = 0.0

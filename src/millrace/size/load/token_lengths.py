@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError, nearest
-from millrace.report.format_numbers import exact
+from millrace.report.format_numbers import format_exact
 from millrace.size.load.peak_load import tokens
 from millrace.size.performance.models import ModelShape
 from millrace.size.question.settings import LENGTHS, RequestSettings
@@ -111,7 +111,7 @@ def parse_length(text: str, name: str, words_a_token: float) -> tuple[float, str
         raise ConfigError(f'{name} is in "{unit}"', nearest(unit, UNITS.values()), "say it in one of them")
     n = times * tokens(number, unit_name, words_a_token)
     if not 1 <= n <= _MAX_TOKENS:
-        raise ConfigError(f"{name} is {exact(n)} tokens", f"1 to {_MAX_TOKENS:,}", "correct it")
+        raise ConfigError(f"{name} is {format_exact(n)} tokens", f"1 to {_MAX_TOKENS:,}", "correct it")
     return n, _length_text(name, times * number, unit_name, n, words_a_token)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.errors import ConfigError, nearest, sanitize
 from millrace.machine.devices import Device, find_device
-from millrace.settings import read_given
+from millrace.settings import read_bounded
 
 _OURS = Path(__file__).with_name("prices.toml")
 _MAX_BYTES, _MAX_OFFERS, _MAX_PRICE = 1 << 20, 10_000, 1e12
@@ -116,7 +116,7 @@ def read_prices(path: Path | None) -> Prices:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
         if len(data) > _MAX_BYTES:
             raise ConfigError(f"{path} is larger than {_MAX_BYTES} bytes", "prices", "check the file")
         return tomllib.loads(data.decode())

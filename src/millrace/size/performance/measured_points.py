@@ -13,8 +13,8 @@ from pathlib import Path
 
 from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, sanitize
-from millrace.report.format_numbers import exact, format_4_digits
-from millrace.settings import read_given
+from millrace.report.format_numbers import format_4_digits, format_exact
+from millrace.settings import read_bounded
 from millrace.size.fit.user_runs import check_point
 from millrace.size.performance.models import PRESETS, ModelShape
 from millrace.size.performance.operating_point import FigureSource, OperatingPoint, Waits
@@ -34,7 +34,7 @@ def read_points(path: Path, shapes: Mapping[str, ModelShape] = PRESETS) -> tuple
     can do for such a model
     """
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
         if len(data) > _MAX_BYTES:
             raise ConfigError(f"{path} is larger than {_MAX_BYTES} bytes", "measurements", "split it")
         text = io.StringIO(data.decode("utf-8-sig"), newline="")
@@ -120,15 +120,16 @@ def _check_order(point: OperatingPoint, location: str) -> None:
     for waits, (ttft, _, e2e) in ((point.mean, _MEAN), (point.p95, _P95)):
         if waits is not None and waits.ttft_s > waits.e2e_s:
             raise ConfigError(
-                f"{location}: {ttft} is {exact(waits.ttft_s * 1e3)}, and {e2e} {exact(waits.e2e_s * 1e3)}",
+                f"{location}: {ttft} is {format_exact(waits.ttft_s * 1e3)}, "
+                f"and {e2e} {format_exact(waits.e2e_s * 1e3)}",
                 "the first token before the last",
                 units,
             )
     gaps_s = (point.output_tokens - 1) * point.mean.itl_s
     if gaps_s > point.mean.e2e_s * (1 + LITTLE):
         raise ConfigError(
-            f"{location}: {exact(point.output_tokens)} tokens {exact(point.mean.itl_s * 1e3)} ms apart take "
-            f"{format_4_digits(gaps_s * 1e3)} ms, and e2e_ms is {exact(point.mean.e2e_s * 1e3)}",
+            f"{location}: {format_exact(point.output_tokens)} tokens {format_exact(point.mean.itl_s * 1e3)} ms apart "
+            f"take {format_4_digits(gaps_s * 1e3)} ms, and e2e_ms is {format_exact(point.mean.e2e_s * 1e3)}",
             "e2e_ms = ttft_ms + (osl - 1) x itl_ms",
             units,
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millrace.errors import ConfigError
-from millrace.report.format_numbers import exact, format_4_digits
+from millrace.report.format_numbers import format_4_digits, format_exact
 
 SYSTEM = 8  # default number of devices of a system
 _MAX_S = 1e7  # largest limit: settings take 1e6, and the sensitivity analysis doubles it
@@ -127,8 +127,8 @@ class Limits:
         for name, value in (("ttft", self.ttft_s), ("itl", self.itl_s), ("e2e", self.e2e_s)):
             if value is not None and not 0 < value < _MAX_S:
                 raise ConfigError(
-                    f"a limit of {exact(value)} s on {name}",
-                    f"above 0 and below {exact(_MAX_S)}, in seconds",
+                    f"a limit of {format_exact(value)} s on {name}",
+                    f"above 0 and below {format_exact(_MAX_S)}, in seconds",
                     "correct it",
                 )
 

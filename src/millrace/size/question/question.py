@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from millrace.errors import ConfigError, nearest, sanitize
-from millrace.settings import Settings, plain_type, read_given
+from millrace.settings import Settings, plain_type, read_bounded
 from millrace.size.performance.operating_point import Limits
 from millrace.size.question.settings import (
     GROUPS,
@@ -100,7 +100,7 @@ def _convert(group: type[Settings], name: str, value: Any) -> Any:
 def read_answers(path: Path) -> dict[str, Any]:
     """Read settings from a YAML (or JSON) file: one mapping of names to values. raises ConfigError"""
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}", "a YAML file of answers", "check the path"

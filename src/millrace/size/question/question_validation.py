@@ -1,7 +1,7 @@
 """Refuses contradictory and unused settings before anything is computed."""
 
 from millrace.errors import ConfigError, nearest
-from millrace.report.format_numbers import exact
+from millrace.report.format_numbers import format_exact
 from millrace.settings import Settings
 from millrace.size.answer.sizing import PPS, TPS
 from millrace.size.load.peak_load import WORDS_A_TOKEN
@@ -62,7 +62,8 @@ def _check_request(request: RequestSettings) -> None:
 def _check_limits(settings: LimitSettings) -> None:
     if settings.ttft_ms is not None and settings.e2e_ms is not None and settings.ttft_ms > settings.e2e_ms:
         raise ConfigError(
-            f"{exact(settings.ttft_ms)} ms for the first token, and {exact(settings.e2e_ms)} for the last",
+            f"{format_exact(settings.ttft_ms)} ms for the first token, "
+            f"and {format_exact(settings.e2e_ms)} for the last",
             "the first before the last",
             "correct --ttft-ms or --e2e-ms",
         )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from millrace.machine.devices import GB
-from millrace.report.format_numbers import count, format_4_digits, pluralize
+from millrace.report.format_numbers import format_4_digits, format_count, pluralize
 from millrace.size.answer.answer import SizingAnswer
 from millrace.size.performance.operating_point import P95_OF_CALLS, OperatingPoint
 from millrace.size.report.answer_json import interpretation_notes, uncertainty_text
@@ -184,13 +184,13 @@ def _changes(answer: SizingAnswer) -> TextTable:
 
 def _follows(answer: SizingAnswer) -> TextTable:
     f = answer.consequences
-    a_day = f", {count(f.requests_a_day)} a day"
+    a_day = f", {format_count(f.requests_a_day)} a day"
     if f.hours is None:
-        a_day = f" at the peak, {count(f.requests_a_day)} on a day as busy as the one that was asked for"
+        a_day = f" at the peak, {format_count(f.requests_a_day)} on a day as busy as the one that was asked for"
     rows = [
         ("requests", f"{format_4_digits(f.rate)} a second{a_day}"),
-        ("tokens", f"{count(f.tokens_a_day)} a day, in and out"),
-        ("users", f"{count(f.users)}, with {pluralize(f.requests_each, 'request')} a day each"
+        ("tokens", f"{format_count(f.tokens_a_day)} a day, in and out"),
+        ("users", f"{format_count(f.users)}, with {pluralize(f.requests_each, 'request')} a day each"
                   + (f", in {f.hours:g} hours" if f.hours else "")),
     ]  # fmt: skip
     return TextTable("follows", "What follows", rows, more="from what is bought, but for what is to spare")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from millrace.report.format_numbers import exact, format_4_digits
+from millrace.report.format_numbers import format_4_digits, format_exact
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
 from millrace.size.answer.answer import SizingAnswer
@@ -123,7 +123,7 @@ def arrivals_plot(settings: DemandSettings, load: Demand) -> Markup | None:
     for x, share in zip(xs[::step].tolist(), (shares[::step] * 100).tolist(), strict=True):
         plot.box((x - 0.4 * step, 0), (x + 0.4 * step, share), 0, label=f"{x}: {share:.2g} %")
     plot.line([mark, mark], [plot.y.low, plot.y.high], _MARK)
-    plot.text(mark, plot.y.high * 0.9, f"{settings.percentile:g} % stay within {exact(mark)}")
+    plot.text(mark, plot.y.high * 0.9, f"{settings.percentile:g} % stay within {format_exact(mark)}")
     return plot.svg("How often so many requests arrive in a window, and the percentile that is planned for")
 
 
