@@ -107,7 +107,7 @@ def test_an_activation_is_computed_where_the_product_is(tmp_path: Path) -> None:
 
 WRONG_INPUTS: list[tuple[Arrays, str]] = [
     ({}, "'pixels' is missing"),
-    ({**pixels(3), "more": np.zeros(1)}, "'more' is none of this network's"),
+    ({**pixels(3), "more": np.zeros(1)}, "'more' is not an input of this model"),
     ({**pixels(3), "weights": np.zeros((4, 10), np.float32)}, r"weights is float32\[4, 10\]"),
     ({**pixels(3), "pixels": np.zeros((3, 48), np.float32)}, r"pixels is float32\[3, 48\]"),
     ({**pixels(3), "pixels": np.zeros((3, 49))}, r"pixels is float64"),
@@ -130,7 +130,7 @@ def test_wrong_inputs_say_what_was_expected(inputs: Arrays, says: str, tmp_path:
 def test_every_dimension_has_bounds(tmp_path: Path) -> None:
     for profile, says in (
         ({}, "'images' has no bounds"),
-        ({**IMAGES, "pages": Bounds(1, 1, 1)}, "'pages' is none of this network's"),
+        ({**IMAGES, "pages": Bounds(1, 1, 1)}, "'pages' is not a dimension of this model"),
         ({"images": Bounds(0, 1, 2)}, "1 <= low"), ({"images": Bounds(1, 9, 8)}, "usual <= high"),
         ({"images": Bounds(1, 1, 2**30)}, "high <="),
     ):  # fmt: skip

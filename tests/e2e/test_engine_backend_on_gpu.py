@@ -122,9 +122,9 @@ def test_a_device_that_fails_in_mid_step(
         for _ in range(3):  # steps in a row, after which the engine gives up
             reply = ask(served)
             assert reply.status_code == 500 and "CUDA error" in reply.text, reply.text
-        until(lambda: "stories_0 is lost, and is made anew: the engine has stopped" in caplog.text)
+        until(lambda: "stories_0 was lost and is being restarted: the engine has stopped" in caplog.text)
         monkeypatch.setattr(Breaking, "fails_in", "")
-        until(lambda: "stories_0 is there again" in caplog.text)
+        until(lambda: "stories_0 is available again" in caplog.text)
         assert httpx.get(ready).status_code == 200 and ask(served).status_code == 200
 
 
@@ -144,6 +144,6 @@ def test_an_encoder_whose_device_fails(
             broken.setattr(encoder_executor.CudaNetwork, "run", fail)
             for _ in range(3):
                 assert "CUDA error" in httpx.post(url, json=body).text
-            until(lambda: "texts_0 is lost, and is made anew: the engine has stopped" in caplog.text)
-        until(lambda: "texts_0 is there again" in caplog.text)
+            until(lambda: "texts_0 was lost and is being restarted: the engine has stopped" in caplog.text)
+        until(lambda: "texts_0 is available again" in caplog.text)
         assert httpx.post(url, json=body).status_code == 200

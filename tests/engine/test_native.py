@@ -271,7 +271,7 @@ def test_every_launch_has_its_wait(tmp_path: Path) -> None:
     with pytest.raises(ExecutionError, match="nothing was launched"):
         executor.wait()
     executor.launch(first)
-    with pytest.raises(ExecutionError, match="nobody has waited"):
+    with pytest.raises(ExecutionError, match="not waited for"):
         executor.launch(second)
     assert executor.wait().tokens.tolist() == alone[0]
     with pytest.raises(ExecutionError, match="nothing was launched"):
@@ -373,7 +373,7 @@ def test_a_launch_that_comes_between_leaves_the_arrays_of_the_one_under_way(
             return prepared(step, limits)
 
         monkeypatch.setattr(native_executor, "step_args", meanwhile)
-        with pytest.raises(ExecutionError, match="nobody has waited"):
+        with pytest.raises(ExecutionError, match="not waited for"):
             executor.launch(second)
         assert executor._core is not None and executor._core.works_on[0] is first
         assert executor.wait().tokens.tolist() == expected

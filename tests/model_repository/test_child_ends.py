@@ -85,7 +85,7 @@ def test_what_dies_is_made_anew_and_given_up_at_last(tmp_path: Path, monkeypatch
             assert waits.isdigit(), "what waited is answered by the next process"
             assert (await ask("die")).startswith("INTERNAL")
             began_s = time.monotonic()
-            assert not repository.is_ready() and not model.is_ready and model.unready_reason == "m_0 is being made anew"
+            assert not repository.is_ready() and not model.is_ready and model.unready_reason == "m_0 is being restarted"
             assert (await ask("die")).startswith("INTERNAL"), "the first in a row"
             assert (await ask("die")).startswith("INTERNAL") and time.monotonic() - began_s > 0.3, "with a longer pause"
             await until(lambda: "again and again" in model.unready_reason)

@@ -314,7 +314,7 @@ def make_loop(
     tier: Path | None = None,
     depth: int = 1,
 ) -> EngineLoop:
-    """tier: the file of a second tier of KV pages; depth: steps under way at a time"""
+    """tier: the KV offload file; depth: steps under way at a time"""
     defaults, clock = GenerationDefaults(eos_token_ids=(EOS,)), clock or FakeClock(0.001)
     executor = FakeExecutor(of, before_run, depth)
     found = None if tier is None else fake_tier(executor, tier)

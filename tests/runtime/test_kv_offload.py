@@ -1,4 +1,4 @@
-"""The second tier: pages come back as they went, also after a restart; what is damaged or foreign is left out."""
+"""KV offload: pages come back as they went, also after a restart; what is damaged or foreign is left out."""
 
 import os
 import random
@@ -236,7 +236,7 @@ def test_what_is_damaged_is_left_out_and_said(tmp_path: Path, damage: str, caplo
     again.computes(5, 2)
     assert again.finds(5, 2) == 2
     again.tier.close()
-    assert damage == "a key" or "left out" in caplog.text or "begun anew" in caplog.text
+    assert damage == "a key" or "left out" in caplog.text or "starting a new one" in caplog.text
 
 
 def test_pages_of_another_engine_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -298,7 +298,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path, kind: str) -> None:
         ours.tier.close()
         path.rename(tmp_path / "log")
         path.symlink_to(tmp_path / "ours.1")
-    with pytest.raises(ConfigError, match="second tier"):
+    with pytest.raises(ConfigError, match="KV offload file"):
         Store(Path("/") if kind == "a folder's" else tmp_path / "tier")
     kept = tmp_path / "log" if kind == "a link" else path
     assert kind == "another's" or kept.read_bytes() == b"my precious log\n"

@@ -1,4 +1,4 @@
-"""The second tier at its edges: forgotten while it writes, a key that is put twice, every part of a page."""
+"""KV offload at its edges: forgotten while it writes, a key that is put twice, every part of a page."""
 
 import os
 import threading

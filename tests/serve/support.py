@@ -56,7 +56,7 @@ class Fake:
     template_timeout_s: float = 2.0
     aliases: tuple[str, ...] = ()
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts
-    tier: Path | None = None  # the file of a second tier of KV pages
+    tier: Path | None = None  # the KV offload file
     ends: bool = False  # the model has an end-of-text token; else answers end by their length, or at a stop
     words: Tokenizer | None = None  # in place of the one above
     executor: Callable[[ExecutorLimits, Callable[[StepInputs], None] | None], FakeExecutor] = FakeExecutor

@@ -102,7 +102,7 @@ def test_at_the_limit_the_longest_idle_connection_goes(caplog: pytest.LogCapture
             api = stack.enter_context(httpx.Client())
             assert api.get(server.url + "/health").status_code == 200
             assert is_closed(oldest, 2) and not is_closed(idle[2], 0.1)
-    assert "waiting ones are closed" in caplog.text
+    assert "idle ones are closed" in caplog.text
 
 
 def test_at_the_limit_of_busy_connections_a_new_one_is_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +164,7 @@ def test_500_idle_connections_at_64_open_files() -> None:
                     assert post(url, "/v1/chat/completions", body).status_code == 200
             child.terminate()
             assert child.wait(10) == 0
-            assert "waiting ones are closed" in child.stderr.read()
+            assert "idle ones are closed" in child.stderr.read()
         finally:
             child.kill()
 

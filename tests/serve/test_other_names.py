@@ -109,7 +109,7 @@ REFUSED_BY_NAME: list[tuple[str, dict[str, Any], str]] = [
     (OLLAMA_CHAT, {"enable_thinking": False}, 'did you mean "think"?'),
     (CHAT, {"messages": [{**ASK[0], "prefix": True}]}, "messages[0].prefix is true"),
     (CHAT, {"messages": [{"role": "assistant", "content": "a", "partial": True}, *ASK]}, "messages[0].partial is true"),
-    (CHAT, {"think": True, "reasoning_effort": "none"}, "think asks for thoughts, and reasoning_effort for none"),
+    (CHAT, {"think": True, "reasoning_effort": "none"}, "think enables reasoning, and reasoning_effort disables it"),
 ]  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def test_thoughts_that_cannot_be_off_are_refused_by_name() -> None:
             (MESSAGES, {"thinking": {"type": "disabled"}}, "thinking"),
         ):  # fmt: skip
             reply = ask(server, path, **fields)
-            assert reply.status_code == 400 and f"{name} asks for no thoughts" in reply.text, reply.text
+            assert reply.status_code == 400 and f"{name} disables reasoning" in reply.text, reply.text
         on = ask(server, MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024})
         assert on.status_code == 200, "it thinks anyway"
 

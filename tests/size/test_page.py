@@ -143,5 +143,5 @@ def test_the_other_way_round_there_is_nothing_to_buy() -> None:
         "of llama-3-8b"
     )
     page = size_page(given)
-    assert "Why so many systems" not in page and headline(given) in unescape(page)
+    assert "Why this number of systems" not in page and headline(given) in unescape(page)
     assert headline(plan(**COMMON, systems="2 x H100", rate=1)).startswith("Nothing is to be bought")

@@ -72,7 +72,8 @@ def test_limits(asked: dict[str, Any], limits: Limits) -> None:
 @pytest.mark.parametrize("asked, said", [
     ({}, "no limit is said for streaming"), ({"mode": "sequential"}, "--e2e-ms 5000"),
     ({"mode": "sequential", "e2e_ms": 9, "ttft_ms": 5}, "ttft_ms is given, but a sequential caller"),
-    ({"mode": "offline", "e2e_ms": 9}, "offline nobody waits"), ({"reading": "read", "itl_ms": 9}, "both given"),
+    ({"mode": "offline", "e2e_ms": 9}, "--mode offline has no latency limits"),
+    ({"reading": "read", "itl_ms": 9}, "both given"),
 ])  # fmt: skip
 def test_limits_that_contradict_the_mode(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as found:

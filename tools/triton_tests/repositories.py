@@ -105,7 +105,7 @@ def simple(models: Repository) -> None:
 
 
 def simple_and(count: int) -> Callable[[Repository], None]:
-    """`simple` and so many models beside it that there are `count`."""
+    """Return a function that makes `simple` and `count` - 1 further models."""
 
     def make(models: Repository) -> None:
         simple(models)

@@ -1,7 +1,7 @@
-"""A settings class as click options: flag, help, default and range come from its fields, said once.
+"""Turns a settings class into click options: flag, help, default and range come from its fields.
 
 @settings_options(BuildSettings, RunSettings)
-def command(**given): build = made(BuildSettings, given)
+def command(**options): build = make_settings(BuildSettings, options)
 """
 
 from collections.abc import Callable, Mapping

@@ -34,7 +34,7 @@ def unbounded(graph: Graph, name: str, symbols: list[str]) -> ConfigError:
     what = (
         f"has no bounds; it is of the input {', '.join(having[name])}"
         if name in having
-        else "is none of this network's"
+        else "is not a dimension of this model"
     )
     inputs = ", ".join(f"{p.name} {list(p.value.shape)}" for p in graph.inputs)
     profile = ", ".join(f'"{n}": Bounds(1, 8, 64)' for n in symbols or having)

@@ -28,7 +28,7 @@ def _free(folder: Path) -> int:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Check that there is room for so many bytes of weights, before anything slow. raises MachineError"""
+    """Check that there is room for `nbytes` bytes of weights, before anything slow. raises MachineError"""
     if _free(folder) < nbytes:
         raise cannot_write(folder, nbytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 

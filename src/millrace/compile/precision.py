@@ -301,7 +301,7 @@ def _parse_layer(value: str) -> tuple[Precision, int]:
 
 
 def check_x_group(name: str, x_group: int, group: int) -> None:
-    """Check that groups of so many activations divide the weights' groups. raises ConfigError"""
+    """Check that groups of `x_group` activations divide the weights' groups. raises ConfigError"""
     if x_group != group and (x_group > group or group % x_group or x_group % 8):
         fitting = ", ".join(str(n) for n in range(8, group, 8) if group % n == 0)
         raise ConfigError(

@@ -81,7 +81,7 @@ def sizes_of(
             f"the inputs are of type {type(inputs).__name__}", "a dict of arrays by name", "give " + ", ".join(names)
         )
     for name in [n for n in names if n not in inputs] + [n for n in inputs if n not in names]:
-        what = "is missing" if name in names else "is none of this network's"
+        what = "is missing" if name in names else "is not an input of this model"
         raise RequestError(f"the input {name!r:.60} {what}", "inputs " + ", ".join(names), "give each of them, by name")
     result: dict[Symbol, int] = {}
     for s in slots:

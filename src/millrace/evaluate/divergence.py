@@ -104,7 +104,7 @@ class DivergenceScore:
 
 
 def log_probs_vs_reference(log_probs: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> Tokens:
-    """found, reference: (n, vocabulary); targets: the tokens that came"""
+    """Compare log probabilities (n, vocabulary) with the reference's. targets: (n,) tokens that actually follow"""
     at, divergence = np.arange(len(targets)), np.empty(len(targets))
     rows = max(1, BLOCK // log_probs.shape[1])
     for begin in range(0, len(targets), rows):

@@ -54,7 +54,7 @@ def rows_of_matrix(op: str, inputs: Inputs, index: str) -> tuple[Shape, ...]:
 
 
 def check_tree(op: str, attrs: Attrs, n_inputs: int) -> None:
-    """Check that the attribute `tree` is an expression of so many inputs."""
+    """Check that the attribute `tree` is an expression of `n_inputs` inputs."""
     for what, expected in faults(attrs.get("tree"), n_inputs):
         raise illegal(op, what, expected)
 

@@ -7,7 +7,7 @@ _MAX_WRITE = 1 << 30  # bytes per call: the system accepts less than 2 GiB
 
 
 def reserve(file: int, nbytes: int) -> None:
-    """Reserve so many bytes for an open file. raises OSError if the disk is too full"""
+    """Reserve `nbytes` bytes for an open file. raises OSError if the disk is too full"""
     try:
         os.posix_fallocate(file, 0, nbytes)
     except OSError as error:

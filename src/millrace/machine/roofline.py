@@ -64,7 +64,7 @@ class Roofline:
     compute: tuple[Compute, ...]
 
     def level_of(self, working_set: int) -> MemoryLevel:
-        """Return the fastest level whose caches hold so many bytes."""
+        """Return the fastest level whose caches hold `working_set` bytes."""
         for level in self.levels:
             if level.capacity_bytes is None or working_set <= level.capacity_bytes:
                 return level

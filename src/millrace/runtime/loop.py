@@ -120,7 +120,9 @@ class EngineLoop:
         matchers: one for each choice, made by `grammars` from `params.structured_outputs`
         raises RequestError
         """
-        assert len(matchers) == (params.n if params.structured_outputs else 0), "what is asked is compiled before"
+        assert len(matchers) == (params.n if params.structured_outputs else 0), (
+            "matchers must be compiled before submit"
+        )
         tokens, embedded = parse_prompt(prompt, params, self.limits)
         check_adapter(options.adapter, self.limits)
         resolved = resolve(params, self.defaults, self.limits, len(tokens))

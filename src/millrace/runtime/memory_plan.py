@@ -65,7 +65,7 @@ def capped(engine: Engine, plan: RunPlan, sequences: int) -> RunPlan:
 def with_one_table(engine: Engine, plan: RunPlan, sequences: int | None) -> RunPlan:
     """Give all cache groups the same number of pages, so that one page table serves all of a sequence's layers.
 
-    It is the number that fits the memory of `plan`, and at most what so many full-context sequences need.
+    It is the number that fits the memory of `plan`, and at most what `sequences` full-context sequences need.
     """
     if not engine.windows:
         return plan if sequences is None else capped(engine, plan, sequences)

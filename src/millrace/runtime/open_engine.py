@@ -68,7 +68,7 @@ class RunningModel:
     @property
     def native(self) -> NativeExecutor:
         """The executor, if it is not a GPU's."""
-        assert isinstance(self.executor, NativeExecutor), "asked of a model on a GPU"
+        assert isinstance(self.executor, NativeExecutor), "not available for a GPU model"
         return self.executor
 
     @property
@@ -104,7 +104,7 @@ def open_engine(
     """Plan the memory, then load the weights.
 
     raises MachineError before anything large is read, CheckpointError if tokenizer or chat template cannot be used
-    sequences: limits the KV pages to so many full-context sequences, unless `run` sets their memory
+    sequences: number of full-context sequences that limits the KV pages, unless `run` sets their memory
     one_table: number pages alike in all cache groups, for evaluations, which run steps without a scheduler
     """
     folder, plan, most = engine.folder, _plan(engine, run), sequences if run.kv_memory is None else None
@@ -183,7 +183,7 @@ class OpenedEncoder:
         """The instruction set; on a GPU, its name."""
         if isinstance(self.engine, GpuEngine):
             return self.engine.gpu.name
-        assert isinstance(self.network, NativeNetwork), "asked of an encoder on a GPU"
+        assert isinstance(self.network, NativeNetwork), "not available for a GPU model"
         return self.network.isa
 
     def close(self) -> None:

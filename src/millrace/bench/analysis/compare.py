@@ -263,7 +263,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             while line := file.readline(MAX_LINE):
                 number += 1
                 if number > MAX_LINES:
-                    raise ConfigError(f"{path} has more than {MAX_LINES} lines", "at most so many", "measure fewer")
+                    raise ConfigError(
+                        f"{path} has more than {MAX_LINES} lines", f"at most {MAX_LINES} lines", "measure fewer"
+                    )
                 yield number, line
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}"

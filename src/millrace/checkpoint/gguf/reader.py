@@ -239,6 +239,6 @@ def _entry(cursor: _Cursor, i: int, n_tensors: int) -> tuple[str, tuple[int, ...
 def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: BlockType) -> int:
     count = math.prod(shape)
     if not 0 < count < 2**48 or shape[-1] % kind.weights:
-        expected = f"rows of a multiple of {kind.weights} weights, as {kind.name} has blocks of so many"
+        expected = f"rows of a multiple of {kind.weights} weights, the block size of {kind.name}"
         damaged(path, f"has a wrong header: {name} is {shape}", expected)
     return count // kind.weights * kind.nbytes

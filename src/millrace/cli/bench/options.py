@@ -68,7 +68,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure what users of a server feel.
+    """Measure latency and throughput of a server.
 
     URL is any server of OpenAI's protocol. Equivalent flags of GenAI-Perf, AIPerf and `vllm bench serve` are accepted.
     Ctrl-C ends the run and reports the results so far. With --engine, all requests are queued at once unless

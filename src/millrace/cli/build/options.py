@@ -1,4 +1,4 @@
-"""`millrace build`: a checkpoint becomes an engine folder; ends with what it will need."""
+"""Options of `millrace build`: compiles a checkpoint into an engine folder, and shows what it needs."""
 
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ def command(
 ) -> None:  # fmt: skip
     """Compile a checkpoint into an engine folder for this machine.
 
-    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine carries all that serving needs. The
-    integers of a GGUF run as they are stored; what is rounded again is said.
+    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine contains all that serving needs.
+    Integers of a GGUF are used as stored; requantised matrices are reported.
     """
     from millrace.cli.build.run import run  # imported when it runs: --help needs none of it
 

@@ -50,7 +50,7 @@ class Screen:
         return line.removesuffix("\n").removesuffix("\r") if line else None
 
     def confirm(self, question: str) -> bool:
-        """Whether the person says yes; nobody is there to be asked."""
+        """Ask for confirmation; without a terminal the answer is no."""
         return False
 
     def part(self, text: str) -> None:

@@ -57,7 +57,7 @@ EPILOG = "\n".join([
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str, output: Path, as_json: bool, **options: Any) -> None:
-    """Make a smaller checkpoint of one, and prove it.
+    """Compress a checkpoint and measure the accuracy loss.
 
     MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The new folder has the format of compressed-tensors;
     it is read back and checked before it is moved into place.

@@ -137,7 +137,9 @@ def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
     """Measure the speed of both engines, built and cached like by `millrace serve`. raises MachineError if memory is
     insufficient for both"""
     build, run = BuildSettings(tune=TUNE_S), RunSettings()
-    needed = -(-TOKENS // Source.from_checkpoint(Checkpoint.open(out)).max_context)  # KV pages of so many full contexts
+    needed = -(
+        -TOKENS // Source.from_checkpoint(Checkpoint.open(out)).max_context
+    )  # full contexts that the KV pages must hold
     with (
         opened(model, build, run, env, sequences=needed, quiet=quiet, one_table=True) as source,
         opened(str(out), build, run, env, sequences=needed, quiet=quiet, one_table=True) as compressed,

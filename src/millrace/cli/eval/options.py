@@ -1,4 +1,4 @@
-"""`millrace eval`: how right a model's answers are, on questions and texts that lie on this disk."""
+"""Options of `millrace eval`: measures a model's answers on local questions and texts."""
 
 from pathlib import Path
 from typing import Any
@@ -23,29 +23,31 @@ Examples:
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("model")
 @click.option("--task", default="mmlu", show_default=True, metavar=f"mmlu|wikitext|kl|{FILE}",
-              help="MMLU, perplexity, how far from another model, or questions of your own.")  # fmt: skip
-@click.option("--data", type=click.Path(path_type=Path), help="MMLU's folder, with dev/ and test/; else a text file.")
+              help="mmlu, wikitext (perplexity), kl (divergence from another model), "
+                   "or a file of questions.")  # fmt: skip
+@click.option(
+    "--data", type=click.Path(path_type=Path), help="MMLU's folder, with dev/ and test/; otherwise a text file."
+)
 @click.option("--definition", metavar="NAME",
-              help="Whose MMLU (lm-eval, original), or perplexity (gptq, llama-perplexity, lm-eval); "
-                   "default: the first. Their figures are not comparable.")  # fmt: skip
+              help="Definition of MMLU (lm-eval, original) or of perplexity (gptq, llama-perplexity, lm-eval); "
+                   "default: the first. Results of different definitions are not comparable.")  # fmt: skip
 @click.option("--shots", type=click.IntRange(0, MAX_SHOTS), help="Examples before each question of MMLU; default: 5.")
-@click.option("--subject", multiple=True, metavar="NAME", help="Only this one of MMLU; may be said several times.")
+@click.option("--subject", multiple=True, metavar="NAME", help="Subject of MMLU; may be repeated.")
 @click.option("--window", type=click.IntRange(SHORTEST), metavar="N",
-              help="Tokens of a text that are read at once; default: the definition's, or the context.")  # fmt: skip
+              help="Tokens per window of a text; default: the definition's, or the context.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), metavar="N",
               help="Only the first N questions of each subject, windows or documents.")  # fmt: skip
 @click.option("--against", metavar="MODEL|FILE",
-              help="Another model, or of questions its results: compared one by one. Of kl the reference; "
-                   "default: the same checkpoint in its own float type.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), help="File of results; default: beside the cached engines.")
+              help="Model to compare with, or (for questions) its results file. For kl the reference; default: "
+                   "the checkpoint in its own float type.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), help="File of results; default: next to the cached engines.")
 @settings_options(BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str, task: str, as_json: bool, **options: Any) -> None:
     """Measure a model's answers.
 
-    What was answered is kept as it comes: a run that was ended goes on where it was, and one that is done is shown
-    again.
+    Results are saved as they are computed: an interrupted run resumes, and a finished one is shown again.
     """
     from millrace.cli.eval.run import run  # imported when it runs: --help needs none of it
 

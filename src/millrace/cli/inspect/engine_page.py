@@ -17,7 +17,7 @@ from millrace.report.format_numbers import format_count
 from millrace.report.page import render
 from millrace.report.plot_scale import Scale, byte_ticks
 
-# What is shown of an engine that somebody else wrote is bounded: so many calls, weights and fusions, and characters.
+# Bounds on what is shown of an engine from elsewhere: calls, weights, fusions, and characters.
 MOST, MANY, FEW, LONGEST = 4096, 64, 6, 120
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1080, 430, 78, 14, 16, 34
 KINDS = ("matrix products", "attention", "norms and conversions", "the rest", "inputs")

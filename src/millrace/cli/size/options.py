@@ -56,7 +56,7 @@ def _is_set(ctx: click.Context, name: str) -> bool:
 def command(
     ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Say how many of which machine serve a load, and why.
+    """Plan how many systems serve a load, with reasons.
 
     Six inputs: the model; input tokens; output tokens; requests per second at the peak; latency limits; the hardware.
     Every figure comes with its source and its uncertainty.

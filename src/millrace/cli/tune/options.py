@@ -18,17 +18,17 @@ Examples:
     type=click.FloatRange(0.01, 3600),
     default=2.0,
     show_default=True,
-    help="About how long to time; up to twice that.",
+    help="Approximate time for measurements; at most twice that.",
 )
 @click.option("--threads", type=click.IntRange(1, 1024), help="Compute threads it will run with; default: all cores.")
-@click.option("--cached", is_flag=True, help="Take what was timed on this machine before; time only what is missing.")
+@click.option("--cached", is_flag=True, help="Reuse earlier timings of this machine; time only what is missing.")
 @json_option
 @click.pass_obj
 def command(env: Env, engine: str, seconds: float, threads: int | None, cached: bool, as_json: bool) -> None:
     """Time the kernels of a built engine on this machine.
 
-    The fastest settings are kept in it. ENGINE is as for `millrace inspect`. Answers never depend on it, only speed
-    does. What time does not suffice for stays as it was.
+    The fastest settings are stored in the engine. ENGINE is as for `millrace inspect`. Settings change only the speed,
+    never the answers. Kernels for which time runs out keep their settings.
     """
     from millrace.cli.tune.run import run  # imported when it runs: --help needs none of it
 

@@ -1,4 +1,4 @@
-"""`millrace verify`: an answer with a receipt, given once more, and compared token by token."""
+"""Options of `millrace verify`: reproduces an answer from its receipt and compares it token by token."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ Example:
 @click.argument("response_file", type=click.Path(path_type=Path))
 @json_option
 def command(model: str, request_file: Path, response_file: Path, as_json: bool) -> None:
-    """Give an answer with a receipt once more, and compare.
+    """Reproduce an answer from its receipt, and compare.
 
-    MODEL is the engine that answered: its folder, or its name where it was served without flags that change the build.
-    It is served for a moment and sent REQUEST_FILE, the body that was asked, with the seed of the receipt in
-    RESPONSE_FILE. Engine, prompt, every token, and what the response says of them (text, usage, the model's name) must
-    be the same, whatever ran beside it then. The exit code is 2, with the reason, where one is not. docs/receipts.md
-    says when that can be.
+    MODEL is the engine that answered: its folder, or its name if it was served without flags that change the build.
+    It is served briefly and sent REQUEST_FILE, the body of the request, with the seed from the receipt in
+    RESPONSE_FILE. Engine, prompt, all tokens and the rest of the response (text, usage, model name) must be equal,
+    whatever else the server computed then. If not, the exit code is 2, with the reason. docs/receipts.md lists possible
+    causes.
     """
     from millrace.cli.verify.run import run  # imported when it runs: --help needs none of it
 

@@ -29,7 +29,7 @@ from millrace.kernels.matmul import cuda, cuda_few, gpu_tiles
 from millrace.kernels.matmul.coded import Matrix, QuantizedRows
 from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, Tile, Tiles, region_of, takes, tiles
 
-KNOB = "tile"  # its value is an index among the tiles for so many rows; without it the default rule applies
+KNOB = "tile"  # its value is an index among the tiles for this number of rows; without it the default rule applies
 ROWS = 1, EIGHT, 16, 32, MANY_ROWS - 1  # of decode steps; fewer rows use the next larger entry
 MORE_ROWS = 2048  # for kernels that take any number of rows
 MAX_LAYERS = 32  # layers per pass
@@ -123,7 +123,7 @@ class DeviceTuner:
 class TileWork:
     """The matmuls of a region with one number of rows. meets: quantizes rows of 16-bit floats for them
 
-    tiles: the candidates, by their index among the tiles for so many rows; the default rule first
+    tiles: the candidates, by their index among the tiles for this number of rows; the default rule first
     """
 
     region: str

@@ -62,12 +62,12 @@ MAX_CASES = 8  # for which time is enough
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step with so many rows, and the knobs worth trying."""
+    """A step with `rows` rows, and the knobs worth trying."""
 
     rows: int
     step: Callable[[], Any]  # makes the arguments of the loaded program's run()
     knobs: tuple[str, ...]
-    symbols: frozenset[int] | None = None  # by number: those with so many rows; None: all of them
+    symbols: frozenset[int] | None = None  # by number: those with `rows` rows; None: all of them
 
 
 def cases_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> list[Case]:

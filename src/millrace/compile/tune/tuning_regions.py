@@ -35,7 +35,7 @@ class TuningTask:
         return case.symbols is None or self.params.get("rows", 0) in case.symbols
 
     def choice(self, rows: int) -> Choice:
-        """Return the choice for so many rows; by default the kernel's default rule."""
+        """Return the choice for `rows` rows; by default the kernel's default rule."""
         return self.choices.get(rows, Choice(rows, {}, []))
 
     def settings(self, knob: str, rows: int, threads: int) -> list[int]:

@@ -115,7 +115,7 @@ class Engine:
         return sum(self.window_page_bytes(w) * self.sequence_pages(w, n_tokens) for w in (0, *self.windows))
 
     def longest_sequence(self, kv_bytes: int) -> int:
-        """Return the length of the longest sequence whose KV pages fit into so many bytes, at most the context."""
+        """Return the length of the longest sequence whose KV pages fit into `kv_bytes`, at most the context."""
         most = -(-self.manifest.max_context // PAGE_TOKENS)
         n = bisect_right(range(1, most + 1), kv_bytes, key=lambda pages: self.sequence_bytes(pages * PAGE_TOKENS))
         return min(n * PAGE_TOKENS, self.manifest.max_context)
@@ -156,7 +156,7 @@ class Engine:
         return network
 
     def check_language_model(self) -> None:
-        """Check that it is a language model. raises CheckpointError for an encoder, EngineError for another network"""
+        """Check that it is a language model. raises CheckpointError for an encoder, EngineError for another model"""
         if self.manifest.is_encoder:
             raise CheckpointError(
                 f"{self.manifest.model_name} is an encoder: it gives a vector for each text, and no next token",
@@ -175,7 +175,7 @@ class Engine:
         symbols = {Symbol(s.name): s.high for s in m.symbols}
         calls = (self.folder / PROGRAM).read_bytes()
         if m.cpu.n_calls > len(calls) // CALL_BYTES:
-            raise damaged(self.folder, f"{MANIFEST} tells of {m.cpu.n_calls} calls, in {len(calls)} bytes of {PROGRAM}")
+            raise damaged(self.folder, f"{MANIFEST} lists {m.cpu.n_calls} calls, but {PROGRAM} has {len(calls)} bytes")
         return NativeProgram(
             calls=calls, n_calls=m.cpu.n_calls, weights=self.folder / WEIGHTS,
             weights_bytes=m.cpu.weights_bytes, activation_bytes=m.cpu.activation_bytes, symbols=symbols,

@@ -173,14 +173,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it turns texts into vectors, or pairs of texts into scores."""
+        """Return whether it turns texts into vectors, or pairs of texts into scores."""
         inputs = {slot.name for slot in self.cpu.inputs}
         vectors = set(ENCODER.outputs) <= set(self.gives) and inputs >= set(ENCODER.inputs)
         return vectors or self.is_cross_encoder
 
     @property
     def is_cross_encoder(self) -> bool:
-        """Whether it turns pairs of texts into scores. A user's own network of these names has no vocabulary."""
+        """Return whether it turns pairs of texts into scores.
+
+        A user's model with the same output names has no vocabulary.
+        """
         inputs = {slot.name for slot in self.cpu.inputs}
         scores = set(CROSS_ENCODER.outputs) <= set(self.gives) and inputs >= set(CROSS_ENCODER.inputs)
         return scores and self.vocab_size > 0

@@ -144,7 +144,7 @@ def bounds(n_blocks: int, room: int) -> tuple[int, int, int]:
 
 
 def rows_for(limit: int) -> int:
-    """Return the rows of a block for sequences of at most so many, such as a KV head's query heads in decode steps."""
+    """Return the rows of a block for sequences of at most `limit` rows, such as the query heads of a KV head."""
     return FEW_ROWS if limit <= FEW_ROWS else SOME_ROWS
 
 

@@ -51,7 +51,7 @@ class MemoryNeeds:
         return sum(w.least_pages * w.page_bytes for w in self.windows)
 
     def kv_bytes(self, n_pages: int, window_pages: Sequence[int] = ()) -> int:
-        """Return the bytes of so many pages, and of each window's."""
+        """Return the bytes of `n_pages` pages and of each window's pages."""
         pairs = zip(window_pages, self.windows, strict=True)
         return n_pages * self.page_bytes + sum(n * w.page_bytes for n, w in pairs)
 
@@ -119,7 +119,7 @@ def plan_device(
 
 
 def _with_windows(needs: MemoryNeeds, budget: int, max_pages: int, use_all: bool) -> tuple[int, ...]:
-    """Return the pages, then those of each window, for so many bytes; 0 if not enough for one sequence."""
+    """Return the pages, then those of each window, within `budget` bytes; 0 if not enough for one sequence."""
     page = {0: needs.page_bytes, **{w.tokens: w.page_bytes for w in needs.windows}}
     one = {0: needs.least_pages, **{w.tokens: w.least_pages for w in needs.windows}}
     return split_budget(budget, page, one, max_pages // needs.least_pages - 1, use_all=use_all)

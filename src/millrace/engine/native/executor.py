@@ -341,9 +341,7 @@ class NativeExecutor(LoadedProgram, Executor):
         args, out = step_args(step, self.limits)
         with self._native() as native:
             if self._outputs is not None:  # launched by any thread: its arrays must stay alive
-                raise ExecutionError(
-                    "a step was launched, and nobody has waited for it: this executor has a depth of 1"
-                )
+                raise ExecutionError("the launched step was not waited for: this executor has a depth of 1")
             assert self._core is not None, "it is not closed"
             self._lib.mr_wait(native)  # for a step whose `wait` was interrupted, as by Ctrl-C
             self._core.works_on[:] = step, out

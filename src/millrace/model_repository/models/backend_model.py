@@ -276,7 +276,7 @@ class BackendModel(Model):
         self._free(worker)
 
     def on_worker_lost(self, worker: InstanceWorker, reason: str) -> None:
-        log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, reason)
+        log.error("%s version %d: %s was lost and is being restarted: %s", self.name, self.version, worker.name, reason)
         worker.is_lost, worker.unready = True, ""
         if worker in self._idle:
             self._idle.remove(worker)
@@ -287,7 +287,7 @@ class BackendModel(Model):
         worker.unready = reason
 
     def on_worker_restarted(self, worker: InstanceWorker) -> None:
-        log.info("%s version %d: %s is there again", self.name, self.version, worker.name)
+        log.info("%s version %d: %s is available again", self.name, self.version, worker.name)
         worker.is_lost, worker.unready = False, ""
         self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
@@ -311,7 +311,7 @@ class BackendModel(Model):
     def unready_reason(self) -> str:
         lost = [worker.name for worker in self._workers if worker.is_lost]
         unready = [f"{worker.name}: {worker.unready}" for worker in self._workers if worker.unready]
-        return self._broken or "; ".join([f"{', '.join(lost)} is being made anew"] * bool(lost) + unready)
+        return self._broken or "; ".join([f"{', '.join(lost)} is being restarted"] * bool(lost) + unready)
 
     def _end(self, worker: InstanceWorker, batch: Batch) -> None:
         self._count(batch, time.monotonic_ns())

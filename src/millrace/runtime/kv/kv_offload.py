@@ -87,11 +87,11 @@ class KvOffloadStore:
         self._max_records = (max_bytes // 2 - HEADER.size) // self._record_bytes
         if self._max_records < 1:
             raise ConfigError(
-                f"the second tier of KV pages may have {max_bytes} bytes, and a page has {page_bytes}",
+                f"the KV offload file may have {max_bytes} bytes, and a page has {page_bytes}",
                 f"at least {2 * (self._record_bytes + HEADER.size)} bytes", "raise --kv-tier-size",
             )  # fmt: skip
         if not path.name:
-            raise ConfigError(f"the second tier of KV pages is {path}", "a file", "name one with --kv-tier")
+            raise ConfigError(f"the KV offload file is {path}", "a file", "name one with --kv-tier")
         digest = hashlib.blake2b(engine.encode(), digest_size=32).digest()
         self._header = HEADER.pack(MAGIC, digest, page_bytes, 0)[:-GENERATION_BYTES]
         self._places: dict[Key, tuple[int, int]] = {}  # segment, record; guarded by _lock, as are the following
@@ -104,7 +104,7 @@ class KvOffloadStore:
         try:
             self._segments = [self._open(path.with_name(f"{path.name}.{i}"), i) for i in (0, 1)]
         except OSError as error:
-            what = f"the second tier of KV pages cannot be opened: {error}"
+            what = f"the KV offload file cannot be opened: {error}"
             raise ConfigError(what, "a file that can be written", "name another with --kv-tier") from None
         # The newer one; if neither was truncated yet, the one that is not full.
         segments, limit = self._segments, self._max_records
@@ -205,14 +205,14 @@ class KvOffloadStore:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(file)
-            what = f"the second tier of KV pages {path} is in use by another process"
+            what = f"the KV offload file {path} is in use by another process"
             raise ConfigError(what, "a file for each server", "name another with --kv-tier") from None
         segment, begin = _Segment(path, file, 0, []), os.pread(file, HEADER.size, 0)
         _check_ours(path, os.fstat(file), begin)
         segment.generation = int.from_bytes(begin[len(self._header) :], "little")
         if begin[: len(self._header)] != self._header or segment.generation > MAX_GENERATION:
             if begin:
-                log.warning("%s is of another engine, or none of ours: it is begun anew", path)
+                log.warning("%s belongs to another engine or is not a KV offload file; starting a new one", path)
             self._begin(segment, 0)
             return segment
         n, cut_off = divmod(os.fstat(file).st_size - HEADER.size, self._record_bytes)
@@ -244,7 +244,7 @@ class KvOffloadStore:
                     self.n_dropped += 1
                     warned, self._warned = self._warned, True
                 if not warned:
-                    log.warning("KV pages cannot be written to the second tier: %s; they are computed again", error)
+                    log.warning("KV pages cannot be written to the KV offload file: %s; they will be recomputed", error)
             with self._lock:
                 if self._queued.get(key) is data:  # otherwise it was removed meanwhile, and may have been stored again
                     del self._queued[key]
@@ -282,15 +282,15 @@ class KvOffloadStore:
 def _check_ours(path: Path, state: os.stat_result, begin: bytes) -> None:
     """Check that the file belongs to this user and store. raises ConfigError"""
     if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
-        what = "is no file of its own"
+        what = "is not a regular file with one name"
     elif state.st_uid != os.getuid() or state.st_mode & 0o077:
         what = "can be read or written by others"
     elif begin and not begin.startswith(MAGIC):
         what = "holds something else"
     else:
         return
-    expected = "a new file, or one of an earlier second tier, for its owner alone"
-    raise ConfigError(f"the second tier of KV pages {path} {what}", expected, "name another with --kv-tier")
+    expected = "a new file, or an earlier KV offload file that only its owner may access"
+    raise ConfigError(f"the KV offload file {path} {what}", expected, "name another with --kv-tier")
 
 
 def _checksum(key: Key, page: PageBytes) -> int:

@@ -345,7 +345,7 @@ class PagePool:
         matches. A page that is not full is never written again, like any other.
         """
         assert self._owners[page] and (previous is None or self._owners[previous]), (
-            f"page {page} or {previous} is nobody's"
+            f"page {page} or {previous} has no owner"
         )
         entry = self.index.add(page, key, previous)
         self.index.set_content(entry, content)

@@ -327,7 +327,7 @@ class Sequence:
         return self.keys[:n_pages]
 
     def content(self, i: int, page_tokens: int, n_tokens: int | None = None) -> PageKey:
-        """Return the content of its page `i`, whose previous pages are full. n_tokens: consider only so many tokens"""
+        """Return the content of its page `i`, whose previous pages are full. n_tokens: tokens to consider"""
         after = self.page_keys(i, page_tokens)[-1] if i else self.request.root
         return PageKey(after, self.tokens.array[:n_tokens][i * page_tokens : (i + 1) * page_tokens], page_tokens)
 

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes. No phases: each sequence has so many tokens computed and wants so many more.
+"""Which tokens the next step computes. No phases: each sequence has computed and pending tokens.
 
 A step takes first the sequences that lack one token (the running answers), then chunks of prompts within the rest of
 the budget, oldest first, then new sequences from the queue, first come, first served. A sequence gets the pages of all

@@ -84,7 +84,7 @@ class StepCost:
         return self.seconds(work.prompts, work.starts, work.rows, work.contexts / max(1, work.rows))
 
     def between(self, sequences: int) -> float:
-        """Return the seconds that the host takes between a step with so many sequences and the next."""
+        """Return the seconds that the host takes between a step with `sequences` sequences and the next."""
         return self.host + self.host_sequence * sequences
 
     def scaled(self, factor: float) -> "StepCost":

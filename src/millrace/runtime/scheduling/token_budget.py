@@ -40,14 +40,14 @@ _NOISE_LOW, _NOISE_HIGH = 0.03, 0.5  # of a step's time from the model: followed
 _MIN_S = 1e-12  # of anything
 _DOUBT = 0.2  # longer chunks are tried if the logarithm of their length has a deviation above this
 _OPTIMISM = 3.0  # weight of the deviation above _DOUBT
-_PROBE_S = 0.5  # a longer chunk is tried after so many seconds of steps with about as many rows
+_PROBE_S = 0.5  # a longer chunk is tried after steps of this duration with about as many rows
 _NARROW = 3.0  # "about as many": the most rows are at most this many times the fewest
 _PROBE = 6  # the longer chunk has this many times the rows
 _CLEAR = 1.5  # times a plain step: steps with a chunk that last longer than this differ clearly from it
 _MAX_VARIANCE = 1.0  # of either number
 _FIRST_VARIANCES, _SOLVED_VARIANCES = (1.0, 0.25), (0.02, 0.02)  # after the first step, and the first that differs
 _DECODE_ROW = 0.5  # prompt tokens that a decode row counts as
-_FIRST_ROWS = 8  # before anything is known, the overhead of a step counts as so many rows
+_FIRST_ROWS = 8  # before anything is known, the overhead of a step counts as this many rows
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class StepTime:
         return self.row_s > 0
 
     def step_s(self, rows: float) -> float:
-        """Return the seconds that a step of so many rows takes."""
+        """Return the predicted duration of a step with `rows` rows."""
         return self.overhead_s + self.row_s * rows
 
     def optimistic_row_s(self, rows: float) -> float:
@@ -89,7 +89,7 @@ class StepTime:
         self._covariance = (variances[0], 0.0, variances[1])
 
     def observe(self, rows: float, step_time_s: float) -> None:
-        """Update the model by a step that took `step_time_s` with so many rows."""
+        """Update the model with a step of `rows` rows that took `step_time_s`."""
         measured_s = max(step_time_s, _MIN_S)
         self._watch_range(rows, measured_s)
         if not self.is_known:
@@ -180,10 +180,12 @@ class TokenBudget:
         n_pending: sequences whose prompts are not computed yet, and that could run at the same time
         """
         room = self.max_step_tokens - n_decode
-        return min(room, self._chunk(n_decode, n_pending)) if n_decode else room  # nobody waits for this step
+        return (
+            min(room, self._chunk(n_decode, n_pending)) if n_decode else room
+        )  # no running answer waits for this step
 
     def observe(self, n_prefill: int, step_time_s: float, n_decode: int = 0) -> None:
-        """Learn from a step that took `step_time_s` with so many prompt tokens and decode rows."""
+        """Learn from a step of `n_prefill` prompt tokens and `n_decode` decode rows that took `step_time_s`."""
         if n_prefill == 0:
             self.step_s = _smoothed(self.step_s, step_time_s)
         else:

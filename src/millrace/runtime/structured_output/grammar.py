@@ -123,7 +123,7 @@ class Matcher:
             self.guide.consume_token(token)  # a refused token is an error of the matcher, reported by `error`
 
     def _gap(self, n_most: int) -> list[int]:
-        """Return the tokens of the gap with at most so many characters."""
+        """Return the tokens of the gap with at most `n_most` characters."""
         return [] if self._reasoning is None else [i for i, n in self._reasoning.gap.items() if n <= n_most]
 
     def restart(self, compiled: Callable[[str], "LLMatcher"]) -> None:

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def number_of_connections(max_connections: int | None) -> int:
-    """Return the requested number, or MAX_CONNECTIONS; fewer if the file limit does not allow so many."""
+    """Return the requested number, or MAX_CONNECTIONS; fewer if the file limit is too low."""
     limit, max_files = max_connections or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if max_files == resource.RLIM_INFINITY:
         return limit

@@ -61,12 +61,12 @@ class Connections:
         if len(self._open) >= self.limits.max_connections:
             waiting = next(iter(self._waiting), None) or next(iter(self._incomplete), None)
             if waiting is None:
-                self.seldom.warn("all connections are in use, so that new ones get a 503 (raise `ulimit -n`)")
+                self.seldom.warn("all connections are in use; new ones get a 503 (raise `ulimit -n`)")
                 if len(self._refused) >= MAX_REFUSED:
                     self._close_refused()
                 self._refused[connection] = None
                 return False
-            self.seldom.warn("all connections are in use, so that waiting ones are closed (raise `ulimit -n`)")
+            self.seldom.warn("all connections are in use; idle ones are closed (raise `ulimit -n`)")
             self.remove(waiting)
             waiting.close_gracefully()
         self._open[connection] = None
@@ -112,7 +112,7 @@ class Connections:
         if unread <= self.limits.max_unread_bytes:
             return
         for connection in sorted(readers, key=lambda c: c.unread_since_s):
-            self.seldom.warn("replies that nobody reads hold too much memory, so that their connections are closed")
+            self.seldom.warn("unread replies hold too much memory; their connections are closed")
             unread -= connection.n_unread
             connection.abort()
             if unread <= self.limits.max_unread_bytes:

@@ -49,11 +49,11 @@ def reasoning_switch(name: str, value: object) -> bool | None:
 
 
 # The fields, for the structs of endpoints that render a chat template.
-EnableThinking = Annotated[bool | None, Meta(description="false: no thoughts; the template's variable")]
-Think = Annotated[Any, Meta(description="false: no thoughts, as Ollama's clients say it")]
-ThinkingType = Annotated[Any, Meta(description='{"type": "disabled"}: no thoughts, as Anthropic\'s clients say it')]
-ReasoningOptions = Annotated[Any, Meta(description='{"effort": "none"} or {"enabled": false}: no thoughts')]
-Effort = Annotated[Any, Meta(description='"none": no thoughts; others are ignored')]
+EnableThinking = Annotated[bool | None, Meta(description="false: disable reasoning; the chat template's variable")]
+Think = Annotated[Any, Meta(description="false: disable reasoning; Ollama's name")]
+ThinkingType = Annotated[Any, Meta(description='{"type": "disabled"}: disable reasoning; Anthropic\'s name')]
+ReasoningOptions = Annotated[Any, Meta(description='{"effort": "none"} or {"enabled": false}: disable reasoning')]
+Effort = Annotated[Any, Meta(description='"none": disable reasoning; other values are ignored')]
 FIELDS = ("enable_thinking", "think", "thinking", "reasoning", "reasoning_effort")
 
 
@@ -71,7 +71,7 @@ def thinking_of(request: object) -> Thinking | None:
     if len(set(switches.values())) > 1:
         first, second = (next(name for name, enabled in switches.items() if enabled is one) for one in (True, False))
         raise RequestError(
-            f"{first} asks for thoughts, and {second} for none", "one of them", f"leave {second} out", second
+            f"{first} enables reasoning, and {second} disables it", "one of them", f"leave {second} out", second
         )
     return next((Thinking(enabled, name) for name, enabled in switches.items()), None)
 
@@ -93,8 +93,9 @@ class ThinkingSwitch:
         """Return the template's variables. raises RequestError if reasoning is disabled but cannot be turned off"""
         if thinking is not None and not thinking.enabled and self._thinks and not self._variables:
             raise RequestError(
-                f"{thinking.name} asks for no thoughts, and this model always thinks: its chat template has no "
+                f"{thinking.name} disables reasoning, but this model always reasons: its chat template has no "
                 "variable for it",
-                f"a request without {thinking.name}", "leave it out: thoughts are apart from the answer", thinking.name,
+                f"a request without {thinking.name}", "leave it out: reasoning is separate from the answer",
+                thinking.name,
             )  # fmt: skip
         return {} if thinking is None else dict.fromkeys(self._variables, thinking.enabled)

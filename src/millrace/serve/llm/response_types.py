@@ -27,12 +27,12 @@ class ErrorReply(Struct):
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    cached_tokens: int = 0  # found in the prefix cache, and so not computed
+    cached_tokens: int = 0  # found in the prefix cache
     audio_tokens: int = 0
 
 
 class CompletionTokensDetails(Struct, frozen=True):
-    reasoning_tokens: int = 0  # those of the model's thoughts
+    reasoning_tokens: int = 0  # tokens of the reasoning
     audio_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -62,7 +62,7 @@ class SeedEcho(Struct):
     """The seed that was drawn if the request set none; sending it reproduces the answer."""
 
     seed: int  # of the first prompt
-    seeds: list[int] | UnsetType = UNSET  # of each prompt, where there are several
+    seeds: list[int] | UnsetType = UNSET  # one per prompt, if there are several
     receipt: Receipt | UnsetType = UNSET
 
 

@@ -207,10 +207,10 @@ def _window_metrics(model: str, windows: tuple[WindowStats, ...]) -> Iterator[Me
 
 
 def _tier_metrics(model: str, tier: TierStats) -> Iterator[MetricFamily]:
-    yield gauge(model, "millrace:kv_tier_pages", "KV pages that the second tier's files hold", tier.pages)
-    yield gauge(model, "millrace:kv_tier_bytes", "Of the second tier's two files", tier.bytes)
-    yield counter(model, "millrace:kv_tier_stored", "KV pages written to the second tier", tier.stored_total)
-    yield counter(model, "millrace:kv_tier_found", "KV pages that came back from there", tier.found_total)
+    yield gauge(model, "millrace:kv_tier_pages", "KV pages in the KV offload files", tier.pages)
+    yield gauge(model, "millrace:kv_tier_bytes", "Size of the two KV offload files", tier.bytes)
+    yield counter(model, "millrace:kv_tier_stored", "KV pages written to the KV offload files", tier.stored_total)
+    yield counter(model, "millrace:kv_tier_found", "KV pages read back from the KV offload files", tier.found_total)
     help_text = "Records of KV pages that were damaged, and so left out"
     yield counter(model, "millrace:kv_tier_damaged", help_text, tier.damaged_total)
     help_text = "KV pages that were not written: too many at a time, or the disk refused them"

@@ -160,8 +160,8 @@ def plan(
         n = round_up(fractional * share / fleet.utilisation, point.systems) + fleet.spare
         if n > _MAX_SYSTEMS:
             raise ConfigError(f"{format_4_digits(rate)} requests/s are {n:,} systems", f"at most {_MAX_SYSTEMS:,}",
-                              f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
-                              f"are {format_4_digits(rate / DAY_S)} a second")  # fmt: skip
+                              f"check the unit: --rate is per second at the peak; as a number per day (--calls) it "
+                              f"is {format_4_digits(rate / DAY_S)} per second")  # fmt: skip
         return n
 
     low = bought(1 - error)

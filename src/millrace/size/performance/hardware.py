@@ -52,7 +52,7 @@ def named_hardware(name: str, system_size: int = SYSTEM) -> Hardware:
     if match := _TIMES.fullmatch(name):
         device = find_device(match[2])
         raise ConfigError(f'hardware is "{sanitize(name)}"', "the name of one device",
-                          f'--hardware "{device.name}" --system-size {match[1]}: systems of so many; '
+                          f'--hardware "{device.name}" --system-size {match[1]}: systems of this size; '
                           "--systems 1 beside them, to know what one serves")  # fmt: skip
     if "," in name:
         raise ConfigError(f'hardware is "{sanitize(name)}"', "one name each",

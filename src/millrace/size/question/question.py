@@ -144,7 +144,7 @@ def parse_limits(settings: LimitSettings) -> Limits:
         raise ConfigError("--burstiness without --arrivals gamma", "both, or neither", "say how requests come")
     limits = {name: value for name in ("ttft_ms", "itl_ms", "e2e_ms", "reading") if (value := getattr(settings, name))}
     if settings.mode == "offline":
-        _no_other(limits, (), "offline nobody waits")
+        _no_other(limits, (), "--mode offline has no latency limits")
         return Limits(statistic=settings.of)
     if settings.mode == "sequential":
         _no_other(limits, ("e2e_ms",), "a sequential caller sees nothing before the last token")

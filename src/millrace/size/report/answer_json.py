@@ -17,7 +17,7 @@ DEFINITIONS = {
     "itl": "(e2e - ttft) / (output tokens - 1)",
     "e2e": "from the request to its last token",
     "p95": f"of requests; where p95_is_upper_bound, {P95_OF_CALLS}",
-    "system": "a machine of system_size devices (8 where nobody says), full of instances",
+    "system": "a machine of system_size devices (8 if unset), full of instances",
     "concurrency": "requests in flight in an instance: always (closed loop), or where simulated on average",
 }
 

@@ -50,7 +50,7 @@ def _drawings(answer: SizingAnswer) -> Mapping[str, list[tuple[str, Markup | Non
     hours = hours_plot(money.hourly) if money and len(set(money.hourly)) > 1 else None
     return defaultdict(list, {
         "read": [("Arrivals: how many requests come at once, and what is planned for", arrivals)],
-        "why": [("Why so many systems", why_plot(answer))],
+        "why": [("Why this number of systems", why_plot(answer))],
         "costs": [("Costs of a year, by how systems are paid for", costs_plot(answer)),
                   ("Hours of a day: instances that each needs", hours)],
     })  # fmt: skip
@@ -124,7 +124,7 @@ def arrivals_plot(settings: DemandSettings, load: Demand) -> Markup | None:
         plot.box((x - 0.4 * step, 0), (x + 0.4 * step, share), 0, label=f"{x}: {share:.2g} %")
     plot.line([mark, mark], [plot.y.low, plot.y.high], _MARK)
     plot.text(mark, plot.y.high * 0.9, f"{settings.percentile:g} % stay within {format_exact(mark)}")
-    return plot.svg("How often so many requests arrive in a window, and the percentile that is planned for")
+    return plot.svg("Probability of each number of requests in a window, and the planned percentile")
 
 
 def hours_plot(hourly: Sequence[int]) -> Markup:

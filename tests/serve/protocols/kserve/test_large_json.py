@@ -194,7 +194,7 @@ def test_too_many_strings(served: Threaded, monkeypatch: pytest.MonkeyPatch) -> 
         ("repository/index", "at most 1048576 are supported here"),
         ("repository/models/floats/unload", "at most 65536 are supported here"),
         ("repository/models/floats/load", "at most 65536 are supported here"),
-        ("models/floats/generate", "send tensors of so many to /infer"),
+        ("models/floats/generate", "send larger tensors to /infer"),
     ],
 )  # fmt: skip
 def test_other_bodies_of_very_many_values(served: Threaded, path: str, words: str) -> None:

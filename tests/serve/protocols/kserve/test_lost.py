@@ -55,7 +55,7 @@ def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pyt
         until(lambda: ready() == (400, 400))
         assert ask(of_model)[1] == b'{"error":"Model version not ready"}'
         (told,) = json.loads(ask(f"{url}/v2/repository/index", {})[1])
-        assert (told["state"], told["reason"]) == ("UNAVAILABLE", "m_0 is being made anew")
+        assert (told["state"], told["reason"]) == ("UNAVAILABLE", "m_0 is being restarted")
         assert b"tensor models are not ready: model 'm' version 1: m_0 is being" in ask(f"{url}/v1/health/ready")[1]
         assert ask(f"{url}/health")[0] == 200, "what else is served is served all the same"
         until(lambda: ready() == (200, 200))

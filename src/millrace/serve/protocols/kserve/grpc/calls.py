@@ -80,7 +80,7 @@ class GrpcFrontend:
         run_off_loop: RunOffLoop,
         shared: SharedMemoryRegions | None = None,
     ) -> None:
-        """is_ready: of the server as a whole; run_off_loop: runs work on so many bytes off the event loop
+        """is_ready: whether the server is ready; run_off_loop: runs work off the event loop, given its size in bytes
 
         shared: None if clients' shared memory is not read
         """

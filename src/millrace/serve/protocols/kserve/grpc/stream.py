@@ -66,7 +66,7 @@ class Stream:
         ends_with_error: bool,
         caller: GrpcCallContext, grant: Grant | None = None,
     ) -> None:  # fmt: skip
-        """admit: admits a request of so many bytes while it is answered
+        """admit: admits a request by its size in bytes, until it is answered
         lease: returns the counter of one request's unread responses
         write_s: timeout for the client to read a response
         ends_with_error: the first error ends the stream with its status, as a client may request

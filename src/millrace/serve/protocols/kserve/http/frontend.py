@@ -96,9 +96,9 @@ class HttpFrontend:
         self, repository: ModelRepository, is_ready: Callable[[], bool], run_off_loop: RunOffLoop,
         shared: SharedMemoryRegions | None = None, guard: ApiRestrictions = OPEN,
     ) -> None:  # fmt: skip
-        """is_ready: the server as a whole. run_off_loop: runs a reader of so many bytes of JSON, off the loop
+        """is_ready: whether the server is ready. run_off_loop: reads JSON off the event loop, given its size in bytes
 
-        shared: None where no client's memory is read; guard: which headers models see
+        shared: None if clients' shared memory is not read; guard: which headers models see
         """
         self._guard = guard
         self._repository, self._is_ready, self._run_off_loop, self._shared = repository, is_ready, run_off_loop, shared

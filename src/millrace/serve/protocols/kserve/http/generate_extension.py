@@ -65,7 +65,7 @@ def _decode(body: bytes) -> _Object:
     if len(body) > _MAX_BYTES:
         raise too_large("generate request JSON size", len(body), _MAX_BYTES)
     if count_values(body).values > _MAX_VALUES:
-        raise no_json(f"it has more than {_MAX_VALUES} values: send tensors of so many to /infer")
+        raise no_json(f"it has more than {_MAX_VALUES} values: send larger tensors to /infer")
     try:
         members = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
         msgspec.json.encode(members)  # half of a surrogate pair, of which no answer could speak
