@@ -1,4 +1,4 @@
-// Runs a program: its weights, activations and caches in huge-page arenas, its threads its own.
+// Runs a program: owns its threads, and huge-page arenas for weights, activations and caches.
 #pragma once
 #include <functional>
 #include <memory>
@@ -26,16 +26,16 @@ class Arena {
   int64_t bytes_;
 };
 
-// Of the sequences in a run; as Cache has it.
+// Page table of the sequences in a run, see Cache.
 struct PageTable {
   const int32_t *pages, *offsets;
 };
 
-// What a run works on, beside the inputs that lie in the activations. What it points at stays as it is until the end.
+// Inputs of a run besides those in the activations. Pointers must stay valid until the run ends.
 struct RunInputs {
   const int32_t* sizes;  // of the program's symbols
   Sequences sequences;
-  const PageTable* tables;  // of the caches that are kept, by their number
+  const PageTable* tables;  // by number, for caches that are kept between runs
   const int32_t *states_from, *states_to;  // (S)
   EmbeddingRows embeddings;
 };
@@ -43,13 +43,13 @@ struct RunInputs {
 class Executor {
  public:
   explicit Executor(const mr_create_args& args);
-  // `last` is what every worker does when the program is through, as one task list more.
+  // `last` is run by every worker after the program, as one more task list.
   using Last = std::function<void(StepContext& context, int worker)>;
-  // A run: its other threads begin it, and `wait` takes part and returns when it is through. One at a time.
+  // Starts a run on the other threads; `wait` joins them and returns when it is finished. One run at a time.
   void launch(const RunInputs& inputs, Last last);
   void wait();
   bool is_running() const { return running_; }
-  void compute(const int32_t* sizes);  // no language model: nothing is kept between runs
+  void compute(const int32_t* sizes);  // not a language model: nothing is kept between runs
   void set_tactics(const mr_tactic* tactics, int64_t n);
 
   uint8_t* activations() const { return activations_.data(); }
@@ -64,7 +64,7 @@ class Executor {
   int64_t kept_pages() const { return kept_pages_; }
   const std::vector<mr_window>& windows() const { return windows_; }
   int64_t state_slots() const { return states_.empty() ? 0 : states_.front().slots; }
-  void copy_page(int32_t table, int32_t from, int32_t to);  // in all caches that go by it
+  void copy_page(int32_t table, int32_t from, int32_t to);  // in all caches that use this table
   uint8_t* kept(size_t cache) const { return cache < kept_.size() ? kept_[cache]->data() : nullptr; }
   const std::vector<Call>& program() const { return program_; }
   const std::vector<Tactic>& chosen_tactics() const { return chosen_; }
@@ -102,7 +102,7 @@ class Executor {
   std::vector<std::unique_ptr<Arena>> scratch_;  // one a worker
   Pool pool_;
   Arena shared_;  // all workers'
-  StepContext run_{};  // the run that is under way, as every worker has it
+  StepContext run_{};  // the current run, copied by each worker
   Last last_;
   bool running_ = false, profiling_ = false;
   std::vector<double> seconds_;

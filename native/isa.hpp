@@ -9,19 +9,19 @@ namespace millrace {
 constexpr int64_t kSampleBlock = 1024;  // logits whose exponentials are summed together,
 constexpr int64_t kLookBlock = 256;     // and of which the largest is remembered
 
-// What row_weigh looks for among the logits: what is below `base` weighs nothing, what lies from `floor` up to below
-// `ceiling` is listed. base <= floor <= ceiling.
+// Range of logits for row_weigh: those below `base` have weight 0, those in [floor, ceiling) are listed.
+// base <= floor <= ceiling.
 struct Band {
   float base, floor, ceiling;
 };
 
-// What it leaves, a value per block; weights are 2^((x - m) * scale), m the largest logit.
+// Its results, one value per block; weights are 2^((x - m) * scale), m the largest logit.
 struct Weights {
-  float *most, *references;  // the largest logit of each kLookBlock; what each kSampleBlock was weighed against
-  float *all, *above;        // the sums of what weighs, and of what lies from the ceiling on
-  int32_t* ids;              // what is listed, ascending; takes 16 more
+  float *most, *references;  // the largest logit of each kLookBlock; the reference logit of each kSampleBlock
+  float *all, *above;        // the sums of all weights, and of those from the ceiling on
+  int32_t* ids;              // the listed ids, ascending; room for 16 more
   int64_t found;
-  float m;  // NaN where a logit is not finite
+  float m;  // NaN if a logit is not finite
 };
 
 struct SamplePasses {

@@ -1,6 +1,6 @@
 // All kernels for one instruction set. Compiled once per set: MILLRACE_ISA names it, MILLRACE_LANES its sixteen lanes.
 // Only this unit gets that set's compiler flags, so it holds no inline code of the standard library: such a function,
-// compiled for AVX-512, could be the copy that the linker keeps for everybody.
+// compiled for AVX-512, could be the copy that the linker keeps for all units.
 #include "isa.hpp"
 #include MILLRACE_LANES
 #include "lanes/math.hpp"

@@ -94,7 +94,7 @@ class Row {
     gather(found);
   }
 
-  // A threshold from which on at least `count` <= n logits lie, but not many more: one in each of so many blocks.
+  // A threshold from which on at least `count` <= n logits lie, but not many more: one in each of `count` blocks.
   float floor_of(int64_t count) const {
     const bool by_block = 2 * count <= blocks();
     Search search{passes, by_block ? s.most : x, nullptr, by_block ? blocks() : n, count, HUGE_VAL, m, next_above(m)};

@@ -1,7 +1,7 @@
 // A team of threads that works through the phases of one job at a time, together with the caller once it joins them.
 //
-// Nobody is waited for who has not begun: a thread that the system has not woken yet, because its CPU has other work,
-// joins the phase that runs by then. A phase has ended when all who joined are done with it.
+// Threads that the OS has not scheduled yet are not waited for; they join whichever phase is running when they wake. A
+// phase ends when all threads that joined it are done.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -13,29 +13,29 @@ namespace millrace {
 class Pool {
  public:
   struct Job {
-    // A worker's part of a phase. Whoever comes takes what is left: it may be one worker who does all of it.
+    // A worker's part of a phase. Work is claimed dynamically, so a single worker may do all of it.
     std::function<void(int worker, int phase)> work;
-    int phases = 1;  // at least
-    std::function<void(int phase)> ended;  // by one of them, before the next phase begins; may be empty
+    int phases = 1;  // at least 1
+    std::function<void(int phase)> ended;  // called by one worker before the next phase begins; may be empty
   };
 
   explicit Pool(int workers);  // the caller is worker 0; workers - 1 threads are started
-  ~Pool();                     // of a pool whose job has been joined
+  ~Pool();                     // the job must have been joined
   Pool(const Pool&) = delete;
 
   int workers() const { return workers_; }
-  void begin(Job job);  // the others begin, and the caller goes on; one job at a time
-  void join();          // takes part in what is left, and returns when the job is through
+  void begin(Job job);  // starts the workers and returns; one job at a time
+  void join();          // works until the job is finished
   void run(Job job) {
     begin(std::move(job));
     join();
   }
 
  private:
-  // Which phase it is, how many take part in it and how many of them are done, in one word: all that changes at once.
+  // Phase number, members and finished members in one atomic word.
   struct State {
     uint32_t turn;  // counts phases, and the times between jobs
-    bool open;      // a job is under way: workers may join
+    bool open;      // a job is running: workers may join
     int32_t members, arrived;
 
     static State of(uint64_t word);
@@ -43,17 +43,17 @@ class Pool {
     bool ends() const { return members > 0 && arrived == members; }
   };
 
-  // Rings whenever the turn changes. Threads listen to it, not to the state, which each of them changes.
+  // Rings whenever the turn changes. Threads wait on it instead of on the state, which each of them changes.
   struct alignas(64) Bell {
     int32_t rung = 0;
     int32_t sleepers = 0;
     int32_t heard() const;
-    void ring();  // and wakes whoever sleeps
+    void ring();  // and wakes the sleepers
   };
 
   State state() const { return State::of(__atomic_load_n(&state_, __ATOMIC_SEQ_CST)); }
   void serve(int worker);
-  State take_part(int worker);  // in the job that is under way, if one is; the state in which there was none
+  State take_part(int worker);  // in the running job, if any; returns the state without one
   State enter();
   State leave(State mine, int worker);
   void become(const State& next);

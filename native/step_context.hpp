@@ -31,8 +31,8 @@ constexpr int kKvFormats = sizeof kKvKinds / sizeof *kKvKinds;
 //   int4  keys [D/8][64][4]  values [16][Dv/32][16][4]  bytes of two unsigned codes: of a key the lower half has element i
 //         of eight and the upper one i + 4, of a value column i of 32 and i + 16 (Dv rounded up to 32). A byte is one
 //         token's, so that workers write no byte together. Scales as above, then 64 minimums
-// Keys lie with the 64 tokens side by side, so that 16 scores are one vector and no sum runs across lanes. What is stored
-// of a token depends on nothing but that token: written again, by whatever chunks, it has the same bits.
+// Keys are stored token-minor (64 tokens contiguous), so that 16 scores are one vector and no sum runs across lanes. The
+// stored bits of a token depend only on that token, not on the chunk that writes them.
 struct KvLayout {
   uint8_t* base;
   KvFormat format;
@@ -56,7 +56,7 @@ struct KvLayout {
   [[gnu::always_inline]] float* value_scales(uint8_t* block) const { return scales_before(block + block_bytes()); }
 };
 
-// A cache as attention finds it in a run: where its pages lie, and which of them are whose.
+// A cache in a run: the place of its pages, and the page table of each sequence.
 struct Cache {
   KvLayout layout;
   const int32_t* pages;
@@ -67,7 +67,7 @@ struct Cache {
   }
 };
 
-// States of layers of one kind: (layers, slots, floats), and in which slots each sequence's are before and behind this run.
+// States of layers of one kind: (layers, slots, floats), and the slots of each sequence before and after this run.
 struct States {
   float* base;
   int64_t slots, floats;
