@@ -58,7 +58,7 @@ def test_auto_keeps_its_choice_and_evidence(millrace: Millrace, tmp_path: Path) 
             "build", "tiny", "-o", tmp_path / name, "--precision", "auto", "--max-kl", "0.1", "--bf16-sums", "pairs",
             *SHORT,
         )  # fmt: skip
-        assert "auto chose w8a8 g128: KL 0.0" in built.out and "over it: w4a8 g128, lm_head w8a8 0." in built.out
+        assert "auto chose w8a8 g128: KL 0.0" in built.out and "rejected: w4a8 g128, lm_head w8a8 0." in built.out
     files = [sorted((p.name, p.read_bytes()) for p in (tmp_path / name).iterdir()) for name in ("one", "two")]
     assert files[0] == files[1], "two builds give the same bytes"
     m = read_manifest(tmp_path / "one")

@@ -245,7 +245,7 @@ def test_pages_of_another_engine_are_of_no_use(tmp_path: Path, caplog: pytest.Lo
     store.computes(2, 6)
     store.tier.close()
     other = Store(tmp_path / "tier", engine="another")
-    assert other.finds(1, 6) == 0 and "of another engine" in caplog.text
+    assert other.finds(1, 6) == 0 and "belongs to another engine" in caplog.text
     other.tier.close()
 
 
