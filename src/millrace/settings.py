@@ -63,9 +63,6 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return bytes(result)
 
 
-read_given = read_bounded  # the name that checkpoint/config imports
-
-
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. raises ValueError for a duplicate key"""
     result = dict(pairs)

@@ -146,7 +146,7 @@ def _yarn_frequencies(rope: RopeConfig, plain: NDArray[np.float64], head_dim: in
     assert rope.original_max_positions is not None, rope
 
     def dimension(rotations: float) -> float:
-        """Return the frequency's number whose angle makes so many rotations within the original context."""
+        """Return the number of the frequency whose angle makes `rotations` rotations within the original context."""
         radians = rope.original_max_positions / (rotations * 2 * math.pi)  # type: ignore[operator]  # it is a number
         return head_dim * math.log(radians) / (2 * math.log(rope.theta))
 

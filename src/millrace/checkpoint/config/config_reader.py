@@ -16,9 +16,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 Raw = Mapping[str, object]
 
 
-def wrong(key: str, value: object, expected: str, mend: str = "", source: str = CONFIG) -> CheckpointError:
-    mend = mend or f"check that {source} belongs to this model and is complete"
-    return CheckpointError(f"{source}: {key} is {value!r:.200}", expected, mend)
+def wrong(key: str, value: object, expected: str, fix: str = "", source: str = CONFIG) -> CheckpointError:
+    fix = fix or f"check that {source} belongs to this model and is complete"
+    return CheckpointError(f"{source}: {key} is {value!r:.200}", expected, fix)
 
 
 @dataclass(frozen=True, slots=True)

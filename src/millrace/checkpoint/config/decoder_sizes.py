@@ -12,7 +12,7 @@ from pathlib import Path
 from millrace.checkpoint.config.config_reader import ConfigKeys, ConfigReader, Raw, wrong
 from millrace.checkpoint.config.families.all_families import FAMILIES
 from millrace.errors import CheckpointError, ConfigError, sanitize
-from millrace.settings import read_given, reject_duplicate_keys
+from millrace.settings import read_bounded, reject_duplicate_keys
 
 _MAX_BYTES = 1 << 20  # of a config.json
 _MOST = 1 << 24  # largest size in it
@@ -73,7 +73,7 @@ class DecoderSizes:
 def read_config_file(path: Path) -> Mapping[str, object]:
     """Read a config.json that need not belong to a checkpoint. raises ConfigError"""
     try:
-        data = read_given(path, _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
         config = json.loads(data, object_pairs_hook=reject_duplicate_keys) if len(data) <= _MAX_BYTES else None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "a config.json", "check the path") from None

@@ -41,7 +41,7 @@ _MANY = (Tile(64, 64, 8), Tile(64, 128, 8), Tile(128, 64, 8))
 
 
 def tiles(rows: int) -> tuple[Tile, ...]:
-    """Return the tiles for matmuls of so many rows; the first that takes them is the default rule."""
+    """Return the tiles for matmuls of `rows` rows; the first that takes them is the default rule."""
     if rows <= EIGHT:
         return (*(ONE_OF_E4M3 if rows == 1 else ()), *EIGHT_OF_WORDS, *_FEW)
     return _FEW if rows <= 16 else _SOME if rows < MANY_ROWS else _MANY
@@ -81,7 +81,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """result: per region, the tile for up to so many rows, ascending; without an entry the default rule applies"""
+    """result: per region, the tile by its largest number of rows, ascending; without an entry the default rule applies"""
 
     result: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
 
