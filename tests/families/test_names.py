@@ -1,7 +1,7 @@
 """A family's names are defined once, in `config/families/`; everything else that names families knows the same ones."""
 
 from millrace.checkpoint.config.families.all_families import FAMILIES
-from millrace.checkpoint.gguf.metadata import ARCHITECTURES
+from millrace.checkpoint.gguf.architectures import ARCHITECTURES
 from millrace.model import families
 
 

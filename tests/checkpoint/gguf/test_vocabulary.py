@@ -13,7 +13,7 @@ import tokenizers
 from gguf import TokenType
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.gguf.metadata import MetadataKeys
+from millrace.checkpoint.gguf.metadata_keys import MetadataKeys
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer, open_tokenizer

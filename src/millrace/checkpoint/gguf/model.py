@@ -14,9 +14,10 @@ from millrace.checkpoint.config.generation_config import (
     read_generation,
 )
 from millrace.checkpoint.config.model_config import ModelConfig
-from millrace.checkpoint.gguf.metadata import MetadataKeys, check_is_model, read_model
+from millrace.checkpoint.gguf.metadata import read_model
+from millrace.checkpoint.gguf.metadata_keys import MetadataKeys, check_is_model
 from millrace.checkpoint.gguf.reader import GgufFile
-from millrace.checkpoint.gguf.tensors import GgufTensors, rope_divisors
+from millrace.checkpoint.gguf.tensors import GgufTensors
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
 from millrace.checkpoint.tokenizer.tokenizer import Files
 from millrace.errors import CheckpointError
@@ -66,7 +67,6 @@ def read_gguf(path: Path) -> GgufModel:
             f"at most {config.vocab_size}, the rows of token_embd.weight",
             "choose a file whose tokenizer belongs to its weights",
         )
-    config = replace(config, rope=replace(config.rope, divisors=rope_divisors(file, config)))
     unused = sorted(k for k in keys.values if k.startswith(_SAMPLING) and k[len(_SAMPLING) :] not in _DEFAULTS.values())
     notes = (*config.notes, *specials.notes, *(f"{key} is not supported and not used" for key in unused))
     return GgufModel(config, GgufTensors.from_file(file, config), _generation(keys), notes, keys)

@@ -59,16 +59,20 @@ class GgufTensor:
     type: BlockType
     offset: int
     nbytes: int
+    file: Path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
-    """The header of a file, after checking it against the file's size."""
+    """The header of a file, after checking it against the file's size.
+
+    path: the file that was named; states: of the files with tensors, more than one if the model is split
+    """
 
     path: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
-    state: FileState
+    states: Mapping[Path, FileState]
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
@@ -208,8 +212,8 @@ def _read(path: Path, cursor: _Cursor, state: FileState) -> GgufFile:
         end = at + nbytes
         if end > state.nbytes:
             damaged(path, f"is truncated: {name} ends at byte {end}, the file at {state.nbytes}", "a complete file")
-        tensors[name] = GgufTensor(name, shape, kind, at, nbytes)
-    return GgufFile(path, metadata, tensors, state)
+        tensors[name] = GgufTensor(name, shape, kind, at, nbytes, path)
+    return GgufFile(path, metadata, tensors, {path: state})
 
 
 def _name(cursor: _Cursor, what: str, limit: int) -> str:

@@ -1,41 +1,26 @@
 """Tensors of a GGUF file, with the names and the row order of Hugging Face checkpoints.
 
-In files of architecture llama, llama.cpp's RoPE rotates adjacent elements of a head, so its converter permutes the rows
-of q and k: row 2i of a head is row i of the original, row 2i + 1 is row D/2 + i. This module reverses that. For Gemma
-the converter adds 1 to the weights of norms; it is subtracted here, because the model adds it itself.
+In files of some architectures, llama among them, llama.cpp's RoPE rotates adjacent elements of a head, so its converter
+permutes the rows of q and k: row 2i of a head is row i of the original, row 2i + 1 is row D/2 + i. This module reverses
+that. For Gemma and Nemotron the converter adds 1 to the weights of norms; it is subtracted here, because the model adds
+it itself. The matrices of all experts are one tensor of the file; each is presented as a tensor of its own.
 """
 
+import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config.layer_windows import LATER_GEMMAS
 from millrace.checkpoint.config.model_config import ModelConfig
-from millrace.checkpoint.files import read_span
 from millrace.checkpoint.gguf.blocks import BlockType, in_codes
-from millrace.checkpoint.gguf.reader import GgufFile, GgufTensor
+from millrace.checkpoint.gguf.reader import GgufFile
+from millrace.checkpoint.gguf.rope_tensors import ROPE_TENSORS, download_hint, misshapen
+from millrace.checkpoint.gguf.tensor_map import expected_tensors
 from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix, combined
 from millrace.checkpoint.weights.safetensors import Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError, nearest
 
-ROPE_FREQS = "rope_freqs.weight"
 _SLAB = 1 << 18  # blocks dequantised at a time: bounds the memory used in addition to the output
-_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +36,7 @@ class GgufTensors(Tensors):
     """Tensors of a GGUF file. `load` reads from the file on each call and returns exactly the values of the format."""
 
     def __init__(self, infos: dict[str, TensorInfo], file: GgufFile, stored: dict[str, _Stored]) -> None:
-        super().__init__(infos, {file.path: file.state})
+        super().__init__(infos, file.states)
         self._stored = stored
 
     @classmethod
@@ -59,30 +44,26 @@ class GgufTensors(Tensors):
         """Match tensors to the model. raises CheckpointError if one is missing, misshapen, or not part of the model"""
         infos: dict[str, TensorInfo] = {}
         stored: dict[str, _Stored] = {}
-        expected = _expected_tensors(config)
-        for gguf_name, (name, shape) in expected.items():
-            tensor = file.tensors.get(gguf_name)
+        expected = expected_tensors(config, file.tensors.keys())
+        for entry in expected:
+            tensor = file.tensors.get(entry.name)
             if tensor is None:
                 raise CheckpointError(
-                    f"{file.path} has no tensor {gguf_name}",
+                    f"{file.path} has no tensor {entry.name}",
                     f"a file of {len(expected)} tensors",
-                    _download_hint(file.path),
+                    download_hint(file.path),
                 )
-            if tensor.shape != shape:
-                raise _misshapen(file, tensor, shape)
-            infos[name] = TensorInfo(name, shape, tensor.type.dtype, file.path, tensor.nbytes, tensor.offset)
-            stored[name] = _Stored(
-                tensor.type,
-                heads=_moved_heads(gguf_name, config),
-                plus_one=config.family.startswith("gemma") and gguf_name.endswith("norm.weight"),
-            )
-        unused = sorted(set(file.tensors) - set(expected) - {ROPE_FREQS})
-        if unused:
-            raise CheckpointError(
-                f"{file.path}: tensor {unused[0]} is not used by {config.architecture} ({len(unused)} such)",
-                f"tensors that have their place in the model; {nearest(unused[0], expected)}",
-                "choose another model: this one computes something else",
-            )
+            if tensor.shape != entry.shape:
+                raise misshapen(file, tensor, entry.shape)
+            offset = tensor.offset
+            for parameter in entry.parameters:
+                nbytes = math.prod(parameter.shape) // tensor.type.weights * tensor.type.nbytes
+                infos[parameter.name] = TensorInfo(
+                    parameter.name, parameter.shape, tensor.type.dtype, tensor.file, nbytes, offset
+                )
+                stored[parameter.name] = _Stored(tensor.type, parameter.heads, entry.plus_one)
+                offset += nbytes
+        _check_unused(file, config, [tensor.name for tensor in expected])
         return cls(infos, file, stored)
 
     def load(self, name: str) -> Array:
@@ -135,62 +116,19 @@ class GgufTensors(Tensors):
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:
-    """Return the divisors of the rotary frequencies (Llama 3.1 and later), or () if the file has no such tensor."""
-    tensor = file.tensors.get(ROPE_FREQS)
-    if tensor is None:
-        return ()
-    if tensor.shape != (config.head_dim // 2,) or tensor.type.name != "F32":
-        raise _misshapen(file, tensor, (config.head_dim // 2,))
-    values = read_span(file.path, file.state, tensor.offset, tensor.nbytes).view("<f4")
-    if not (np.isfinite(values) & (values > 0)).all():
+def _check_unused(file: GgufFile, config: ModelConfig, expected: list[str]) -> None:
+    """Refuse a file with tensors that the model does not use. raises CheckpointError"""
+    unused = sorted(set(file.tensors) - {*expected, *ROPE_TENSORS})
+    unused = [name for name in unused if not _is_of_later_layer(name, config.n_layers)]
+    if unused:
         raise CheckpointError(
-            f"{file.path}: {ROPE_FREQS} has {values.min()}", "numbers above zero", _download_hint(file.path)
+            f"{file.path}: tensor {unused[0]} is not used by {config.architecture} ({len(unused)} such)",
+            f"tensors that have their place in the model; {nearest(unused[0], expected)}",
+            "choose another model: this one computes something else",
         )
-    return tuple(values.tolist())
 
 
-def _expected_tensors(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name in the file -> name in a Hugging Face checkpoint, shape."""
-    q, kv, hidden, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm": (hidden,), "attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),
-        "attn_output": (hidden, q), "ffn_norm": (hidden,), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
-        "ffn_down": (hidden, inner),
-    }  # fmt: skip
-    if c.family in LATER_GEMMAS:
-        shapes |= {"post_attention_norm": (hidden,), "post_ffw_norm": (hidden,)}
-    if c.family in ("qwen3", "gemma3_text"):
-        shapes |= {"attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
-    biased = {"attn_q", "attn_k", "attn_v"} if c.attention_bias else set()
-    biased |= {"attn_output"} if c.attention_output_bias else set()
-    biased |= {"ffn_gate", "ffn_up", "ffn_down"} if c.mlp_bias else set()
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {
-        "token_embd.weight": ("model.embed_tokens.weight", (c.vocab_size, hidden)),
-        "output_norm.weight": ("model.norm.weight", (hidden,)),
-    }
-    if not c.tie_embeddings:
-        expected["output.weight"] = ("lm_head.weight", (c.vocab_size, hidden))
-    for layer in range(c.n_layers):
-        for part, shape in shapes.items():
-            own = "pre_feedforward_layernorm" if c.family in LATER_GEMMAS and part == "ffn_norm" else _MODULES[part]
-            module = f"model.layers.{layer}.{own}"
-            expected[f"blk.{layer}.{part}.weight"] = (f"{module}.weight", shape)
-            if part in biased:
-                expected[f"blk.{layer}.{part}.bias"] = (f"{module}.bias", shape[:1])
-    return expected
-
-
-def _moved_heads(gguf_name: str, c: ModelConfig) -> int | None:
-    if c.family != "llama":
-        return None
-    return {"attn_q": c.n_heads, "attn_k": c.n_kv_heads}.get(gguf_name.split(".")[-2])
-
-
-def _misshapen(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...]) -> CheckpointError:
-    what = f"{file.path}: {tensor.name} is {tensor.shape} {tensor.type.name}"
-    return CheckpointError(what, f"{shape}, by the file's metadata", _download_hint(file.path))
-
-
-def _download_hint(path: Path) -> str:
-    return f"download {path.name} again, or convert the original checkpoint with llama.cpp's convert_hf_to_gguf.py"
+def _is_of_later_layer(name: str, n_layers: int) -> bool:
+    """Return whether a tensor belongs to layers after the last, which predict several tokens at once."""
+    block, _, rest = name.removeprefix("blk.").partition(".")
+    return name.startswith("blk.") and bool(rest) and block.isdecimal() and int(block) >= n_layers

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.checkpoint.gguf.metadata import MetadataKeys
+from millrace.checkpoint.gguf.metadata_keys import MetadataKeys
 from millrace.checkpoint.gguf.sentencepiece_model import UNKNOWN, UNUSED, VocabularyPiece, encode_model
 from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, parsed_json
 
