@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 72, "num_hidden_layers": 3},
     "gemma3_text": {"query_pre_attn_scalar": 72, "num_hidden_layers": 7, "layer_types": None},
 }  # fmt: skip
-_NO_QUANTISER = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # of which the gguf package can only dequantise
+_NO_QUANTISER = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS)  # of which the gguf package can only dequantise
 
 Edit = Callable[[gguf.GGUFWriter], None]
 KindOf = Callable[[str], Kind]  # of the tensor's name in the file; norms and biases are float32 always
@@ -87,7 +87,7 @@ def random_blocks(x: Array, kind: Kind, extreme: bool = False) -> np.ndarray[Any
     raw = rng.integers(0, 256, (x.shape[0], x.shape[1] // weights, nbytes), dtype=np.uint8)
     if not extreme:
         step = np.float16(x.std() / (32 * 16)).tobytes()
-        places = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}[kind]
+        places = {Kind.Q6_K: (208,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2)}.get(kind, (0,))
         for at in places:
             raw[:, :, at : at + 2] = np.frombuffer(step, np.uint8)
     return raw.reshape(x.shape[0], -1)

@@ -14,7 +14,10 @@ from millrace.errors import CheckpointError
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, FAMILIES, write_gguf
 
-QUANTISED = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+QUANTISED = [
+    Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS,
+    Kind.MXFP4,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -36,6 +36,17 @@ Q5_K = np.dtype(
 # 16 runs of 16 weights, w = scale * s * (code - 32); halves of 128 weights in four quarters of 32: the low nibbles of
 # both rows of codes, then the high ones; quarter q has its bits 4 and 5 in bits 2q and 2q + 1 of `high`
 Q6_K = np.dtype([("codes", "u1", (2, 2, 32)), ("high", "u1", (2, 32)), ("runs", "i1", 16), ("scale", "<f2")])
+# Four bits choose one of 16 numbers (`_IQ4`), which are 8-bit integers: w = scale * number
+IQ4_NL = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])
+# 8 runs of 32 weights, w = scale * (s - 32) * number; s has its low 4 bits in `low`, two runs in a byte, and its upper 2
+# bits in bits 2r and 2r + 1 of `high`
+IQ4_XS = np.dtype([("scale", "<f2"), ("high", "<u2"), ("low", "u1", 4), ("codes", "u1", (8, 16))])
+# w = 2 ** (exponent - 128) * number of `_MXFP4`, twice the value of the 4-bit float E2M1 (OCP Microscaling Formats 1.0)
+MXFP4 = np.dtype([("exponent", "u1"), ("codes", "u1", 16)])
+assert [t.itemsize for t in (IQ4_NL, IQ4_XS, MXFP4)] == [18, 136, 17]
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_HALF_EXPONENTS = 104, 143  # exponents whose scales are float16: 2 ** -24 to 2 ** 15
 assert [t.itemsize for t in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0)] == [18, 20, 22, 24, 34]
 assert [t.itemsize for t in (Q4_K, Q5_K, Q6_K)] == [144, 176, 210]
 
@@ -68,7 +79,10 @@ def stored_format(dtype: str) -> QuantisedFormat | None:
 def in_codes(kind: BlockType, blocks: Blocks) -> QuantisedMatrix:
     """(B,) -> a matrix with one row per block that represents w exactly. Only for types with a `format`."""
     assert kind.format, kind
-    stored_format, build = kind.format, partial(QuantisedMatrix, _codes(kind.name, blocks), blocks["scale"][:, None])
+    scales = _half_scales(blocks) if kind.name == "MXFP4" else blocks["scale"]
+    stored_format, build = kind.format, partial(QuantisedMatrix, _codes(kind.name, blocks), scales[:, None])
+    if kind.name == "IQ4_XS":
+        return build(stored_format.group, stored_format.bits, scale_levels=_iq4_levels(blocks))
     if not stored_format.minimums:
         return build(
             stored_format.group, stored_format.bits, scale_levels=blocks["runs"] if stored_format.two_levels else None
@@ -79,6 +93,23 @@ def in_codes(kind: BlockType, blocks: Blocks) -> QuantisedMatrix:
     return build(
         stored_format.group, stored_format.bits, -minimums, *_run_levels(blocks["runs"])
     )  # ggml subtracts the minimums
+
+
+def is_exact_in_codes(kind: BlockType, blocks: Blocks) -> bool:
+    """Return whether `in_codes` represents these blocks: MXFP4's scales can be too small or too large for float16."""
+    if kind.name != "MXFP4":
+        return True
+    low, high = _HALF_EXPONENTS
+    outside = (blocks["exponent"] < low) | (blocks["exponent"] > high)
+    return not bool(_codes(kind.name, blocks[outside]).any())
+
+
+def _half_scales(blocks: Blocks) -> NDArray[np.float16]:
+    """Return the scales (B,) of MXFP4; 0 for those outside of float16's range, whose codes are all 0."""
+    low, high = _HALF_EXPONENTS
+    exponents = blocks["exponent"].astype(np.int32)
+    scales = np.ldexp(np.float32(1), np.clip(exponents, low, high) - 128).astype(np.float16)
+    return np.where((low <= exponents) & (exponents <= high), scales, np.float16(0))
 
 
 def _codes(name: str, blocks: Blocks) -> NDArray[np.int8]:
@@ -102,6 +133,12 @@ def _codes(name: str, blocks: Blocks) -> NDArray[np.int8]:
             low = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=2)  # (B, 2, 4, 32)
             high = (blocks["high"][:, :, None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
             return _as_row((low | high << 4) - np.uint8(32))
+        case "IQ4_NL":
+            return _IQ4[_nibbles(blocks["codes"])]
+        case "IQ4_XS":
+            return _IQ4[_nibbles(blocks["codes"])].reshape(-1, 256)
+        case "MXFP4":
+            return _MXFP4[_nibbles(blocks["codes"])]
     codes: NDArray[np.int8] = blocks["codes"]
     assert name == "Q8_0", name
     return codes
@@ -167,6 +204,26 @@ def _q6_k(blocks: Blocks) -> Floats:
     return values.reshape(-1, 256)
 
 
+def _iq4_levels(blocks: Blocks) -> NDArray[np.int8]:
+    """(B,) of IQ4_XS -> the runs' levels (B, 8): -32 to 31."""
+    runs = np.arange(8)
+    low = (blocks["low"][:, runs // 2] >> (4 * (runs % 2)).astype(np.uint8)) & 15
+    high = ((blocks["high"][:, None] >> (2 * runs).astype(np.uint16)) & 3).astype(np.uint8)
+    return ((low | high << 4).view(np.int8) - np.int8(32)).astype(np.int8)
+
+
+def _iq4_xs(blocks: Blocks) -> Floats:
+    scale = _column(blocks, "scale") * _iq4_levels(blocks).astype(np.float32)
+    values: Floats = scale[:, :, None] * _floats(blocks, "IQ4_XS").reshape(-1, 8, 32)
+    return values.reshape(-1, 256)
+
+
+def _mxfp4(blocks: Blocks) -> Floats:
+    scales = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128)
+    values: Floats = scales.astype(np.float32)[:, None] * _floats(blocks, "MXFP4")
+    return values
+
+
 # by the numbers of ggml's enum ggml_type
 TYPES: dict[int, BlockType] = {
     0: BlockType("F32", 1, np.dtype("<f4")),
@@ -180,11 +237,14 @@ TYPES: dict[int, BlockType] = {
     12: BlockType("Q4_K", 256, Q4_K, _k_runs("Q4_K"), QuantisedFormat(4, 32, minimums=True, two_levels=True)),
     13: BlockType("Q5_K", 256, Q5_K, _k_runs("Q5_K"), QuantisedFormat(5, 32, minimums=True, two_levels=True)),
     14: BlockType("Q6_K", 256, Q6_K, _q6_k, QuantisedFormat(6, 16, two_levels=True)),
+    20: BlockType("IQ4_NL", 32, IQ4_NL, _symmetric("IQ4_NL"), QuantisedFormat(8, 32)),
+    23: BlockType("IQ4_XS", 256, IQ4_XS, _iq4_xs, QuantisedFormat(8, 32, two_levels=True)),
+    39: BlockType("MXFP4", 32, MXFP4, _mxfp4, QuantisedFormat(8, 32)),
 }
 _UNSUPPORTED = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
 

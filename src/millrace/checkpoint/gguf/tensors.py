@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.checkpoint.config.model_config import ModelConfig
-from millrace.checkpoint.gguf.blocks import BlockType, in_codes
+from millrace.checkpoint.gguf.blocks import BlockType, in_codes, is_exact_in_codes
 from millrace.checkpoint.gguf.reader import GgufFile
 from millrace.checkpoint.gguf.rope_tensors import ROPE_TENSORS, download_hint, misshapen
 from millrace.checkpoint.gguf.tensor_map import expected_tensors
@@ -38,6 +38,7 @@ class GgufTensors(Tensors):
     def __init__(self, infos: dict[str, TensorInfo], file: GgufFile, stored: dict[str, _Stored]) -> None:
         super().__init__(infos, file.states)
         self._stored = stored
+        self._are_exact: dict[str, bool] = {}  # whether the codes of a tensor in MXFP4 are exact, once it was read
 
     @classmethod
     def from_file(cls, file: GgufFile, config: ModelConfig) -> "GgufTensors":
@@ -73,7 +74,13 @@ class GgufTensors(Tensors):
     def format(self, name: str) -> QuantisedFormat | None:
         """Return the format of the file's own integers; None for floats, and if the tensor is not a matrix."""
         stored = self._stored.get(name)
-        return stored.type.format if stored and len(self[name].shape) == 2 else None
+        if stored is None or stored.type.format is None or len(self[name].shape) != 2:
+            return None
+        if stored.type.name != "MXFP4":
+            return stored.type.format
+        if name not in self._are_exact:
+            self._are_exact[name] = is_exact_in_codes(stored.type, self._blocks(name))
+        return stored.type.format if self._are_exact[name] else None
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
         """Return the file's own codes and scales if `bits` and `group` can represent them exactly."""
