@@ -54,7 +54,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "phi": {"intermediate_size": 1280, "num_key_value_heads": 5},
     "phi3": {"sliding_window": None},
-    "cohere": {},
+    "cohere": {"attention_bias": False},  # llama.cpp has none on o_proj
     "cohere2": {"num_hidden_layers": 5, "layer_types": None},
     "ernie4_5": {"use_bias": False},
     "glm": {},
@@ -85,9 +85,9 @@ def convert(
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         stored = stored or (name if name.startswith(("blk.", "rope_f")) else None)
         assert stored is not None, f"gguf has no name for {name}"
-        is_router = "ffn_gate_inp" in stored or "shortconv.conv" in stored
+        is_float = "ffn_gate_inp" in stored or "shortconv.conv" in stored
         one = kind if isinstance(kind, Kind) else kind(stored)
-        add_tensor(writer, stored, array, Kind.F32 if array.ndim < 2 or is_router else one)
+        add_tensor(writer, stored, array, Kind.F32 if min(array.shape) == 1 or array.ndim < 2 or is_float else one)
     if edit:
         edit(writer)
     writer.write_header_to_file()
@@ -139,10 +139,8 @@ def _changed(family: str, raw: Raw, tensors: Mapping[str, Array]) -> Iterator[tu
             yield f"blk.{layer}.ffn_up_exps.weight", array[:, half:]
             continue
         if name.endswith("e_score_correction_bias"):
-            yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", array.reshape(-1)
+            yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", array
             continue
-        if name.endswith("shared_expert_gate.weight"):
-            array = array.reshape(-1)
         if not (name == "lm_head.weight" and raw.get("tie_word_embeddings")):
             yield name, array
     rope = raw.get("rope_parameters") or {}

@@ -26,7 +26,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 72, "num_hidden_layers": 3},
     "gemma3_text": {"query_pre_attn_scalar": 72, "num_hidden_layers": 7, "layer_types": None},
 }  # fmt: skip
-_NO_QUANTISER = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS)  # of which the gguf package can only dequantise
+_NO_QUANTISER = (
+    Kind.Q4_K,
+    Kind.Q5_K,
+    Kind.Q6_K,
+    Kind.IQ4_NL,
+    Kind.IQ4_XS,
+)  # of which the gguf package can only dequantise
 
 Edit = Callable[[gguf.GGUFWriter], None]
 KindOf = Callable[[str], Kind]  # of the tensor's name in the file; norms and biases are float32 always

@@ -53,7 +53,9 @@ def test_codes_and_scales_are_the_weights(number: int) -> None:
     np.testing.assert_array_equal(found.dequantise().astype(np.float32), weights[finite])
 
 
-@pytest.mark.parametrize(("exponent", "code", "is_exact"), [(103, 1, False), (144, 7, False), (0, 0, True), (255, 8, True)])
+@pytest.mark.parametrize(
+    ("exponent", "code", "is_exact"), [(103, 1, False), (144, 7, False), (0, 0, True), (255, 8, True)]
+)
 def test_scales_of_mxfp4_that_float16_does_not_represent(exponent: int, code: int, is_exact: bool) -> None:
     """A block of zeros is exact with any scale."""
     (kind,) = (kind for kind in TYPES.values() if kind.name == "MXFP4")

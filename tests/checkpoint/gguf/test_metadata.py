@@ -110,7 +110,7 @@ def test_a_missing_key_is_named(tmp_path: Path, llama: Path, key: str) -> None:
         (with_value("general.type", "adapter", STRING), "the model's own file"),
         (with_value("llama.attention.layer_norm_rms_epsilon", -1.0, F32), "positive number"),
         (with_value("llama.expert_count", 8, U32), "llama.expert_used_count is missing"),
-        (with_value("split.count", 3, gguf.GGUFValueType.UINT16), "llama-gguf-split"),
+        (with_value("split.count", 3, gguf.GGUFValueType.UINT16), "-00001-of-00003.gguf"),
         (with_value("tokenizer.ggml.eos_token_id", 5000, U32), "one of 1003 tokens"),
         (with_value("general.sampling.temp", -1.0, F32), "temperature is -1"),
     ],

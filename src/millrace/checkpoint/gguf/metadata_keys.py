@@ -146,10 +146,7 @@ class MetadataKeys:
 
 
 def check_is_model(keys: MetadataKeys) -> None:
-    """Refuse GGUF files that are no model: adapters, projectors, parts of split models. raises CheckpointError"""
-    if keys.integer("split.count", 1) != 1:
-        mend = "join its parts into one file: llama-gguf-split --merge FIRST_PART WHOLE"
-        raise keys.wrong("split.count", "1 (a model in one file)", mend)
+    """Refuse GGUF files that are no model: adapters and projectors. raises CheckpointError"""
     if keys.text("general.type", "model") != "model":
         raise keys.wrong("general.type", "model", "name the model's own file")
     if keys.text("general.architecture") not in ARCHITECTURES:

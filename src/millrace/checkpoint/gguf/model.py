@@ -16,7 +16,7 @@ from millrace.checkpoint.config.generation_config import (
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.checkpoint.gguf.metadata import read_model
 from millrace.checkpoint.gguf.metadata_keys import MetadataKeys, check_is_model
-from millrace.checkpoint.gguf.reader import GgufFile
+from millrace.checkpoint.gguf.split import open_parts
 from millrace.checkpoint.gguf.tensors import GgufTensors
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
 from millrace.checkpoint.tokenizer.tokenizer import Files
@@ -54,7 +54,7 @@ class GgufModel:
 
 def read_gguf(path: Path) -> GgufModel:
     """Read the header only. raises CheckpointError if the file is damaged, hostile or not supported"""
-    file = GgufFile.open(path)
+    file = open_parts(path)
     keys = MetadataKeys(path, file.metadata)
     check_is_model(keys)
     specials = read_specials(keys)

@@ -54,7 +54,7 @@ class GgufTensors(Tensors):
                     f"a file of {len(expected)} tensors",
                     download_hint(file.path),
                 )
-            if tensor.shape != entry.shape:
+            if _without_ones(tensor.shape) != _without_ones(entry.shape):
                 raise misshapen(file, tensor, entry.shape)
             offset = tensor.offset
             for parameter in entry.parameters:
@@ -121,6 +121,12 @@ class GgufTensors(Tensors):
             return rows
         pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, -1)  # head, i, half
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without leading dimensions of 1: files do not distinguish a vector from one row."""
+    first = next((at for at, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
 
 
 def _check_unused(file: GgufFile, config: ModelConfig, expected: list[str]) -> None:
