@@ -26,8 +26,8 @@ UNLIKE_THE_ORIGINAL = ("phimoe",)
 FAMILIES = [family for family in OVERRIDES if family not in UNLIKE_THE_ORIGINAL]
 # Windows of EXAONE 4, which llama.cpp applies in models of 64 layers alone.
 LARGE_EXAONE: dict[str, Any] = {
-    "num_hidden_layers": 64, "sliding_window": 33, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 96,
-    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
+    "num_hidden_layers": 64, "sliding_window": 33, "hidden_size": 128, "num_attention_heads": 2,
+    "intermediate_size": 96, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
 }  # fmt: skip
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 

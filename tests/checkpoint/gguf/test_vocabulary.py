@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import unicodedata
 from pathlib import Path
 
 import gguf
@@ -14,6 +15,7 @@ from gguf import TokenType
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.gguf.metadata_keys import MetadataKeys
+from millrace.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer, open_tokenizer
@@ -81,6 +83,11 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def split(pattern: str) -> list[tokenizers.pre_tokenizers.PreTokenizer]:
@@ -94,6 +101,13 @@ PRE: dict[str, tuple[list[tokenizers.pre_tokenizers.PreTokenizer], bool, bool]] 
     "llama-bpe": (split(LLAMA3), False, True),
     "qwen2": (split(LLAMA3.replace("{1,3}", "")), True, False),
     "tekken": (split(TEKKEN), False, True),
+    "glm4": (split(LLAMA3), False, True),
+    "gpt-4o": (split(GPT4O), False, False),
+    "command-r": (
+        [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)],
+        True,
+        False,
+    ),
     "smollm": (
         [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)],
         False,
@@ -161,6 +175,22 @@ def test_llama_cpp_gives_the_same_tokens(tmp_path: Path, family: str) -> None:
         if "\u0301" not in text:  # llama.cpp does not compose characters, as Qwen's own tokenizer does
             ids = model.tokenize(text.encode(), add_bos=False, special=True)
             assert ours.encode(text, add_special_tokens=False) == ids, text
+    model.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+@pytest.mark.filterwarnings("default")  # of llama-cpp-python, while it loads
+def test_every_pre_tokenizer_is_llama_cpps(tmp_path: Path, pre: str) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    folder = random_checkpoint(tmp_path / "folder", "qwen2", vocab_size=2048)
+    path = write_gguf(tmp_path / "m.gguf", folder, tokenizer=lambda w: add_tokenizer(w, BUNDLED / "tiny", pre))
+    model = llama_cpp.Llama(str(path), verbose=False, vocab_only=True)
+    tokenizer = Checkpoint.open(path).tokenizer
+    for text in filter(None, texts()):
+        if unicodedata.is_normalized("NFC", text):  # llama.cpp does not compose characters, as the originals do
+            ids = model.tokenize(text.encode(), add_bos=False, special=True)
+            assert tokenizer.encode(text, add_special_tokens=False) == ids, text
     model.close()
 
 

@@ -38,8 +38,8 @@ Q5_K = np.dtype(
 Q6_K = np.dtype([("codes", "u1", (2, 2, 32)), ("high", "u1", (2, 32)), ("runs", "i1", 16), ("scale", "<f2")])
 # Four bits choose one of 16 numbers (`_IQ4`), which are 8-bit integers: w = scale * number
 IQ4_NL = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])
-# 8 runs of 32 weights, w = scale * (s - 32) * number; s has its low 4 bits in `low`, two runs in a byte, and its upper 2
-# bits in bits 2r and 2r + 1 of `high`
+# 8 runs of 32 weights, w = scale * (s - 32) * number; s has its low 4 bits in `low`, two runs in a byte, and its upper
+# 2 bits in bits 2r and 2r + 1 of `high`
 IQ4_XS = np.dtype([("scale", "<f2"), ("high", "<u2"), ("low", "u1", 4), ("codes", "u1", (8, 16))])
 # w = 2 ** (exponent - 128) * number of `_MXFP4`, twice the value of the 4-bit float E2M1 (OCP Microscaling Formats 1.0)
 MXFP4 = np.dtype([("exponent", "u1"), ("codes", "u1", 16)])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.checkpoint.gguf.metadata_keys import MetadataKeys
+from millrace.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from millrace.checkpoint.gguf.sentencepiece_model import UNKNOWN, UNUSED, VocabularyPiece, encode_model
 from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, parsed_json
 
@@ -19,43 +20,6 @@ ORIGINAL = "tokenizer.huggingface.json"
 _NORMAL, _CONTROL, _USER, _BYTE = 1, 3, 4, 6  # types of tokens, as in SentencePiece; UNKNOWN, UNUSED
 # Control tokens that end a turn, if the file names none. llama.cpp also recognizes them by these texts.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """How a text is split into words before merging (pre-tokenization)."""
-
-    pattern: str | None  # None: GPT-2's, which is built into the tokenizers library
-    digits: bool = False  # every digit is a separate word
-    nfc: bool = False  # texts are normalized first, as in the original tokenizers; llama.cpp does not
-    whole_words: bool = False  # a word that is a token is not split, whatever the merges are
-    bos: bool = False  # whether a text begins with bos, if the file does not set it
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2 = _Words(None)
-_LLAMA3 = _Words(_CONTRACTIONS + r"|\p{N}{1,3}" + _REST, whole_words=True, bos=True)
-_QWEN2 = _Words(_CONTRACTIONS + r"|\p{N}" + _REST, nfc=True)
-# by tokenizer.ggml.pre. source of the patterns: the tokenizer.json of GPT-2, Llama 3, Qwen2, Mistral Nemo, SmolLM
-_PRE: Mapping[str, _Words] = {
-    "gpt-2": _GPT2,
-    "olmo": _GPT2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "smaug-bpe": _Words(_LLAMA3.pattern),
-    "dbrx": _Words(_LLAMA3.pattern),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _Words(_TEKKEN, whole_words=True, bos=True),
-    "smollm": _Words(None, digits=True),
-}
 
 
 _TEMPLATE = "tokenizer.chat_template"
@@ -199,10 +163,10 @@ def _dicts(value: object) -> list[dict[str, object]]:
 def _byte_level(keys: MetadataKeys, tokens: list[str], types: list[int], ids: Mapping[str, int | None]) -> bytes:
     """Return a tokenizer.json. It omits unused tokens: no text encodes to them, and they decode to no text."""
     name = keys.text("tokenizer.ggml.pre", "missing")
-    if name not in _PRE:
-        fix = f"a file with {ORIGINAL}, or one whose tokenizer.ggml.pre is known"
-        raise keys.wrong("tokenizer.ggml.pre", "one of " + ", ".join(_PRE), fix)
-    words = _PRE[name]
+    if name not in PRE_TOKENIZERS:
+        mend = f"a file with {ORIGINAL}, or one whose tokenizer.ggml.pre is known"
+        raise keys.wrong("tokenizer.ggml.pre", "one of " + ", ".join(PRE_TOKENIZERS), mend)
+    words = PRE_TOKENIZERS[name]
     vocabulary = {text: i for i, text in enumerate(tokens) if types[i] != UNUSED}
     if len(vocabulary) != len(tokens) - types.count(UNUSED):
         raise keys.wrong("tokenizer.ggml.tokens", "each token once")
