@@ -49,8 +49,9 @@ def theirs(path: Path) -> Logits:
     return logits
 
 
-def ours(path: Path, out: Path) -> Logits:
-    engine = build(path, out, "fp32")
+def ours(path: Path, out: Path, precision: str | None = "fp32") -> Logits:
+    """precision: None for the file's own codes, with activations in 8 bits as in llama.cpp"""
+    engine = build(path, out, precision)
     executor = engine.executor(n_pages=64)
     try:
         return last_logits(engine, executor, [prompt()[:n] for n in LENGTHS])
@@ -66,6 +67,23 @@ def test_logits_of_a_family(tmp_path: Path, family: str) -> None:
     assert np.abs(expected).max() > 1
     limit = GELU_TABLE if family in OWN_GELU else SUMS
     assert np.abs(ours(path, tmp_path / "engine") - expected).max() < limit
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "attn_factor"),
+    [("smollm3", YARN, None), ("stablelm", {**YARN, "partial_rotary_factor": 0.25}, None), ("granite", YARN, 1.3)],
+)
+def test_yarn(tmp_path: Path, family: str, rope: dict[str, Any], attn_factor: float | None) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        if attn_factor is not None:
+            writer.add_rope_scaling_attn_factors(attn_factor)
+
+    sizes = {**OVERRIDES[family], "rope_parameters": rope}
+    path = convert(tmp_path / "m.gguf", random_checkpoint(tmp_path / "folder", family, seed=2, **sizes), edit=edit)
+    assert np.abs(ours(path, tmp_path / "engine") - theirs(path)).max() < SUMS
 
 
 def test_windows_of_the_large_exaone(tmp_path: Path) -> None:
@@ -95,4 +113,7 @@ def test_experts_in_blocks(tmp_path: Path, kind: str) -> None:
     quantise(file, exact, "F32")
     stacks = {t.tensor_type for t in gguf.GGUFReader(file).tensors if "down_exps" in t.name}
     assert stacks <= {Kind[kind.removesuffix("_MOE")], Kind.Q5_K, Kind.Q5_0}  # more bits for the first layers
-    assert np.abs(ours(file, tmp_path / "engine") - theirs(exact)).max() < SUMS
+    right = theirs(exact)
+    assert np.abs(ours(file, tmp_path / "engine") - right).max() < SUMS
+    stored, as_llama_cpp = ours(file, tmp_path / "stored", None) - right, theirs(file) - right
+    assert np.square(stored).mean() < 4 * np.square(as_llama_cpp).mean()
