@@ -14,13 +14,14 @@ from gguf import GGMLQuantizationType as Kind
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, last_logits
 from tests.support.gguf_converter import OVERRIDES, convert
-from tests.support.gguf_files import BLOCKY
+from tests.support.gguf_files import BLOCKY, write_gguf
+from tests.support.gguf_files import FAMILIES as EARLIER
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("default")]  # of llama-cpp-python, while it loads
 LENGTHS = (1, 40, 100)
 SUMS = 2e-4  # of logits of about 10: 3e-5 was seen
 GELU_TABLE = 1e-2  # llama.cpp looks GELU up in a table of float16: 3e-3 was seen
-OWN_GELU = ("phi", "starcoder2")
+OWN_GELU = ("phi", "starcoder2", "gemma", "gemma2", "gemma3_text")
 # llama.cpp computes it with RMSNorm, and normalises the softmax of the chosen experts: not the original's routing.
 UNLIKE_THE_ORIGINAL = ("phimoe",)
 FAMILIES = [family for family in OVERRIDES if family not in UNLIKE_THE_ORIGINAL]
@@ -59,10 +60,11 @@ def ours(path: Path, out: Path, precision: str | None = "fp32") -> Logits:
         executor.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *EARLIER])
 def test_logits_of_a_family(tmp_path: Path, family: str) -> None:
-    folder = random_checkpoint(tmp_path / "folder", family, seed=2, **OVERRIDES[family])
-    path = convert(tmp_path / "m.gguf", folder)
+    sizes = EARLIER[family] if family in EARLIER else OVERRIDES[family]
+    folder = random_checkpoint(tmp_path / "folder", family, seed=2, **sizes)
+    path = (write_gguf if family in EARLIER else convert)(tmp_path / "m.gguf", folder)
     expected = theirs(path)
     assert np.abs(expected).max() > 1
     limit = GELU_TABLE if family in OWN_GELU else SUMS
