@@ -77,7 +77,7 @@ _ONLY_AT: Mapping[str, tuple[object, ...]] = {
     "embedding_scale": (0.0, 1.0),
     "pooling_type": (0,),
 }
-_MEND = "choose a file that llama.cpp's convert_hf_to_gguf.py wrote from a checkpoint of a supported family"
+_FIX = "choose a file that llama.cpp's convert_hf_to_gguf.py wrote from a checkpoint of a supported family"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ class MetadataKeys:
     path: Path
     values: Mapping[str, Value]
 
-    def wrong(self, key: str, expected: str, mend: str = _MEND) -> CheckpointError:
+    def wrong(self, key: str, expected: str, fix: str = _FIX) -> CheckpointError:
         value = self.values.get(key)
         shown = "missing" if value is None else repr(value)
-        return CheckpointError(f"{self.path}: {key} is {shown}", expected, mend)
+        return CheckpointError(f"{self.path}: {key} is {shown}", expected, fix)
 
     def integer(self, key: str, missing: int | None = None, low: int = 1) -> int:
         value = self.values.get(key, missing)

@@ -164,8 +164,8 @@ def _byte_level(keys: MetadataKeys, tokens: list[str], types: list[int], ids: Ma
     """Return a tokenizer.json. It omits unused tokens: no text encodes to them, and they decode to no text."""
     name = keys.text("tokenizer.ggml.pre", "missing")
     if name not in PRE_TOKENIZERS:
-        mend = f"a file with {ORIGINAL}, or one whose tokenizer.ggml.pre is known"
-        raise keys.wrong("tokenizer.ggml.pre", "one of " + ", ".join(PRE_TOKENIZERS), mend)
+        fix = f"a file with {ORIGINAL}, or one whose tokenizer.ggml.pre is known"
+        raise keys.wrong("tokenizer.ggml.pre", "one of " + ", ".join(PRE_TOKENIZERS), fix)
     words = PRE_TOKENIZERS[name]
     vocabulary = {text: i for i, text in enumerate(tokens) if types[i] != UNUSED}
     if len(vocabulary) != len(tokens) - types.count(UNUSED):
