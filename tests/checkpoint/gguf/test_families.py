@@ -57,6 +57,15 @@ def test_a_file_is_its_checkpoint(tmp_path: Path, family: str) -> None:
     assert replace(read_config(config_json(plain)), notes=()) == plain
 
 
+def test_windows_of_exaone(tmp_path: Path) -> None:
+    """The file says which layers have a window; the others have no rotary positions."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    folder = small(tmp_path / "folder", "exaone4", num_hidden_layers=3, sliding_window=33, layer_types=kinds)
+    ours = Checkpoint.open(convert(tmp_path / "m.gguf", folder)).decoder
+    assert ours.windows == (33, 0, 33) and ours.rotates == (True, False, True)
+    assert ours.windows == Checkpoint.open(folder).decoder.windows
+
+
 def test_experts_keep_their_codes(tmp_path: Path) -> None:
     """Each expert's part of a stack in blocks is a matrix of its own; a stack of gate and up alternates by expert."""
     folder = small(tmp_path / "folder", "qwen2_moe", moe_intermediate_size=96, shared_expert_intermediate_size=96)

@@ -67,6 +67,21 @@ def test_blocks_are_dequantised_then_put_in_order(tmp_path: Path, kind: Kind) ->
         assert ours.stored(name, 8, 128) is None and (ours.stored(name, 4, held.group) is None) == (held.bits > 4)
 
 
+def test_mxfp4_beyond_float16_is_read_as_floats(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "folder", "llama", **BLOCKY)
+    path = write_gguf(tmp_path / "m.gguf", folder, Kind.MXFP4)
+    name, whole = "model.layers.0.mlp.down_proj.weight", Checkpoint.open(path).tensors
+    place = whole[name].offset
+    assert whole.format(name) is not None
+    data = bytearray(path.read_bytes())
+    data[place], data[place + 1] = 60, 0x11
+    path.write_bytes(data)
+    tensors = Checkpoint.open(path).tensors
+    assert tensors.format(name) is None and tensors.stored(name, 8, 32) is None
+    assert tensors.load(name)[0, 0] == 0.5 * 2.0 ** (60 - 127)
+    assert tensors.format("model.layers.0.mlp.up_proj.weight") is not None
+
+
 def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "folder", "llama")
     assert not Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).decoder.tie_embeddings
