@@ -14,7 +14,7 @@ from millrace.engine.cache_specs import CacheSpec, KvFormat
 from millrace.engine.executor import SAMPLING, StepInputs
 from millrace.engine.native.executor import NativeExecutor, NativeProgram
 from millrace.graph.types import Symbol
-from millrace.kernels.attention.ref import ROUNDINGS, attention, to_fp8, to_int4, to_int8, transformed
+from millrace.kernels.attention.ref import ROUNDINGS, ScoreRules, attention, to_fp8, to_int4, to_int8, transformed
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.declare import MAX_KNOBS, Space
 from millrace.kernels.encode import Ref, encode
@@ -182,9 +182,9 @@ def assert_as_good_as_the_format(format: Format, got: F32, q: F32, k: F32, v: F3
     size = q.shape[2]
     q, k, v = (code(x) for code, x in zip(ROUNDINGS[kept(format).name.lower()], (q, k, v), strict=True))
     whole = [x.astype(np.float64) for x in (q, k, v)]
-    exact = attention(whole[0], whole[1], whole[2], 0, size**-0.5, window=window)
+    exact = attention(whole[0], whole[1], whole[2], 0, size**-0.5, ScoreRules(window))
     if format == KvFormat.F32:
-        assert_no_worse(got, attention(q, k, v, 0, size**-0.5, window=window), exact, factor=2, ulps=8)
+        assert_no_worse(got, attention(q, k, v, 0, size**-0.5, ScoreRules(window)), exact, factor=2, ulps=8)
     elif format in CODES:  # p has 16 bits relative to the largest, and meets codes of one sign where there is a least
         most = np.ptp(v) if format == KvFormat.INT4 else np.abs(v).max()
         assert np.abs(got - exact).max() <= 2**-12 * most

@@ -12,7 +12,7 @@ from millrace.engine.cuda.cuda_graphs import Bucket
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import WindowPages
 from millrace.kernels.attention.paged import StepTables
-from millrace.kernels.attention.ref import attention
+from millrace.kernels.attention.ref import ScoreRules, attention
 from tests.kernels.test_cuda_attention import APART, CPU, PAGE, Drawn
 from tests.support.one_step import i32
 
@@ -45,7 +45,7 @@ def wanted(drawn: Drawn, s: int, scale: float, window: int, softcap: float) -> t
     n, first, q = drawn.length(s), int(drawn.step.positions[part][0]), drawn.q[part].double().numpy()
     k, v = (x.transpose(1, 2).flatten(0, 1)[:n].double().numpy() for x in drawn.pages.floats(own))
     k, v = np.nan_to_num(k), np.nan_to_num(v)
-    found = [attention(q, k, x, first, scale, window=window, softcap=softcap) for x in (v, np.abs(v))]
+    found = [attention(q, k, x, first, scale, ScoreRules(window, softcap)) for x in (v, np.abs(v))]
     return found[0], found[1]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from millrace.errors import GraphError
 from millrace.graph.shape_rules import check_positions, illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
-from millrace.kernels.attention.ref import attention
+from millrace.kernels.attention.ref import ScoreRules, attention
 from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.declare import MAX_HEAD, MAX_PARAM, RowFormat
 from millrace.kernels.operand_places import Operands, View
@@ -96,8 +96,8 @@ def _reference(node: Node, values: EvaluationContext) -> StoredValue:
         keys, cached_values = values.remember(layer, window, sequence, first, k[part], v_rows[part])
         before = len(keys) - int(length)
         y[part] = attention(
-            q[part], keys, cached_values, before, scale, window=window, softcap=softcap_of(node), bf16_weights=rounded,
-            sinks=of_sinks,
+            q[part], keys, cached_values, before, scale, ScoreRules(window, softcap_of(node), of_sinks),
+            bf16_weights=rounded,
         )  # fmt: skip
     return values.stored(y, node)
 

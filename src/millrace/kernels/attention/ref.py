@@ -12,19 +12,30 @@ from millrace.kernels.declare import ZERO_GROUP_THRESHOLD
 from millrace.kernels.matmul.pack import hadamard
 
 
+class ScoreRules(NamedTuple):
+    """How scores become weights, besides softmax.
+
+    window: keys that a row attends to, its own included; 0: all before it
+    softcap: scores become softcap * tanh(score / softcap); 0: unchanged
+    sinks: (H,), scores of a further key of each head, whose value is zero (arXiv:2508.10925)
+    """
+
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Array | None = None
+
+
 def attention(
-    q: Array, k: Array, v: Array, first: int | None, scale: float, *, window: int = 0, softcap: float = 0.0,
-    bf16_weights: bool = False, sinks: Array | None = None,
+    q: Array, k: Array, v: Array, first: int | None, scale: float, rules: ScoreRules | None = None, *,
+    bf16_weights: bool = False,
 ) -> Array:  # fmt: skip
     """Causal attention of the last rows of a sequence; `first` None: of all rows to all keys.
 
     q (T, H, D) at positions first, first+1, ...; k (first+T, K, D) and v (first+T, K, Dv) from position 0; H a multiple
     of K -> (T, H, Dv)
-    window: keys that a row attends to, its own included; 0: all before it
-    softcap: scores become softcap * tanh(score / softcap); 0: unchanged
-    sinks: (H,), scores of a further key of each head, whose value is zero (arXiv:2508.10925)
     bf16_weights: exp(score - max) is rounded to bfloat16, as over bfloat16 and fp8 pages (there by spans of 256)
     """
+    window, softcap, sinks = rules or ScoreRules()
     T, H, D = q.shape
     K = k.shape[1]
     grouped = q.reshape(T, K, H // K, D)

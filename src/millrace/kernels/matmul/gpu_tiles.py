@@ -81,7 +81,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """result: per region, the tile by its largest number of rows, ascending; without an entry the default rule applies"""
+    """result: per region, tiles by their largest row count, ascending; without an entry the default rule applies"""
 
     result: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
 
