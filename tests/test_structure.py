@@ -185,6 +185,8 @@ def test_files_and_functions_stay_readable() -> None:
             count = len([n for n in names if n not in ("self", "cls")])
             if any(ast.unparse(d).partition("(")[0] == "triton.jit" for d in node.decorator_list):
                 continue  # a kernel's are its operands, and what it is compiled for
+            if path.name == "ops.py" and path.parent.name == "model":
+                continue  # an operator's are its operands and attributes
             assert count <= MAX_PARAMETERS, f"{place} has {count} parameters"
 
 
