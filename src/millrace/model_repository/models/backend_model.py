@@ -94,14 +94,14 @@ class BackendModel(Model):
         self._dispatch(now_ns)
 
     @property
-    def can_infer_alone(self) -> bool:
+    def _can_infer_inline(self) -> bool:
         if self._n_open or self._is_never_quick or self._is_over or self._tracer.is_on or not self._idle:
             return False
         return self._idle[0].quick_bytes > 0
 
-    def infer_alone(self, request: InferRequest) -> InferResponse | None:
-        """As `Model.infer_alone`, without a queue; the statistics are those of a batch of one."""
-        if not self.can_infer_alone or not (worker := self._idle[0]).is_quick((request,)):
+    def _infer_inline(self, request: InferRequest) -> InferResponse | None:
+        """As `Model._infer_inline`, without a queue; the statistics are those of a batch of one."""
+        if not self._can_infer_inline or not (worker := self._idle[0]).is_quick((request,)):
             return None
         batch, responses = self._queue.single_batch(request), list[_Response]()
         request.send_by = lambda _, *response: responses.append(response)

@@ -130,6 +130,18 @@ class Model(ABC):
 
     def submit(self, request: InferRequest, receive: Receiver) -> None:
         """Submit a validated request. receive: called in the event loop. raises StatusError if full or unloaded"""
+        try:
+            response = self._infer_inline(request)
+        except StatusError as error:
+            receive(None, error, True)
+            return
+        if response is not None:
+            receive(response, None, True)
+            return
+        self._submit(request, receive)
+
+    def _submit(self, request: InferRequest, receive: Receiver) -> None:
+        """Submit a request that is not computed inline. raises as `submit`"""
         now_ns = time.monotonic_ns()
         request.receive = receive
         request.received_ns = request.received_ns or now_ns
@@ -194,13 +206,8 @@ class Model(ABC):
     def cancel(self, request: InferRequest) -> None:
         """Cancel a request. A request that is not in execution ends immediately."""
 
-    @property
-    def can_infer_alone(self) -> bool:
-        """Whether `infer_alone` computes small requests now."""
-        return False
-
-    def infer_alone(self, request: InferRequest) -> InferResponse | None:
-        """Compute a validated request in this thread if nothing is queued and an instance is quick; None: submit it.
+    def _infer_inline(self, request: InferRequest) -> InferResponse | None:
+        """Compute a validated request in this thread if nothing is queued and an instance runs inline; None: submit it.
 
         raises StatusError
         """
@@ -208,7 +215,7 @@ class Model(ABC):
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Return the response of a model that is not decoupled. raises StatusError; propagates cancellation"""
-        if (response := self.infer_alone(request)) is not None:
+        if (response := self._infer_inline(request)) is not None:
             return response
         done: asyncio.Future[InferResponse] = self._loop.create_future()
 
@@ -220,7 +227,7 @@ class Model(ABC):
             elif error is not None:
                 done.set_exception(error)
 
-        self.submit(request, only_response(settle))
+        self._submit(request, only_response(settle))
         try:
             return await done
         except asyncio.CancelledError:

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.request.infer_request import InferRequest, InferResponse, TokenUsage
+from millrace.model_repository.request.infer_request import InferRequest, TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import memory_bytes
 from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
@@ -49,25 +49,6 @@ class GrpcCallContext:
     token_usage: TokenUsage = field(default_factory=TokenUsage)
     tenant: str = ""
     owner: str = ""
-
-
-@dataclass(slots=True)
-class InferredMessage:
-    """A message, and its model's response."""
-
-    message: InferMessage
-    model: Model
-    request: InferRequest
-    response: InferResponse
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the response's tensors."""
-        return memory_bytes(self.response.outputs.values())
-
-    def encode(self) -> bytes:
-        """raises StatusError"""
-        return self.message.encode(self.model, self.request, self.response)
 
 
 class GrpcFrontend:
@@ -133,9 +114,7 @@ class GrpcFrontend:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
         read = lambda: self._messages.read(data, request, model, regions_of_tenant(self._shared, caller.tenant), cut)  # noqa: E731
         checked: tuple[InferRequest, InferMessage] = await self._run_off_loop(read, n_bytes)
-        if caller.shown:
-            checked[0].parameters.update(caller.shown)
-        checked[0].token_usage, checked[0].tenant = caller.token_usage, caller.tenant
+        _set_caller(checked[0], caller)
         self._repository.common.tracer.trace_stream(checked[0], "GRPC", began_ns, caller.parent)
         return checked
 
@@ -144,28 +123,9 @@ class GrpcFrontend:
         data: bytes = await self._run_off_loop(write, n_bytes)
         return data
 
-    def infer_alone(self, data: bytes) -> "InferredMessage | None":
-        """Compute a message like an earlier one, if its model is quick and idle; None: `answer` must do it.
-
-        raises StatusError
-        """
-        if (layout := self._messages.find(data)) is None:
-            return None
-        model = self._repository.get(layout.model_name, _version(layout.model_version))
-        if model.checker is not layout.validator or not model.can_infer_alone:
-            return None
-        request = layout.fill(data)
-        response = model.infer_alone(request)
-        return None if response is None else InferredMessage(layout.message, model, request, response)
-
     async def _infer(self, data: bytes, caller: GrpcCallContext) -> bytes:
         arrived_ns = time.monotonic_ns()
-        request, cut = await self.decode_infer(data)
-        model = self.model(request)
-        if model.is_decoupled:
-            what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
-            raise StatusError(Code.UNSUPPORTED, what)
-        inference, infer_message = await self.check_infer(data, request, cut, model, caller)
+        model, inference, infer_message = self._read_cached(data, caller) or await self._read(data, caller)
         with TracedExchange(self._repository.common.tracer, inference, "GRPC", arrived_ns, caller.parent) as call:
             response = await model.infer(inference)
             call.on_response()
@@ -173,6 +133,29 @@ class GrpcFrontend:
                 memory_bytes(response.outputs.values()),
                 lambda: infer_message.encode(model, inference, response),
             )
+
+    def _read_cached(self, data: bytes, caller: GrpcCallContext) -> tuple[Model, InferRequest, InferMessage] | None:
+        """Read a message that differs from an earlier one only in its id and its data, or return None.
+
+        raises StatusError
+        """
+        if (layout := self._messages.find(data)) is None:
+            return None
+        model = self._repository.get(layout.model_name, _version(layout.model_version))
+        if model.checker is not layout.validator or model.is_decoupled:
+            return None
+        inference = layout.fill(data)
+        _set_caller(inference, caller)
+        return model, inference, layout.message
+
+    async def _read(self, data: bytes, caller: GrpcCallContext) -> tuple[Model, InferRequest, InferMessage]:
+        """raises StatusError, BusyError"""
+        request, cut = await self.decode_infer(data)
+        model = self.model(request)
+        if model.is_decoupled:
+            what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+            raise StatusError(Code.UNSUPPORTED, what)
+        return model, *await self.check_infer(data, request, cut, model, caller)
 
     # ------------------------------------------------------------------ metadata
 
@@ -247,6 +230,12 @@ class GrpcFrontend:
             with_members = request_fields.unloads_members(parameters, _wrong)
             await self._repository.unload(request.model_name, with_members=with_members, owner=owner)
         return {}
+
+
+def _set_caller(inference: InferRequest, caller: GrpcCallContext) -> None:
+    if caller.shown:
+        inference.parameters.update(caller.shown)
+    inference.token_usage, inference.tenant = caller.token_usage, caller.tenant
 
 
 def _read_infer(data: bytes) -> tuple[Any, SplitInferRequest | None]:

@@ -37,7 +37,6 @@ from millrace.serve.protocols.kserve.grpc.calls import (
     SHARED,
     GrpcCallContext,
     GrpcFrontend,
-    InferredMessage,
 )
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE
 from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget, SendBudgetLease
@@ -99,10 +98,9 @@ class GrpcServer:
             ],
             maximum_concurrent_rpcs=max_connections,
         )  # fmt: skip
-        unary = self._infer if self._keys.stay_open and self._guard.leaves_inference_alone else self._unary
         stream = {_STREAM: grpc.stream_stream_rpc_method_handler(self._stream)}
         server.add_generic_rpc_handlers(
-            (_UnaryMethods(self._unary, unary), grpc.method_handlers_generic_handler(SERVICE.strip("/"), stream))
+            (_UnaryMethods(self._unary), grpc.method_handlers_generic_handler(SERVICE.strip("/"), stream))
         )
         try:
             port = self._add_port(server)
@@ -139,50 +137,6 @@ class GrpcServer:
         outcome = await self._call(service, name, metadata, partial(self._answer, name, data, context))
         del data  # gRPC's context keeps what it raises to abort the call, and with it this frame
         return await _finish_call(context, outcome)
-
-    async def _infer(self, service: str, name: str, metadata: Metadata, data: bytes, context: Any) -> bytes:
-        """Answer an inference on a server without API keys. Most calls of a quick model take the short way."""
-        if self._send_budget.is_used or not self._backend.has_room:
-            return await self._unary(service, name, metadata, data, context)
-        began_ns, refusal = time.monotonic_ns(), None
-        answer: bytes | None = None
-        try:
-            inferred = self._front.infer_alone(data)
-            if inferred is None:
-                return await self._unary(service, name, metadata, data, context)
-            del data
-            answer = await self._encode(inferred, context)
-        except StatusError as error:
-            refusal = _Refusal(STATUS[error.code], without_frames(error).message)
-        except MillraceError as error:
-            refusal = _Refusal(*self._refusal(without_frames(error)))
-        except Exception as error:  # as in `_call`
-            log.exception("a bug in the server")
-            without_frames(error)
-            refusal = _Refusal(grpc.StatusCode.INTERNAL, BUG.message)
-        request_id = None  # the log makes one
-        for key, value in metadata:
-            if key == "x-request-id":
-                request_id = request_id_of(value.encode() if isinstance(value, str) else value)
-        took_ms = (time.monotonic_ns() - began_ns) / 1e6
-        status, details = (grpc.StatusCode.OK, "") if refusal is None else (refusal.code, refusal.details)
-        self._backend.log.add("GRPC", service + name, request_id, status.value[0], took_ms, details)
-        if refusal is not None:
-            return await _finish_call(context, refusal)
-        assert answer is not None, "it was not refused"
-        return answer
-
-    async def _encode(self, inferred: InferredMessage, context: Any) -> bytes:
-        """Encode a response: a large one off the event loop, and counted. raises StatusError, MillraceError"""
-        n_bytes = inferred.n_bytes
-        if n_bytes <= FREE_BYTES:
-            return inferred.encode()
-        lease = self._send_budget.lease(context.peer)
-        with self._backend.admitted():
-            answer = await self._front.encode_off_loop(n_bytes, inferred.encode)
-            lease.add(len(answer))
-            lease.until(context)
-            return answer
 
     async def _answer(self, name: str, data: bytes, context: Any, call: "_OpenCall") -> bytes:
         """raises StatusError, MillraceError"""
@@ -291,11 +245,9 @@ class GrpcServer:
 class _UnaryMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
     """The unary methods. grpcio passes it the metadata of each call, which its context would copy once more."""
 
-    def __init__(self, handle: UnaryHandler, infer: UnaryHandler) -> None:
-        """infer: handles `ModelInfer`, `handle` all others"""
+    def __init__(self, handle: UnaryHandler) -> None:
         self._methods = {SERVICE + name: partial(handle, SERVICE, name) for name in _UNARY}
         self._methods |= {f"{_HEALTH}Check": partial(handle, _HEALTH, "Check")}
-        self._methods[SERVICE + _INFER] = partial(infer, SERVICE, _INFER)
 
     def service(self, handler_call_details: Any) -> Any:
         method = self._methods.get(handler_call_details.method)

@@ -247,10 +247,7 @@ class InferExchange:
             )
             request.token_usage, request.tenant = TokenUsage(), tenant
             self._request = request
-            if (inferred := self._model.infer_alone(request)) is not None:
-                self._take_response(inferred, None)
-            else:
-                self._model.submit(request, only_response(self._take_response))
+            self._model.submit(request, only_response(self._take_response))
         except StatusError as error:
             self._take_response(None, error)
         except Exception as bug:  # as at the edge: one request ends with it, not the server

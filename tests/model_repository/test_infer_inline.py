@@ -73,16 +73,16 @@ def test_answers_and_statistics_are_those_of_the_queue(
 
     config = f"{ADD_SUB} {more}"
     calls = list[bool]()
-    infer_alone = BackendModel.infer_alone
+    infer_inline = BackendModel._infer_inline
 
     def counted(self: BackendModel, asked: InferRequest) -> Any:
-        calls.append(self.can_infer_alone)
-        return infer_alone(self, asked)
+        calls.append(self._can_infer_inline)
+        return infer_inline(self, asked)
 
-    monkeypatch.setattr(BackendModel, "infer_alone", counted)
+    monkeypatch.setattr(BackendModel, "_infer_inline", counted)
     alone = with_model(tmp_path, config, work)
     assert calls == [True] * 9
-    monkeypatch.setattr(BackendModel, "infer_alone", lambda self, asked: None)
+    monkeypatch.setattr(BackendModel, "_infer_inline", lambda self, asked: None)
     assert alone == with_model(tmp_path, config, work)
     assert alone[0][-2][0] is Code.INVALID_ARG and alone[1]["failures"] == {"BACKEND": 2}
 
@@ -92,7 +92,7 @@ def test_answers_and_statistics_are_those_of_the_queue(
     ["dynamic_batching { max_queue_delay_microseconds: 1000 }", "model_transaction_policy { decoupled: true }"],
 )
 def test_a_model_whose_requests_may_wait_uses_its_queue(tmp_path: Path, more: str) -> None:
-    assert not with_model(tmp_path, f"{ADD_SUB} {more}", lambda model: model.can_infer_alone)
+    assert not with_model(tmp_path, f"{ADD_SUB} {more}", lambda model: model._can_infer_inline)  # type: ignore[attr-defined]
 
 
 class Sending(BatchedInstance):
@@ -136,7 +136,7 @@ def test_whatever_a_backend_sends(tmp_path: Path, kind: int, monkeypatch: pytest
 
     monkeypatch.setattr(add_sub, "_AddSub", Sending)
     alone = with_model(tmp_path, ADD_SUB, work)
-    monkeypatch.setattr(BackendModel, "infer_alone", lambda self, asked: None)
+    monkeypatch.setattr(BackendModel, "_infer_inline", lambda self, asked: None)
     assert alone == with_model(tmp_path, ADD_SUB, work)
 
 
@@ -153,12 +153,12 @@ def test_a_request_behind_another_one_is_queued(tmp_path: Path, monkeypatch: pyt
         large = request(8)
         assert sum(array.nbytes for array in large.inputs.values()) <= Small.quick_bytes
         model._n_open += 1  # a request that an instance computes
-        assert model.infer_alone(large) is None and large.queued_ns == large.started_ns == 0
+        assert model._infer_inline(large) is None and large.queued_ns == large.started_ns == 0
         model._n_open -= 1
         responses: list[Any] = []
         model.submit(large, only_response(lambda *response: responses.append(response)))
         assert responses[0][0].outputs["OUTPUT1"].shape == (8, 16)
-        assert model.infer_alone(request(9)) is None, "more bytes than are quick"
+        assert model._infer_inline(request(9)) is None, "more bytes than are quick"
         return counts(model)
 
     assert with_model(tmp_path, ADD_SUB, work)["inference_count"] == 8
