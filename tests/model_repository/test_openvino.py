@@ -227,13 +227,13 @@ def test_damaged_files_and_failing_runs(tmp_path: Path) -> None:
 def test_instances_share_the_cores_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framework_backend, "usable_cores", lambda: 2)
     found: list[int] = []
-    compute = backend._Network.compute
+    compute = backend._OpenVinoModel.compute
 
     def counted(self: Any, inputs: Any) -> Any:
         found.append(self._compiled.get_property("INFERENCE_NUM_THREADS"))
         return compute(self, inputs)
 
-    monkeypatch.setattr(backend._Network, "compute", counted)
+    monkeypatch.setattr(backend._OpenVinoModel, "compute", counted)
     config = DENSE + "instance_group { count: 2 kind: KIND_CPU }"
     write(tmp_path, "shared", dense(), config)
 

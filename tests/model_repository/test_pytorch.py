@@ -254,7 +254,7 @@ def test_what_only_a_run_can_tell(tmp_path: Path) -> None:
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]]:
     """How many each network had in its own thread, as OpenMP knows it, in the order in which they computed."""
     found: list[int] = []
-    compute = pytorch._Network.compute
+    compute = pytorch._PyTorchModel.compute
     before = torch.get_num_threads()
 
     def counted(self: Any, inputs: Any) -> Any:
@@ -262,7 +262,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]
         found.append(int(n))
         return compute(self, inputs)
 
-    monkeypatch.setattr(pytorch._Network, "compute", counted)
+    monkeypatch.setattr(pytorch._PyTorchModel, "compute", counted)
     yield lambda: found
     torch.set_num_threads(before)
 

@@ -199,14 +199,14 @@ def test_instances_share_the_cores_out(tmp_path: Path, monkeypatch: pytest.Monke
     """A session for each, with threads of its own, of which there are as many as it was given."""
     monkeypatch.setattr(framework_backend, "usable_cores", lambda: 6)
     found: list[tuple[int, bool]] = []
-    compute = backend._Network.compute
+    compute = backend._TensorFlowModel.compute
 
     def counted(self: Any, inputs: Any) -> Any:
         asked = self._session._config
         found.append((asked.intra_op_parallelism_threads, asked.use_per_session_threads))
         return compute(self, inputs)
 
-    monkeypatch.setattr(backend._Network, "compute", counted)
+    monkeypatch.setattr(backend._TensorFlowModel, "compute", counted)
     dense(tmp_path, "shared")  # two of them, as Triton has it
     dense(tmp_path, "told", DENSE + parameters(TF_NUM_INTRA_THREADS="5"))
 

@@ -130,7 +130,7 @@ def answer(self, request):
         {fault}
     return {{"lark": request["text"]}}
 
-grammar_worker._Compiler.answer = answer
+grammar_worker._WorkerCompiler.answer = answer
 grammar_worker.main()
 """
 

@@ -28,7 +28,7 @@ _NUMBERS = {"integer": "a whole number", "float": "a number"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _KeyEntry:
     """A key of the file with its value. error: why the value cannot be read"""
 
     line: int
@@ -111,7 +111,7 @@ def _key(name: str) -> str:
     return name.removeprefix("--").replace("_", "-").lower()
 
 
-def _read(file: Path) -> Iterator[_Entry]:
+def _read(file: Path) -> Iterator[_KeyEntry]:
     """Yield what the file says. raises ConfigError if it is not YAML, or no mapping"""
     import yaml  # only used with --config
 
@@ -138,22 +138,22 @@ def _read(file: Path) -> Iterator[_Entry]:
             line = key_node.start_mark.line + 1
             key = loader.construct_object(key_node, deep=True)
             try:
-                yield _Entry(line, key, loader.construct_object(value_node, deep=True))
+                yield _KeyEntry(line, key, loader.construct_object(value_node, deep=True))
             except ValueError as error:  # a date that there is not, a key twice
-                yield _Entry(line, key, None, str(error))
+                yield _KeyEntry(line, key, None, str(error))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", _EXPECTED, "check the path") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
-        why = " ".join(filter(None, (error.context, error.problem)))
-        raise ConfigError(f"{place}: not valid YAML: {why}", _EXPECTED, "correct the line") from None
+        reason = " ".join(filter(None, (error.context, error.problem)))
+        raise ConfigError(f"{place}: not valid YAML: {reason}", _EXPECTED, "correct the line") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, control characters
-        why = " ".join(str(error).split("\n")[0].split())
-        raise ConfigError(f"{file} is not valid YAML: {why}", _EXPECTED, "correct the file") from None
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise ConfigError(f"{file} is not valid YAML: {reason}", _EXPECTED, "correct the file") from None
 
 
-def _check_value(entry: _Entry, param: click.Parameter, opt: str) -> tuple[list[_Mistake], object]:
+def _check_value(entry: _KeyEntry, param: click.Parameter, opt: str) -> tuple[list[_Mistake], object]:
     """Return what is wrong with a value, and the value as click takes it from a default."""
     value, shown = entry.value, f"{entry.name} is {reprlib.repr(entry.value)}"
     if isinstance(param, click.Option) and param.is_flag:

@@ -144,8 +144,8 @@ class Tables:
 
     def precision(self) -> str:
         """Format the precision: "w4a8 g128, lm_head w8a8"."""
-        named = [re.match(r"w[48](g\d+)", name) for name in self.bytes_by_format()]
-        groups = sorted({match[1] for match in named if match}, key=lambda group: int(group[1:]))
+        precision_parts = [re.match(r"w[48](g\d+)", name) for name in self.bytes_by_format()]
+        groups = sorted({match[1] for match in precision_parts if match}, key=lambda group: int(group[1:]))
         return _precision(self.engine.manifest, " and ".join(groups))
 
     def summary(self) -> dict[str, Any]:
@@ -228,10 +228,10 @@ def _precision(m: Manifest, groups: str) -> str:
     patterns = [(p, value) for p, value in m.precision.items() if p != "default"]
     if len(patterns) > 4:  # a GGUF may name dozens of layers
         patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
-    named = [m.precision.get("default", "?"), *(f"{pattern} {value}" for pattern, value in patterns)]
+    precision_parts = [m.precision.get("default", "?"), *(f"{pattern} {value}" for pattern, value in patterns)]
     sums = ["bf16 summed by tiles"] if m.cpu.bf16_sums == "tiles" else []
     alone = f"on a GPU {m.gpu.precision}" if m.gpu.precision else "on a GPU rows of E4M3" if m.gpu.fp8_rows else ""
-    return ", ".join([*with_groups(named, groups), *sums, *([alone] if alone else [])])
+    return ", ".join([*with_groups(precision_parts, groups), *sums, *([alone] if alone else [])])
 
 
 def machine(fingerprint: Mapping[str, str | int]) -> str:

@@ -23,8 +23,8 @@ def cannot_write(folder: Path, nbytes: int, error: OSError) -> MachineError:
 
 def _free(folder: Path) -> int:
     """Return the free bytes at a folder that may not exist yet."""
-    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    return shutil.disk_usage(there).free
+    existing_parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    return shutil.disk_usage(existing_parent).free
 
 
 def check_room(folder: Path, nbytes: int) -> None:

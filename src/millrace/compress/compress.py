@@ -115,7 +115,7 @@ def compress(
     """
     check_place(out, plan.bytes_after)
     errors: dict[str, float] = {}
-    why: dict[str, LayerDiagnostics] = {}
+    layer_figures: dict[str, LayerDiagnostics] = {}
     with unfinished(out) as path:
         folder, digests, done = TensorWriter(path, plan.specs), dict[str, bytes](), 0
         sizes = _sizes(plan)
@@ -134,11 +134,11 @@ def compress(
                 done += sizes.get(name.removesuffix(WEIGHT), 0)
             left -= piece.floats.keys()
             errors |= piece.errors
-            why |= piece.figures
+            layer_figures |= piece.figures
         for name in sorted(left):
             digests[name] = _put(folder, plan, name, plan.checkpoint.tensors.load(name))
         folder.finish()
-        _write_small(plan, path, errors, why)
+        _write_small(plan, path, errors, layer_figures)
         _prove(path, digests, progress)
     return CompressionResult(out, plan, errors)
 

@@ -11,7 +11,7 @@ from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, TensorInfo
 from millrace.compress.checkpoint.tensor_layout import NAMES, StoredTensorSpec, TensorLayout
 from millrace.compress.methods.quantization_grid import GROUPS
-from millrace.compress.methods.sparsity_2_4 import OF, SPARSEGPT
+from millrace.compress.methods.sparsity_2_4 import GROUP_SIZE, SPARSEGPT
 from millrace.compress.methods.structured_pruning import Prune, Sizes, shapes, sizes
 from millrace.compress.recipe import CLIP, FP8, FP8_GPTQ, FP8_TENSOR, LayerRecipe, Recipe
 from millrace.errors import CheckpointError, ConfigError
@@ -204,9 +204,9 @@ def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Compressio
 
 def _thinned(name: str, K: int, treatment: LayerRecipe) -> LayerRecipe:
     """Return a sparse layer's treatment. raises CheckpointError if K is not a multiple of 4"""
-    if K % OF:
+    if K % GROUP_SIZE:
         raise CheckpointError(
-            f"{name} has {K:,} inputs", f"a multiple of {OF}, of which two are kept",
+            f"{name} has {K:,} inputs", f"a multiple of {GROUP_SIZE}, of which two are kept",
             f'leave it as it is: method = "none", match = "*{name[name.rfind("."):]}"',
         )  # fmt: skip
     return treatment

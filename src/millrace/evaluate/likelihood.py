@@ -34,7 +34,7 @@ class Likelihood:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _ScoredSequence:
     """A sequence to process; row i of its logits predicts the token after ids[first + i]."""
 
     ids: IntArray
@@ -57,7 +57,7 @@ def likelihoods(
     _check(executor.limits, sequences)
     result = [[Likelihood(0.0, True) for _ in one.endings] for one in questions]
     n_open = Counter(s.questions for s in sequences)
-    for ended, scored in _Run(executor, sequences).steps() if sequences else ():
+    for ended, scored in _LikelihoodRun(executor, sequences).steps() if sequences else ():
         for s, first, logprobs in scored:
             for ending, row, token in s.targets:
                 if first <= row < first + len(logprobs):
@@ -70,7 +70,7 @@ def likelihoods(
                 yield s.questions, result[s.questions]
 
 
-def _sequences(questions: Sequence[LikelihoodQuestion]) -> Iterator[_Sequence]:
+def _sequences(questions: Sequence[LikelihoodQuestion]) -> Iterator[_ScoredSequence]:
     """Yield sequences: all endings of a single token share one row; each longer ending is a separate sequence."""
     for i, one in enumerate(questions):
         if not len(one.context) or not all(map(len, one.endings)):
@@ -78,14 +78,14 @@ def _sequences(questions: Sequence[LikelihoodQuestion]) -> Iterator[_Sequence]:
         first, short = len(one.context) - 1, [k for k, e in enumerate(one.endings) if len(e) == 1]
         if short:
             targets = [(k, 0, int(one.endings[k][0])) for k in short]
-            yield _Sequence(np.asarray(one.context, np.int32), first, targets, i)
+            yield _ScoredSequence(np.asarray(one.context, np.int32), first, targets, i)
         for k, ending in enumerate(one.endings):
             if len(ending) > 1:
                 ids = np.asarray([*one.context, *ending[:-1]], np.int32)
-                yield _Sequence(ids, first, [(k, row, int(token)) for row, token in enumerate(ending)], i)
+                yield _ScoredSequence(ids, first, [(k, row, int(token)) for row, token in enumerate(ending)], i)
 
 
-def _check(limits: ExecutorLimits, sequences: Sequence[_Sequence]) -> None:
+def _check(limits: ExecutorLimits, sequences: Sequence[_ScoredSequence]) -> None:
     room = limits.context_tokens
     for s in sequences:
         tokens = [int(s.ids.min()), int(s.ids.max()), *(token for _, _, token in s.targets)]
@@ -97,10 +97,10 @@ def _check(limits: ExecutorLimits, sequences: Sequence[_Sequence]) -> None:
             )
 
 
-class _Run:
+class _LikelihoodRun:
     """Runs all sequences: first their common prefix, then in each step as much of the next ones as fits."""
 
-    def __init__(self, executor: StepRunner, sequences: Sequence[_Sequence]) -> None:
+    def __init__(self, executor: StepRunner, sequences: Sequence[_ScoredSequence]) -> None:
         self._executor, self._limits, self._waiting = executor, executor.limits, deque(sequences)
         size = self._limits.page_tokens
         self._n_shared = _shared(sequences) // size * size
@@ -109,7 +109,7 @@ class _Run:
         self._slots = list(range(_BEGIN_SLOT + 1, self._limits.n_slots))
         self._begin = sequences[0].ids[: self._n_shared] if self._n_shared else np.zeros(0, np.int32)
 
-    def steps(self) -> Iterator[tuple[list[_Sequence], list[tuple[_Sequence, int, LogProbs]]]]:
+    def steps(self) -> Iterator[tuple[list[_ScoredSequence], list[tuple[_ScoredSequence, int, LogProbs]]]]:
         """Yield per step: finished sequences, and (sequence, number of the first row, log probabilities)."""
         for at in range(0, self._n_shared, self._limits.max_step_tokens):
             end = min(self._n_shared, at + self._limits.max_step_tokens)
@@ -119,7 +119,7 @@ class _Run:
             s.at = self._n_shared
         while self._waiting:
             parts = self._next()
-            tokens, rows, targets = 0, list[int](), list[tuple[_Sequence, int, int]]()
+            tokens, rows, targets = 0, list[int](), list[tuple[_ScoredSequence, int, int]]()
             for s, end in parts:
                 first = max(s.at, s.first)
                 rows += range(tokens + first - s.at, tokens + end - s.at)
@@ -131,7 +131,7 @@ class _Run:
             packed = [(s.ids[s.at : end], s.at, [*pages, *s.pages]) for s, end in parts]
             self._executor.run(packed_step(packed, rows, states))
             logits = log_softmax(self._executor.output("logits")) if rows else np.zeros((0, 0), np.float32)
-            at, scored, done = 0, list[tuple[_Sequence, int, LogProbs]](), list[_Sequence]()
+            at, scored, done = 0, list[tuple[_ScoredSequence, int, LogProbs]](), list[_ScoredSequence]()
             for (s, row, n), (_, end) in zip(targets, parts, strict=True):
                 if n:
                     scored.append((s, row, logits[at : at + n]))
@@ -146,9 +146,9 @@ class _Run:
     def _states(self, read: list[int], write: list[int]) -> StateSlots | None:
         return StateSlots(np.array(read, np.int32), np.array(write, np.int32)) if self._limits.n_slots else None
 
-    def _next(self) -> list[tuple[_Sequence, int]]:
+    def _next(self) -> list[tuple[_ScoredSequence, int]]:
         """Return (sequence, its end in this step) in order; all except the last one finish in this step."""
-        limits, parts = self._limits, list[tuple[_Sequence, int]]()
+        limits, parts = self._limits, list[tuple[_ScoredSequence, int]]()
         tokens, rows = limits.max_step_tokens, min(limits.max_rows, limits.max_step_tokens)
         for s in list(self._waiting)[: limits.max_sequences]:
             end = min(len(s.ids), s.at + tokens, max(s.first, s.at) + rows)
@@ -166,7 +166,7 @@ class _Run:
         return parts
 
 
-def _shared(sequences: Sequence[_Sequence]) -> int:
+def _shared(sequences: Sequence[_ScoredSequence]) -> int:
     """Return the length of the common prefix, without tokens whose logits are needed."""
     first, *rest = sequences
     n = min(s.first for s in sequences)

@@ -67,11 +67,11 @@ def answers(read_text: ReadText, vocab_size: int) -> Iterator[Answers]:
     text = read_text.text
     with closing(loaded(read_text.last, text, vocab_size)) as executor:
 
-        def of(window: int) -> LogProbs:
+        def log_probs_of_window(window: int) -> LogProbs:
             piece = Piece(read_text.last, executor, _carried_rows(read_text.carried, window))
             return log_probabilities(piece, text.ids[window], text.first)
 
-        yield of
+        yield log_probs_of_window
 
 
 def score(reference: Answers, other: Answers, text: Windows) -> DivergenceScore:

@@ -159,9 +159,9 @@ def check_same(before: Results[J], task: str, data: str, n: int) -> None:
 
 
 def _of_other_questions(before: Results[J], task: str, n: int) -> ConfigError:
-    of = before.about
+    earlier = before.about
     return ConfigError(
-        f"the results of {of.model} are of other questions: {of.task}, {len(before.records):,} answered",
+        f"the results of {earlier.model} are of other questions: {earlier.task}, {len(before.records):,} answered",
         f"{task}, {n:,} answered", "evaluate both in the same way",
     )  # fmt: skip
 

@@ -101,12 +101,12 @@ DEVICES = (
 
 def find_device(name: str) -> Device:
     """Find a device by its name or nvidia-smi's, ignoring case and vendor. raises ConfigError"""
-    named = {_spelt(alias): device for device in DEVICES for alias in (device.name, *device.aliases)}
+    by_name = {_spelt(alias): device for device in DEVICES for alias in (device.name, *device.aliases)}
     normalized = _spelt(name)
-    if normalized not in named:
+    if normalized not in by_name:
         raise ConfigError(f"no device is known as {name}", "a device of the catalogue",
-                          nearest(normalized, named, [one.name for one in DEVICES if one.memory_bytes]))  # fmt: skip
-    return named[normalized]
+                          nearest(normalized, by_name, [one.name for one in DEVICES if one.memory_bytes]))  # fmt: skip
+    return by_name[normalized]
 
 
 def _spelt(name: str) -> str:

@@ -77,8 +77,11 @@ def with_one_table(engine: Engine, plan: RunPlan, sequences: int | None) -> RunP
 
 def _divided(engine: Engine, budget: int, is_explicit: bool) -> tuple[int, ...]:
     """Divide a budget in bytes into pages per cache group, as `engine.kv.split_budget`."""
-    of = (0, *engine.windows)
-    page, one = {w: engine.window_page_bytes(w) for w in of}, {w: engine.sequence_pages(w) for w in of}
+    all_windows = (0, *engine.windows)
+    page, one = (
+        {w: engine.window_page_bytes(w) for w in all_windows},
+        {w: engine.sequence_pages(w) for w in all_windows},
+    )
     return split_budget(budget, page, one, engine.manifest.max_sequences - 1, use_all=is_explicit)
 
 

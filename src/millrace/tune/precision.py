@@ -135,9 +135,9 @@ def label(
     precision: PrecisionMap, kv: KvFormat, by_tiles: bool, stored: Mapping[str, StoredMatrix] = MappingProxyType({})
 ) -> str:
     """Format a precision: "w4a8 g32, lm_head w8a8, int8 keys and values". stored: the checkpoint's matrix formats"""
-    named = {pattern: p for pattern, p in precision.described(HEAD).items() if pattern != "default"}
-    head = [f"{HEAD} {named.pop(HEAD)}"] if HEAD in named else []
-    patterns = [f"{pattern} {p}" for pattern, p in named.items()]
+    by_pattern = {pattern: p for pattern, p in precision.described(HEAD).items() if pattern != "default"}
+    head = [f"{HEAD} {by_pattern.pop(HEAD)}"] if HEAD in by_pattern else []
+    patterns = [f"{pattern} {p}" for pattern, p in by_pattern.items()]
     if len(patterns) > 3:  # a GGUF may name dozens of layers
         patterns = [f"{len(patterns)} layers otherwise"]
     groups = ("as stored" if _keeps(precision, stored) else f"g{precision.group}") if precision.meaning.group else ""

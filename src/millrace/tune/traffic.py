@@ -90,7 +90,7 @@ def propose(recording: Recording, summary: TrafficSummary, among: Mask | None = 
     mask = np.ones(len(recording), bool) if among is None else among
     n, needed = int(mask.sum()), recording.needed[mask]
     context = summary.max_context or _context(needed, summary)
-    batch, there = _batch(recording, summary, mask)
+    batch, recorded = _batch(recording, summary, mask)
     places = summary.max_batch or batch or summary.usual_batch
     running, retained = _pages(recording, places, mask)
     prompts, fresh = recording.n_input[mask], uncached_tokens(recording)[mask]
@@ -106,8 +106,8 @@ def propose(recording: Recording, summary: TrafficSummary, among: Mask | None = 
         n_unfit=int(np.sum(needed > context)),
         sure=100 * float(0.05 ** (1 / n)),
         batch=batch,
-        peak=int(there.max(initial=0)),
-        n_late=int(np.sum(there > places)),
+        peak=int(recorded.max(initial=0)),
+        n_late=int(np.sum(recorded > places)),
         waited=_queued_share(recording, mask),
         pages_running=running,
         pages_kept=retained,
@@ -126,8 +126,8 @@ def _batch(recording: Recording, summary: TrafficSummary, mask: Mask) -> tuple[i
     """Return the batch, and the (n,) concurrency at each arrival."""
     if recording.stay_s is None:
         return None, np.zeros(0, np.int64)
-    there = sequences(recording).at(recording.at_s[mask])
-    return min(percentile(there, BUSY), MAX_BATCH), there
+    recorded = sequences(recording).at(recording.at_s[mask])
+    return min(percentile(recorded, BUSY), MAX_BATCH), recorded
 
 
 def _queued_share(recording: Recording, mask: Mask) -> float:

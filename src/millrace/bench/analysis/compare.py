@@ -286,10 +286,10 @@ def _is_valid(path: Path) -> bool | None:
             raise ValueError(f'"valid" is {valid!r:.40}')
         return valid
     except OSError as error:
-        why = f"cannot be read: {error.strerror}"
+        reason = f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = f"is no summary: {_error_text(error)}"
-    raise ConfigError(f"{path} {why}", f"{SUMMARY} of millrace bench -o", "measure again, or remove it")
+        reason = f"is no summary: {_error_text(error)}"
+    raise ConfigError(f"{path} {reason}", f"{SUMMARY} of millrace bench -o", "measure again, or remove it")
 
 
 def _read(path: Path, number: int, line: str) -> BenchRecord:

@@ -39,12 +39,12 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     text: str | None = None
 
 
 class _Item(msgspec.Struct):
-    content: list[_Part] | None = None
+    content: list[_ContentPart] | None = None
 
 
 class _Response(msgspec.Struct):

@@ -34,11 +34,11 @@ class _Output(msgspec.Struct):
     parameters: _Binary | None = None
 
 
-class _Answer(msgspec.Struct):
+class _InferResponse(msgspec.Struct):
     outputs: list[_Output]
 
 
-_answer = msgspec.json.Decoder(_Answer)
+_answer = msgspec.json.Decoder(_InferResponse)
 
 
 def _take(answer: BenchRecord, data: bytes) -> None:

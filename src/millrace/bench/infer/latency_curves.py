@@ -45,8 +45,8 @@ def curves_of(report: Mapping[str, Any], instances: str | None = None) -> list[L
             if not (0 < median_ms < math.inf and 0 < rate < math.inf):
                 raise ValueError(f"{rate:g} inferences/s at {median_ms:g} ms")
             by_size.setdefault(int(p["batch_size"]), []).append(Dot(str(load), median_ms, rate))
-    named = str(report["model"]["instances"]) if instances is None else instances
-    return [LatencyCurve(named, size, tuple(dots)) for size, dots in sorted(by_size.items())]
+    instance_label = str(report["model"]["instances"]) if instances is None else instances
+    return [LatencyCurve(instance_label, size, tuple(dots)) for size, dots in sorted(by_size.items())]
 
 
 def read_curves(path: Path) -> list[LatencyCurve]:

@@ -11,7 +11,7 @@ from millrace.errors import ConfigError
 from millrace.tune.trace_formats import MAX_TOKENS
 
 LONG, SHORT = 2048, 128  # tokens, in the four query patterns
-_NAMED = {"short": SHORT, "long": LONG}
+_LENGTHS_BY_NAME = {"short": SHORT, "long": LONG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LengthPattern:
         """Parse --pattern: `short/long`, `128/2048`, `short/long:3` (weight 3). raises ConfigError"""
         lengths, _, weight = text.partition(":")
         try:
-            isl, osl = (float(_NAMED.get(part, part)) for part in lengths.split("/"))
+            isl, osl = (float(_LENGTHS_BY_NAME.get(part, part)) for part in lengths.split("/"))
             share = float(weight or 1)
         except ValueError:
             isl = osl = share = 0.0

@@ -31,10 +31,12 @@ class NullServer:
         self.ledger = ledger
 
     async def start(self) -> asyncio.Server:
-        return await asyncio.get_running_loop().create_server(lambda: _Connection(self.ledger), HOST, 0, backlog=2048)
+        return await asyncio.get_running_loop().create_server(
+            lambda: _ServerConnection(self.ledger), HOST, 0, backlog=2048
+        )
 
 
-class _Connection(asyncio.Protocol):
+class _ServerConnection(asyncio.Protocol):
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._loop = ledger, asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
@@ -165,7 +167,7 @@ class _Connection(asyncio.Protocol):
 class _Stream:
     """A streamed answer in progress."""
 
-    connection: _Connection
+    connection: _ServerConnection
     sent: Sent
     tokens_per_chunk: int
     fault: str | None

@@ -156,7 +156,8 @@ def notes(result: RunResult) -> list[str]:
         if r.answer.failure is not None and r.answer.failure not in NOT_COUNTED:
             kinds.setdefault(str(r.answer.failure), r.answer.detail)
     sentences += [
-        f"{result.metrics.failures[kind]} requests failed ({kind}), the first: {why}" for kind, why in kinds.items()
+        f"{result.metrics.failures[kind]} requests failed ({kind}), the first: {reason}"
+        for kind, reason in kinds.items()
     ]
     has_output = result.plan.target.endpoint.streams  # embeddings have none
     lengths = [(r.turn.max_tokens, r.answer.n_output) for r in answers if r.turn.max_tokens and has_output]

@@ -86,7 +86,7 @@ class Compression:
         self.schemes, self.kv = tuple(schemes), kv
         pairs = [(target, scheme) for scheme in schemes for target in scheme.targets]
         _check_bounds([target for target, _ in pairs] + list(ignore))
-        self._named = {target: scheme for target, scheme in reversed(pairs) if _is_name(target)}
+        self._scheme_by_name = {target: scheme for target, scheme in reversed(pairs) if _is_name(target)}
         self._patterns = [(_glob(target), scheme) for target, scheme in pairs if _is_pattern(target)]
         self._rest = next((scheme for target, scheme in pairs if target == LINEAR), None)
         self._ignored = frozenset(ignore)
@@ -98,8 +98,8 @@ class Compression:
         ignored = self._ignored
         if module in ignored or LINEAR in ignored or any(fnmatchcase(module, g) for g in self._ignored_patterns):
             return None
-        if module in self._named:
-            return self._named[module]
+        if module in self._scheme_by_name:
+            return self._scheme_by_name[module]
         return next((scheme for glob, scheme in self._patterns if fnmatchcase(module, glob)), self._rest)
 
 

@@ -38,7 +38,7 @@ _AGAIN = "download or copy the checkpoint again, or compress the original one wi
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _CompressedMatrix:
     """One compressed matrix. group: for whole rows the length rounded up to a multiple of 4, as kernels require"""
 
     name: str
@@ -59,7 +59,11 @@ class CompressedTensors(Tensors):
     codes."""
 
     def __init__(
-        self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _Layer], kv: str | None = None
+        self,
+        infos: dict[str, TensorInfo],
+        parts: Tensors,
+        layers: Mapping[str, _CompressedMatrix],
+        kv: str | None = None,
     ) -> None:
         super().__init__(infos, parts.states)
         self.kv = kv
@@ -71,7 +75,7 @@ class CompressedTensors(Tensors):
         """Open a folder; reads headers, and the shapes stored next to packed words. raises CheckpointError"""
         parts = Tensors.open(folder, NAMES)
         infos: dict[str, TensorInfo] = {}
-        layers: dict[str, _Layer] = {}
+        layers: dict[str, _CompressedMatrix] = {}
         used: set[str] = set()
         for module in _compressed(parts):
             scheme = compression.scheme_of(module)
@@ -148,12 +152,12 @@ class CompressedTensors(Tensors):
         layer = self._layers.get(name)
         return layer is not None and layer.scheme.float_activations and layer.scheme.per_token
 
-    def _format(self, layer: _Layer) -> QuantisedFormat | None:
+    def _format(self, layer: _CompressedMatrix) -> QuantisedFormat | None:
         if layer.scheme.floats:  # float32 holds any scale
             return FP8 if layer.n_groups == 1 else None
         return integer_format(layer.scheme.bits, layer.group, self._scales(layer), self._zeros(layer))
 
-    def _floats(self, layer: _Layer) -> NDArray[np.float32]:
+    def _floats(self, layer: _CompressedMatrix) -> NDArray[np.float32]:
         scales, zeros = self._scales(layer), self._zeros(layer)
         result = np.empty(layer.shape, np.float32)
         codes = self._e4m3(layer).view(E4M3) if layer.scheme.floats else self._codes(layer)
@@ -164,14 +168,14 @@ class CompressedTensors(Tensors):
             result[part] = integer_floats(codes[part], scales[part], part_zeros, layer.group)
         return result
 
-    def _codes(self, layer: _Layer) -> NDArray[np.int8]:
+    def _codes(self, layer: _CompressedMatrix) -> NDArray[np.int8]:
         """Return the codes (N, K), signed or unsigned as stored."""
         if not layer.scheme.packed:
             return self._parts.load(layer.name)
         words = self._parts.load(_module(layer) + PACKED)
         return unpack(words, layer.scheme.bits, layer.shape[1])
 
-    def _e4m3(self, layer: _Layer) -> NDArray[np.int8]:
+    def _e4m3(self, layer: _CompressedMatrix) -> NDArray[np.int8]:
         """Return E4M3 bytes (N, K). raises CheckpointError if one is NaN"""
         codes = np.ascontiguousarray(self._parts.load(layer.name)).view(np.int8)
         wrong = (codes & np.int8(_E4M3_NAN)) == _E4M3_NAN
@@ -183,7 +187,7 @@ class CompressedTensors(Tensors):
             )  # fmt: skip
         return codes
 
-    def _scales(self, layer: _Layer) -> NDArray[np.float64]:
+    def _scales(self, layer: _CompressedMatrix) -> NDArray[np.float64]:
         """Return the scales (N, G). raises CheckpointError if one is not finite"""
         scales = self._parts.load(_module(layer) + layer.scheme.scale_suffix).astype(np.float64)
         if not np.isfinite(scales).all():
@@ -195,7 +199,7 @@ class CompressedTensors(Tensors):
         return np.broadcast_to(scales.reshape(-1, layer.n_groups) if scales.size > 1 else scales.reshape(1, 1),
                                (layer.shape[0], layer.n_groups))  # fmt: skip
 
-    def _zeros(self, layer: _Layer) -> NDArray[np.int8] | None:
+    def _zeros(self, layer: _CompressedMatrix) -> NDArray[np.int8] | None:
         """Return the zero points (N, G), signed like the codes; None if all are 0."""
         if layer.scheme.symmetric:
             return None
@@ -205,7 +209,7 @@ class CompressedTensors(Tensors):
         return zeros.reshape(layer.shape[0], layer.n_groups)
 
 
-def _module(layer: _Layer) -> str:
+def _module(layer: _CompressedMatrix) -> str:
     return layer.name.removesuffix(WEIGHT)
 
 
@@ -218,24 +222,24 @@ def _compressed(parts: Tensors) -> Iterator[str]:
             yield name.removesuffix(WEIGHT)
 
 
-def _own_parts(layer: _Layer) -> tuple[str, ...]:
+def _own_parts(layer: _CompressedMatrix) -> tuple[str, ...]:
     values = (PACKED, SHAPE) if layer.scheme.packed else (WEIGHT,)
     zeros = () if layer.scheme.symmetric else (ZERO,)
     statics = _ALLOWED if layer.scheme.float_activations else ()
     return (*values, layer.scheme.scale_suffix, *zeros, *statics)
 
 
-def _layer(parts: Tensors, module: str, scheme: Scheme) -> _Layer:
+def _layer(parts: Tensors, module: str, scheme: Scheme) -> _CompressedMatrix:
     """Return the layer of a module after checking all its tensors. raises CheckpointError"""
     if not scheme.packed:
         stored_format = "float8_e4m3fn" if scheme.floats else "int8"
         _check(parts, module + WEIGHT, (stored_format,), None)
-        layer = _Layer(module + WEIGHT, scheme, _sizes(module, parts[module + WEIGHT].shape))
+        layer = _CompressedMatrix(module + WEIGHT, scheme, _sizes(module, parts[module + WEIGHT].shape))
     else:
         _check(parts, module + SHAPE, ("int64",), (2,))
         shape = _sizes(module, tuple(int(n) for n in parts.load(module + SHAPE)))
         _check(parts, module + PACKED, ("int32",), (shape[0], words_of(shape[1], scheme.bits)))
-        layer = _Layer(module + WEIGHT, scheme, shape)
+        layer = _CompressedMatrix(module + WEIGHT, scheme, shape)
         if module + WEIGHT in parts:
             raise CheckpointError(f"{module} has weight and weight_packed", "one of them", _AGAIN)
     N, G = layer.shape[0], layer.n_groups

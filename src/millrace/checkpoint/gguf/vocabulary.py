@@ -42,8 +42,8 @@ def read_specials(keys: MetadataKeys) -> GgufSpecials:
         raise keys.wrong("tokenizer.ggml.tokens", "at least one token")
     spm = _kind(keys) == "llama"
     bos = keys.token("bos", len(tokens), 1 if spm else None)
-    named = [keys.token(name, len(tokens)) for name in ("eot", "eom")]
-    eos = [i for i in (keys.token("eos", len(tokens), 2 if spm else None), *named) if i is not None]
+    other_ends = [keys.token(name, len(tokens)) for name in ("eot", "eom")]
+    eos = [i for i in (keys.token("eos", len(tokens), 2 if spm else None), *other_ends) if i is not None]
     types = _types(keys, tokens)
     result = [i for i, text in enumerate(tokens) if types[i] == _CONTROL and text in _ENDS and i not in eos]
     shown = ", ".join(tokens[i] for i in result)
@@ -86,12 +86,12 @@ def _templates(keys: MetadataKeys) -> str | list[dict[str, str]] | None:
 
     Named templates are `tokenizer.chat_template.NAME`; `tokenizer.chat_templates` only lists the names.
     """
-    named = {"default": _TEMPLATE} if _TEMPLATE in keys.values else {}
+    by_name = {"default": _TEMPLATE} if _TEMPLATE in keys.values else {}
     prefix = f"{_TEMPLATE}."
-    named |= {key.removeprefix(prefix): key for key in keys.values if key.startswith(prefix)}
-    if list(named) == ["default"] and named["default"] == _TEMPLATE:
+    by_name |= {key.removeprefix(prefix): key for key in keys.values if key.startswith(prefix)}
+    if list(by_name) == ["default"] and by_name["default"] == _TEMPLATE:
         return keys.text(_TEMPLATE)
-    return [{"name": name, "template": keys.text(key)} for name, key in named.items()] or None
+    return [{"name": name, "template": keys.text(key)} for name, key in by_name.items()] or None
 
 
 def _kind(keys: MetadataKeys) -> str:
@@ -106,8 +106,8 @@ def _types(keys: MetadataKeys, tokens: list[str]) -> list[int]:
     """Return each token's type. Without types in the file, bytes are recognized by name, as in llama.cpp."""
     value, n_tokens = keys.values.get("tokenizer.ggml.token_type"), len(tokens)
     if value is None:
-        named = re.compile("<0x[0-9A-F]{2}>") if _kind(keys) == "llama" else None
-        return [_BYTE if named and named.fullmatch(text) else _NORMAL for text in tokens]
+        byte_pattern = re.compile("<0x[0-9A-F]{2}>") if _kind(keys) == "llama" else None
+        return [_BYTE if byte_pattern and byte_pattern.fullmatch(text) else _NORMAL for text in tokens]
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != n_tokens:
         raise keys.wrong("tokenizer.ggml.token_type", f"an array of {n_tokens} integers")
     types: list[int] = value.tolist()
@@ -205,13 +205,13 @@ def _template(tokens: list[str], before: int | None, after: int | None) -> dict[
     if not around:
         return None
 
-    def one(i: int | None) -> list[dict[str, object]]:
+    def special_piece(i: int | None) -> list[dict[str, object]]:
         return [] if i is None else [{"SpecialToken": {"id": tokens[i], "type_id": 0}}]
 
-    named = {tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in around}
-    single = [*one(before), {"Sequence": {"id": "A", "type_id": 0}}, *one(after)]
+    by_name = {tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in around}
+    single = [*special_piece(before), {"Sequence": {"id": "A", "type_id": 0}}, *special_piece(after)]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": named}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": by_name}
 
 
 def _merges(keys: MetadataKeys) -> list[tuple[str, str]]:

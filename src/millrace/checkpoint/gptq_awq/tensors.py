@@ -34,7 +34,7 @@ _ROWS = 1 << 22  # numbers that are converted to float64 at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _QuantizedMatrix:
     """One quantized matrix (N, K).
 
     group: for whole rows the length rounded up to a multiple of 4, as kernels require
@@ -57,7 +57,7 @@ class PackedTensors(Tensors):
     """Tensors of such a folder: `load` returns floats, exact within float32; `stored` returns the checkpoint's own
     codes."""
 
-    def __init__(self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _Layer]) -> None:
+    def __init__(self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _QuantizedMatrix]) -> None:
         super().__init__(infos, parts.states)
         self._parts, self._layers = parts, dict(layers)
         self._formats: dict[str, QuantisedFormat | None] = {}
@@ -68,7 +68,7 @@ class PackedTensors(Tensors):
         """Open a folder; reads headers alone. raises CheckpointError"""
         parts = Tensors.open(folder, NAMES)
         infos: dict[str, TensorInfo] = {}
-        layers: dict[str, _Layer] = {}
+        layers: dict[str, _QuantizedMatrix] = {}
         used: set[str] = set()
         for module in [name.removesuffix(CODES) for name in parts if name.endswith(CODES)]:
             layer, name = _layer(parts, module, scheme), module + WEIGHT
@@ -132,10 +132,10 @@ class PackedTensors(Tensors):
         layer = self._layers[name]
         return integer_matrix(self._codes(layer), self._scales(layer), self._zeros(layer), stored_format, bits)
 
-    def _format(self, layer: _Layer) -> QuantisedFormat | None:
+    def _format(self, layer: _QuantizedMatrix) -> QuantisedFormat | None:
         return integer_format(layer.scheme.bits, layer.group, self._scales(layer), self._zeros(layer))
 
-    def _floats(self, layer: _Layer) -> NDArray[np.float32]:
+    def _floats(self, layer: _QuantizedMatrix) -> NDArray[np.float32]:
         codes, scales = self._codes(layer), self._scales(layer)
         zeros, groups = self._zeros(layer), self._groups(layer)
         result = np.empty(layer.shape, np.float32)
@@ -152,7 +152,7 @@ class PackedTensors(Tensors):
                 result[part] = wide * scales[part][:, groups]
         return result
 
-    def _codes(self, layer: _Layer) -> NDArray[np.int8]:
+    def _codes(self, layer: _QuantizedMatrix) -> NDArray[np.int8]:
         """Return signed codes (N, K)."""
         words, scheme, (N, K) = self._parts.load(layer.module + CODES), layer.scheme, layer.shape
         if scheme.layout == GPTQ:
@@ -163,7 +163,7 @@ class PackedTensors(Tensors):
             codes = unpack(np.ascontiguousarray(words.T), scheme.bits, K).T
         return _signed(codes, scheme.bits)
 
-    def _scales(self, layer: _Layer) -> NDArray[np.float64]:
+    def _scales(self, layer: _QuantizedMatrix) -> NDArray[np.float64]:
         """Return the scales (N, G). raises CheckpointError if one is not finite"""
         scales = self._parts.load(layer.module + SCALES).astype(np.float64)
         scales = scales[:, : layer.n_groups] if layer.scheme.layout == GEMV else scales.T
@@ -171,7 +171,7 @@ class PackedTensors(Tensors):
             raise CheckpointError(f"{layer.module}{SCALES} has scales that are not finite", "numbers", _AGAIN)
         return np.ascontiguousarray(scales)
 
-    def _zeros(self, layer: _Layer) -> NDArray[np.int8] | None:
+    def _zeros(self, layer: _QuantizedMatrix) -> NDArray[np.int8] | None:
         """Return the zero points (N, G), signed like the codes; None if all are 0, as of a symmetric matrix."""
         words, scheme, N = self._parts.load(layer.module + ZEROS), layer.scheme, layer.shape[0]
         along = np.ascontiguousarray(words.T)
@@ -185,7 +185,7 @@ class PackedTensors(Tensors):
         signed = _signed(unsigned, scheme.bits)
         return signed if signed.any() else None
 
-    def _groups(self, layer: _Layer) -> NDArray[np.int32] | None:
+    def _groups(self, layer: _QuantizedMatrix) -> NDArray[np.int32] | None:
         """Return the group of each input (K), or None if they are in order. raises CheckpointError if one is none"""
         name = layer.module + GROUPS
         if name not in self._parts:
@@ -204,7 +204,7 @@ def _signed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int8]:
     return np.subtract(codes, np.uint8(1 << bits - 1), order="C").view(np.int8)
 
 
-def _layer(parts: Tensors, module: str, scheme: PackedScheme) -> _Layer:
+def _layer(parts: Tensors, module: str, scheme: PackedScheme) -> _QuantizedMatrix:
     """Return the layer of a module after checking all its tensors. raises CheckpointError"""
     words = _matrix(parts, module + CODES, ("int32",))
     scales = _matrix(parts, module + SCALES, FLOAT_NAMES)
@@ -219,7 +219,7 @@ def _layer(parts: Tensors, module: str, scheme: PackedScheme) -> _Layer:
     else:
         K, N = round(words[1] * per_word), words[0]
         expected = {CODES: (N, words_of(K, scheme.bits))}
-    layer = _Layer(module, scheme, (N, K))
+    layer = _QuantizedMatrix(module, scheme, (N, K))
     if scheme.layout == GEMV:
         padded = zeros[1] * 8
         if padded < layer.n_groups or padded > 64 * layer.n_groups + 64:

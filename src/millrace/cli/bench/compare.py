@@ -177,10 +177,10 @@ def _show(report: dict[str, Any]) -> None:
     for sentence in report["notes"]:
         click.echo(f"  {sentence}")
     if any(report["failed"]):
-        of = [
+        table_rows = [
             f"{n} of {name}'s {all_}" for name, n, all_ in zip("AB", report["failed"], report["requests"], strict=True)
         ]
-        click.echo(f"  Failed requests: {', '.join(of)}.")
+        click.echo(f"  Failed requests: {', '.join(table_rows)}.")
     if report["worse"]:
         click.echo(f"  B is worse by more than {report['allowed_percent']:g} %: {', '.join(report['worse'])}.")
 

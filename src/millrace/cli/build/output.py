@@ -106,8 +106,8 @@ def show_traffic(figures: Figures) -> None:
     """Print the choices made from traffic."""
     c, p = figures.chosen, figures.chosen.proposal
     summary = figures.summary()
-    of = "" if c.part == "all" else f", {p.n:,} of them by {c.part}"
-    heading(f"{c.name}: {len(c.recording):,} requests in {format_duration(c.recording.span_s)}{of}")
+    part_text = "" if c.part == "all" else f", {p.n:,} of them by {c.part}"
+    heading(f"{c.name}: {len(c.recording):,} requests in {format_duration(c.recording.span_s)}{part_text}")
     rows = [(name, _lengths(p.lengths[name])) for name in ("input", "output")]
     rows += [
         (NAMES[choice.setting], _line(choice, _format_value(choice.value), _format_value(choice.default)))

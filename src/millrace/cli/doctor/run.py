@@ -51,13 +51,13 @@ def run(
         return
     usable = usable_isas()
     if isa is not None and isa not in usable:
-        why = (
+        reason = (
             f"it needs {', '.join(NEEDED[isa])}"
             if isa in NEEDED
             else f"this build knows {', '.join(NEEDED)} and scalar"
         )
         raise MachineError(
-            f'instruction set "{isa}" cannot run here: {why}',
+            f'instruction set "{isa}" cannot run here: {reason}',
             "one of " + ", ".join(usable),
             "leave --isa out, or choose one of them",
         )

@@ -43,20 +43,20 @@ def run(env: Env, /, model: str, task: str, as_json: bool, **options: Any) -> No
 def _task_options(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a task. raises ConfigError for one that it does not take, or lacks"""
     takes = _TAKES[kind]
-    named = {name: options[name] for name in sorted({name for names in _TAKES.values() for name in names})}
-    for name, value in named.items():
+    given_options = {name: options[name] for name in sorted({name for names in _TAKES.values() for name in names})}
+    for name, value in given_options.items():
         if value not in (None, ()) and name not in takes:
             raise ConfigError(
                 f"{flag_of(name)} is given, and --task {kind} does not take it",
                 "of a task's options " + ", ".join(map(flag_of, takes)), "leave it out, or choose another --task",
             )  # fmt: skip
-    if "data" in takes and named["data"] is None:
+    if "data" in takes and given_options["data"] is None:
         missing = "MMLU's folder" if kind == "mmlu" else "a text file"
         raise ConfigError(f"--task {kind} has no --data", missing, "name it: nothing is downloaded")
     definitions = _DEFINITIONS.get(kind, ())
-    if named["definition"] is None and definitions:
-        named["definition"] = definitions[0]
-    elif definitions and named["definition"] not in definitions:
-        expected = nearest(named["definition"], definitions)
-        raise ConfigError(f"--definition is {named['definition']!r:.80}", expected, f"choose one of {kind}'s")
-    return named
+    if given_options["definition"] is None and definitions:
+        given_options["definition"] = definitions[0]
+    elif definitions and given_options["definition"] not in definitions:
+        expected = nearest(given_options["definition"], definitions)
+        raise ConfigError(f"--definition is {given_options['definition']!r:.80}", expected, f"choose one of {kind}'s")
+    return given_options

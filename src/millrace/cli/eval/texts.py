@@ -59,10 +59,10 @@ def perplexity_of(options: EvalOptions) -> None:
 
 
 def _read(read: WindowedText, n_units: int, n: int) -> list[tuple[str, str]]:
-    of = "" if n_units == len(read.units) else f" of {len(read.units):,}"
+    total = "" if n_units == len(read.units) else f" of {len(read.units):,}"
     return [
         ("window", f"{read.window:,} tokens"), ("BOS", read.bos),
-        ("tokens", f"{n:,} predicted, in {n_units:,}{of} {read.unit}"),
+        ("tokens", f"{n:,} predicted, in {n_units:,}{total} {read.unit}"),
     ]  # fmt: skip
 
 
@@ -130,8 +130,8 @@ def _prepare_comparison(
             f"{model.name} and {reference.name} have other vocabularies, or read the text as other tokens",
             "two models of one tokenizer", "name another reference: --against MODEL",
         )  # fmt: skip
-    of = f"kl, window {read.ids.shape[1]}, against {precision_summary(reference)}"
-    return ResultsInputs.from_model(model, of, digest((text, theirs.identity))), read
+    total = f"kl, window {read.ids.shape[1]}, against {precision_summary(reference)}"
+    return ResultsInputs.from_model(model, total, digest((text, theirs.identity))), read
 
 
 def _own_float(options: EvalOptions) -> str | None:

@@ -66,14 +66,14 @@ def run(env: Env, model: str | None, as_json: bool, options: Mapping[str, Any]) 
         _check_model_is_there(flags, options)
         serve([repository], settings, _announcer(as_json, repository), last=True)
         return
-    turns, build, run = (
+    queue_flags, build, run = (
         make_settings(QueueFlags, options),
         make_settings(BuildSettings, options),
         make_settings(RunSettings, options),
     )
     warm, profile = _warm_prompts(flags.warm_prompts, run), _profile(make_settings(ProfileFlags, options))
     with opened_to_serve(model, build, run, env, quiet=as_json) as opened:
-        served = _to_serve(opened, flags, turns, warm, profile, env)
+        served = _to_serve(opened, flags, queue_flags, warm, profile, env)
         if not as_json:
             _introduce(opened, served)
         announce = _announcer(as_json, served, opened, and_tensors=repository is not None)
@@ -133,7 +133,7 @@ def _check_model_is_there(flags: ServeFlags, options: Mapping[str, Any]) -> None
 
 
 def _to_serve(
-    opened: RunningModel | OpenedEncoder, flags: ServeFlags, turns: QueueFlags, warm: tuple[WarmPrompt, ...],
+    opened: RunningModel | OpenedEncoder, flags: ServeFlags, queue_flags: QueueFlags, warm: tuple[WarmPrompt, ...],
     profile: StepProfile | None, env: Env,
 ) -> ServedModel:  # fmt: skip
     if isinstance(opened, OpenedEncoder):
@@ -151,14 +151,14 @@ def _to_serve(
             **common,
             loop=loop,
             pairs=opened.pairs,
-            max_queued=turns.max_queued,
+            max_queued=queue_flags.max_queued,
             matryoshka=Matryoshka.from_folder(opened.engine.folder),
         )
     if profile is not None:
         profile.check(opened.engine.manifest.identity, machine_name())
-    budget = TokenBudget(opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
-    loop_ = opened.loop(budget, policy_named(turns.schedule))
-    engine = _engine(loop_, ServiceOptions(max_queued=turns.max_queued), flags.record)
+    budget = TokenBudget(opened.executor.limits.max_step_tokens, gap_limit_s=queue_flags.itl_ms / 1e3)
+    loop_ = opened.loop(budget, policy_named(queue_flags.schedule))
+    engine = _engine(loop_, ServiceOptions(max_queued=queue_flags.max_queued), flags.record)
     clock = _decode_clock(opened, budget, env)
     return replace(_text_model(opened, engine, flags.served_model_name, clock), warm_prompts=warm, profile=profile)
 

@@ -108,8 +108,8 @@ def _rows(load: VerifiedLoad) -> list[list[str]]:
     rows = []
     for i, f in enumerate(load.figures):
         times, unit = _UNITS[f.name]
-        named = [f"{load.share:g} ({load.rate:.3g}/s)", str(load.n)] if not i else ["", ""]
+        load_cells = [f"{load.share:g} ({load.rate:.3g}/s)", str(load.n)] if not i else ["", ""]
         mark = "" if f.judged else " -"
-        rows.append([*named, unit, f.of, format_4_digits(f.predicted * times), format_4_digits(f.measured * times),
+        rows.append([*load_cells, unit, f.of, format_4_digits(f.predicted * times), format_4_digits(f.measured * times),
                      f"{f.error:+.1%}{mark}"])  # fmt: skip
     return rows

@@ -34,8 +34,12 @@ def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | 
     chosen = resolve_options(source, BuildOptions(precision=requested, kv_format=kv))
     check_keeps(None if chosen.kv_format == KvFormat[chosen.table.upper()] else chosen.kv_format)
     dtype = alone.floats(chosen.table)
-    of = chosen.precision
-    used = (of.default, of.precision_of(HEAD, is_head=True), *(p for _, p in of.patterns))
+    region_precision = chosen.precision
+    used = (
+        region_precision.default,
+        region_precision.precision_of(HEAD, is_head=True),
+        *(p for _, p in region_precision.patterns),
+    )
     meets_fp8 = alone.name == "fp8"
     needed = [name for precision in used for name in multiplied_by(precision, dtype, meets_fp8=meets_fp8)]
     return [*needed, "fp8"] if chosen.kv_format == KvFormat.FP8 else needed

@@ -136,10 +136,10 @@ class TileWork:
         inputs = torch.randn((self.rows, self.weights[0].width), device=executor.device).to(executor.dtype)
         x = self.meets(inputs)
 
-        def of(w: QuantizedRows) -> Callable[[Tile], object]:
+        def build_tiled(w: QuantizedRows) -> Callable[[Tile], object]:
             return lambda tile: cuda.by_kernel(x, w, executor.dtype, tile)
 
-        return [of(w) for w in self.weights]
+        return [build_tiled(w) for w in self.weights]
 
 
 def works_of(executor: CudaExecutor) -> list[TileWork]:

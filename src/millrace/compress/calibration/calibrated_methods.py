@@ -24,7 +24,7 @@ from millrace.compress.methods.awq_smoothquant import AUTOAWQ, Awq, SmoothQuant
 from millrace.compress.methods.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.methods.gptq import LLM_COMPRESSOR, gptq_e4m3
 from millrace.compress.methods.quantization_grid import Array
-from millrace.compress.methods.sparsity_2_4 import OF, prune_2_4_magnitude, sparse
+from millrace.compress.methods.sparsity_2_4 import GROUP_SIZE, prune_2_4_magnitude, sparse
 from millrace.compress.methods.structured_pruning import pruned
 from millrace.compress.presets import SAMPLES
 from millrace.compress.recipe import CLIP, RMS, SEARCHES, LayerRecipe
@@ -178,8 +178,8 @@ def by_statistics(statistics: CalibrationStatistics) -> CompressionMethod:
 
 
 def _in_fp8(plan: CompressionPlan, name: str, x: InputStatistics) -> CompressedPiece:
-    rounded, why = fp8_by_gptq(plan.checkpoint.tensors.load(name + WEIGHT), x)
-    return CompressedPiece({name: rounded}, {name: why.error}, figures={name: why})
+    rounded, layer_figures = fp8_by_gptq(plan.checkpoint.tensors.load(name + WEIGHT), x)
+    return CompressedPiece({name: rounded}, {name: layer_figures.error}, figures={name: layer_figures})
 
 
 def fp8_by_gptq(w: Array, x: InputStatistics) -> tuple[Fp8Matrix, LayerDiagnostics]:
@@ -193,8 +193,8 @@ def _thinned(
     w, x = plan.checkpoint.tensors.load(name + WEIGHT), statistics[name]
     rounded = sparse(w, x, treatment.method)
     plain = relative_error(w, prune_2_4_magnitude(w), x.gram)
-    why = figures(w, OF, rounded.error, x, nearest=plain, plain="dropping the smallest weights")
-    return CompressedPiece({}, {name: rounded.error}, {name + WEIGHT: rounded.weights}, {name: why})
+    layer_figures = figures(w, GROUP_SIZE, rounded.error, x, nearest=plain, plain="dropping the smallest weights")
+    return CompressedPiece({}, {name: rounded.error}, {name + WEIGHT: rounded.weights}, {name: layer_figures})
 
 
 def errors_of(diagnostics: Mapping[str, LayerDiagnostics]) -> dict[str, float]:

@@ -60,7 +60,7 @@ class InputStatistics(NamedTuple):
     mean: Floats
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     linears: list[str]
     size: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INPUTS)]
     checksum: str
@@ -72,7 +72,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     about: str  # digest of about.json
-    inputs: Annotated[list[_Entry], msgspec.Meta(max_length=4096)]
+    inputs: Annotated[list[_ManifestEntry], msgspec.Meta(max_length=4096)]
 
 
 def input_bytes(size: int) -> int:
@@ -81,23 +81,23 @@ def input_bytes(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _FilePlace:
     file: Path
     offset: int
-    entry: _Entry
+    entry: _ManifestEntry
 
 
 class CalibrationStatistics(Mapping[str, InputStatistics]):
     """A complete folder, by linear layer. Layers with the same input have the same statistics: see `shared`."""
 
-    def __init__(self, about: StatisticsInfo, places: Mapping[str, _Place]) -> None:
+    def __init__(self, about: StatisticsInfo, places: Mapping[str, _FilePlace]) -> None:
         self.about, self._places = about, places
 
     @classmethod
     def open(cls, folder: Path) -> "CalibrationStatistics":
         """Read the heads. raises ConfigError if the folder is missing, incomplete, damaged, or of another version"""
         about = read_about(folder)
-        places: dict[str, _Place] = {}
+        places: dict[str, _FilePlace] = {}
         for number in range(about.pieces):
             file = piece_file(folder, number)
             if not file.is_file():
@@ -107,7 +107,7 @@ class CalibrationStatistics(Mapping[str, InputStatistics]):
                 )  # fmt: skip
             offset, head = _read_head(file, about)
             for entry in head.inputs:
-                places |= {name: _Place(file, offset, entry) for name in entry.linears}
+                places |= {name: _FilePlace(file, offset, entry) for name in entry.linears}
                 offset += entry.nbytes
         return cls(about, places)
 
@@ -163,7 +163,8 @@ class StatisticsWriter:
         """Write a piece's file atomically. raises MachineError if that fails"""
         bodies = [np.concatenate([x.gram.reshape(-1), x.amax, x.mean]).view(np.uint8) for x in inputs]
         entries = [
-            _Entry(list(x.linears), len(x.amax), _checksum(body)) for x, body in zip(inputs, bodies, strict=True)
+            _ManifestEntry(list(x.linears), len(x.amax), _checksum(body))
+            for x, body in zip(inputs, bodies, strict=True)
         ]
         head = msgspec.json.encode(_Head(_digest(self.about), entries)) + b"\n"
         with whole_file(piece_file(self.folder, number)) as file:

@@ -111,10 +111,12 @@ def check_place(out: Path, nbytes: int) -> None:
         raise ConfigError(
             f"{out} is already there", "a folder that does not exist yet", f"remove it, or name another{measured}"
         )  # fmt: skip
-    there = next(parent for parent in out.absolute().parents if parent.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{out} would be in {there}, which is a file", "a folder to write in", "name another with -o")
-    free = shutil.disk_usage(there).free
+    existing_parent = next(parent for parent in out.absolute().parents if parent.exists())
+    if not existing_parent.is_dir():
+        raise ConfigError(
+            f"{out} would be in {existing_parent}, which is a file", "a folder to write in", "name another with -o"
+        )
+    free = shutil.disk_usage(existing_parent).free
     if free < nbytes + _SMALL_BYTES:
         raise MachineError(
             f"{out} has no room: {free:,} bytes are free there",

@@ -131,8 +131,8 @@ def described(forms: Mapping[str, TensorLayout], ignore: list[str], kv: str | No
         groups.setdefault(form, []).append(layer)
     usual = max(groups, key=lambda form: len(groups[form]))
     formats = {form.format for form in groups}
-    named = [(form, layers) for form, layers in groups.items() if form is not usual]
-    schemes = [{"targets": layers, **form.scheme} for form, layers in named]
+    exceptional = [(form, layers) for form, layers in groups.items() if form is not usual]
+    schemes = [{"targets": layers, **form.scheme} for form, layers in exceptional]
     schemes.append({"targets": ["Linear"], **usual.scheme})  # a name has priority over a class
     return {
         "quant_method": "compressed-tensors", "quantization_status": "compressed",

@@ -12,7 +12,7 @@ from millrace.compress.methods.quantization_grid import Array, Floats, Grid, Sca
 
 _PRODUCT = 1 << 22  # weights multiplied at once: more than are rounded at once, because matmuls of few rows are slow
 CLIPS = tuple(1 - i / 20 for i in range(1, 10))  # AutoAWQ's shares of a group's range
-_TURNS = 3  # passes over a row's groups; a fourth has almost no effect
+_N_PASSES = 3  # passes over a row's groups; a fourth has almost no effect
 
 
 def output_error(off: Array, gram: Array) -> float:
@@ -44,7 +44,7 @@ def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS
     for rows in slabs(N, K, _PRODUCT // len(tried)):
         part = w[rows].astype(np.float32, copy=False)
         off = np.stack([nearest(part, one.select_rows(rows), grid) - part for one in tried])
-        best[rows] = _least(off, gram, grid.group_of(K), _TURNS if per_row else 0)
+        best[rows] = _least(off, gram, grid.group_of(K), _N_PASSES if per_row else 0)
     return _chosen(tried, best)
 
 
@@ -65,7 +65,7 @@ def _chosen(tried: Sequence[Scales], best: NDArray[np.intp]) -> Scales:
     return Scales(of_groups([one.scales for one in tried]), of_groups(minimums) if minimums else None)
 
 
-def _least(off: Floats, gram: Array, size: int, turns: int) -> NDArray[np.intp]:
+def _least(off: Floats, gram: Array, size: int, n_passes: int) -> NDArray[np.intp]:
     """Return the index of the range with the least error per group, (N, G).
 
     off: the errors with C ranges, (C, N, K); size: of a group
@@ -78,10 +78,10 @@ def _least(off: Floats, gram: Array, size: int, turns: int) -> NDArray[np.intp]:
         own[:, :, g] = np.multiply(part @ gram[at, at], part).sum(axis=2)
     best: NDArray[np.intp] = own.argmin(axis=0)
     rows = np.arange(N)
-    if not turns or len(groups) == 1:
+    if not n_passes or len(groups) == 1:
         return best
     now = np.concatenate([off[best[:, g], rows, at] for g, at in enumerate(groups)], axis=1)
-    for _ in range(turns):
+    for _ in range(n_passes):
         before = best.copy()
         for g, at in enumerate(groups):
             now[:, at] = 0

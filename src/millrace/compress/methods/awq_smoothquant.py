@@ -148,11 +148,11 @@ def awq_factors(
 def smooth_factors(weights: Sequence[Array], site: ScalingSite, x: InputStatistics, settings: SmoothQuant) -> Floats:
     """Return SmoothQuant's factors (K,), from the weights of all linears of the site."""
     of_inputs, of_weights = (_mean_sizes if settings.rms else _largest)(weights, site, x)
-    there = (of_inputs > 0) & (of_weights > 0)
+    is_nonzero = (of_inputs > 0) & (of_weights > 0)
     base = np.ones_like(of_inputs)
-    if there.any():
-        result = of_inputs[there] ** settings.alpha / of_weights[there] ** (1 - settings.alpha)
-        base[there] = _normalised(result) if settings.rms else result  # shares of outputs have no absolute scale
+    if is_nonzero.any():
+        result = of_inputs[is_nonzero] ** settings.alpha / of_weights[is_nonzero] ** (1 - settings.alpha)
+        base[is_nonzero] = _normalised(result) if settings.rms else result  # shares of outputs have no absolute scale
     return site.spread(base.clip(*settings.bounds)).astype(np.float32)
 
 
@@ -187,9 +187,9 @@ def fold(arrays: Arrays, site: ScalingSite, factors: Floats, offset: float = 0.0
         name = site.source + WEIGHT
         old = arrays[name].astype(np.float32)
         stored = ((old + offset) / base - offset).astype(ml_dtypes.bfloat16).astype(np.float32)
-        there = (stored + offset) != 0
-        base = np.divide(old + offset, stored + offset, out=np.ones_like(old), where=there)
-        arrays[name] = np.where(there, stored, old)
+        is_nonzero = (stored + offset) != 0
+        base = np.divide(old + offset, stored + offset, out=np.ones_like(old), where=is_nonzero)
+        arrays[name] = np.where(is_nonzero, stored, old)
     else:
         arrays[site.source + WEIGHT] = arrays[site.source + WEIGHT] / base[:, None]
         if site.source + BIAS in arrays:

@@ -17,7 +17,7 @@ from millrace.compress.measure.reconstruction_error import relative_error
 from millrace.compress.methods.gptq import Gptq, Task, updated
 from millrace.compress.methods.quantization_grid import Array, Floats
 
-OF, NONZERO = 4, 2  # two of four are kept
+GROUP_SIZE, NONZERO = 4, 2  # two of four are kept
 DAMPING = 0.01  # relative to H's mean diagonal, as in the paper and llm-compressor; Model Optimizer uses 0.1
 WANDA, SPARSEGPT = "wanda", "sparsegpt"
 METHODS = (WANDA, SPARSEGPT)
@@ -43,7 +43,7 @@ def wanda(w: Array, gram: Array) -> Floats:
     """Prune with Wanda. gram: the mean of x x^T of the inputs x, (K, K)"""
     scores = np.abs(w) * np.sqrt(np.maximum(gram.diagonal(), 0))
     N, K = w.shape
-    mask = _largest(scores.reshape(N, K // OF, OF), axis=2).reshape(N, K)
+    mask = _largest(scores.reshape(N, K // GROUP_SIZE, GROUP_SIZE), axis=2).reshape(N, K)
     return np.where(mask, w, np.float32(0))
 
 
@@ -60,10 +60,10 @@ def sparsegpt(w: Array, gram: Array, damping: float = DAMPING) -> Floats:
     for begin in range(0, K, _BLOCK):
         block = slice(begin, min(begin + _BLOCK, K))
         targets = task.targets(block)
-        for first in range(0, len(targets), OF):
-            group = slice(begin + first, begin + first + OF)
+        for first in range(0, len(targets), GROUP_SIZE):
+            group = slice(begin + first, begin + first + GROUP_SIZE)
             before = slice(begin, begin + first)
-            own = targets[first : first + OF] + feedback[before, group].T @ columns[before]
+            own = targets[first : first + GROUP_SIZE] + feedback[before, group].T @ columns[before]
             result[group] = _group(own, columns[group], feedback[group, group], diagonal[group])
     return task.in_place(result)
 
@@ -76,7 +76,7 @@ def _group(targets: Floats, columns: Floats, feedback: Floats, diagonal: NDArray
     scores = np.square(updated(targets, columns, feedback) * diagonal[:, None])
     mask = _largest(scores, axis=0)
     result = np.empty_like(targets)
-    for i in range(OF):
+    for i in range(GROUP_SIZE):
         result[i] = np.where(mask[i], targets[i] + feedback[:i, i] @ columns[:i], 0)
         columns[i] -= result[i]
     return result

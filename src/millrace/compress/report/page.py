@@ -77,12 +77,12 @@ def rescue(layer: LayerDiagnostics) -> str:
 
 def _row(record: Record, layer: str, of_all: LayerDiagnostics, energy_unit: str) -> dict[str, str]:
     one, form = record.figures.get(layer), record.forms.get(layer)
-    why = reasons(one, of_all) if one else []
+    reason_lines = reasons(one, of_all) if one else []
     return {
         "name": layer[:_LONGEST], "error": _percent(record.errors[layer]) + _unit(one, energy_unit),
         "applied": applied(form) if form else "",
         "rescue": rescue(one) if one else "",
-        "why": "; ".join(why) or ("nothing of it stands out: it is what its format costs" if one else ""),
+        "why": "; ".join(reason_lines) or ("nothing of it stands out: it is what its format costs" if one else ""),
         "peak": f"{one.peak:.2f}" if one else "", "nearest": _percent(one.nearest) if one else "",
         "heavy": "" if one is None or one.heavy is None else f"{one.heavy:.1%}",
     }  # fmt: skip

@@ -88,8 +88,8 @@ def recipe_of(chosen: Mapping[str, str], name: str = "mix") -> Recipe:
     """Return the recipe of a mix: the most frequent format is its default. chosen: format by layer"""
     formats = list(chosen.values())
     usual = max(TREATMENTS, key=lambda f: (f != FLOAT and formats.count(f), f))
-    named = tuple((layer, TREATMENTS[own]) for layer, own in chosen.items() if own != usual)
-    return Recipe(name, TREATMENTS[usual], named)
+    exceptions = tuple((layer, TREATMENTS[own]) for layer, own in chosen.items() if own != usual)
+    return Recipe(name, TREATMENTS[usual], exceptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,15 @@ class RoundedMatrixStore:
             form = [matrix.group, matrix.bits]
         self.folder.mkdir(parents=True, exist_ok=True)
         with whole_file(self._file(layer, format)) as file:
-            why = np.frombuffer(msgspec.json.encode(candidate.figures), np.uint8)
-            np.savez(file, codes=codes, scales=scales, losses=[candidate.error, of_activations], form=form, figures=why)
+            diagnostics = np.frombuffer(msgspec.json.encode(candidate.figures), np.uint8)
+            np.savez(
+                file,
+                codes=codes,
+                scales=scales,
+                losses=[candidate.error, of_activations],
+                form=form,
+                figures=diagnostics,
+            )
 
     def has(self, layer: str, format: str) -> bool:
         return self._file(layer, format).is_file()
@@ -146,11 +153,11 @@ class RoundedMatrixStore:
         """Read a matrix with its loss. raises ConfigError if the file is damaged"""
         with self._opened(layer, format) as arrays:
             codes, scales = arrays["codes"], arrays["scales"]
-            why = msgspec.json.decode(arrays["figures"].tobytes(), type=LayerDiagnostics)
+            diagnostics = msgspec.json.decode(arrays["figures"].tobytes(), type=LayerDiagnostics)
             if format == FP8:
-                return CandidateLoss(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), why)
+                return CandidateLoss(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), diagnostics)
             group, bits = arrays["form"].tolist()
-            return CandidateLoss(QuantisedMatrix(codes, scales, group, bits), why)
+            return CandidateLoss(QuantisedMatrix(codes, scales, group, bits), diagnostics)
 
     def _file(self, layer: str, format: str) -> Path:
         return self.folder / f"{layer}.{format.removesuffix(_BYTES)}.npz"

@@ -90,8 +90,8 @@ def candidates(
 ) -> dict[str, list[Candidate]]:
     """Return the candidates by layer: all formats with both a loss and a cost."""
     return {
-        layer: [Candidate(format, costs[layer][format], loss) for format, loss in of.items()]
-        for layer, of in losses.items()
+        layer: [Candidate(format, costs[layer][format], loss) for format, loss in layer_losses.items()]
+        for layer, layer_losses in losses.items()
     }
 
 

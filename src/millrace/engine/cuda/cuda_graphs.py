@@ -156,9 +156,9 @@ class Bucket:
         rows, ones = np.arange(self.size), np.ones(self.size, np.int32)
         for kind, items, merges in zip(self.kinds, parts[::2], parts[1::2], strict=False):
             group, kv_heads, window = kind
-            of, rows_each = Sequences(rows, ones, positions, begins[window]), rows_for(group)
+            sequences, rows_each = Sequences(rows, ones, positions, begins[window]), rows_for(group)
             most = room(rows_each, kv_heads, self.multiprocessors)
-            result = split_attention(of, rows_each, group, self.page_tokens, most, window)
+            result = split_attention(sequences, rows_each, group, self.page_tokens, most, window)
             for part, values in ((items, result.items.reshape(-1)), (merges, result.merges.reshape(-1))):
                 part[: len(values)], part[len(values) :] = values, 0
 

@@ -7,7 +7,7 @@ from millrace.errors import ConfigError, MachineError
 from millrace.machine.devices import find_device, match_device_name
 
 CPU = "cpu"
-_NAMED = re.compile(r"cpu|cuda(:\d{1,4})?")
+_DEVICE_NAME = re.compile(r"cpu|cuda(:\d{1,4})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +56,27 @@ def known_gpu(device: str) -> DatasheetDevice:
 
     raises ConfigError for other names; MachineError if this machine has no GPU
     """
-    if device != CPU and _NAMED.fullmatch(device):
+    if device != CPU and _DEVICE_NAME.fullmatch(device):
         result = find_gpu(device)
         return DatasheetDevice(*match_device_name(result.name, result.capability), result)
     try:
-        named = find_device(device)
+        device_name = find_device(device)
     except ConfigError as error:
         expected = "cuda, cuda:1 for the second GPU here, or one of the catalogue, such as H100"
-        raise ConfigError(f'--device is "{device}"', expected, error.fix) from None
-    return DatasheetDevice(f"{named.name} ({named.architecture})", named.architecture)
+        raise ConfigError(f'--device is "{device}"', expected, error.mend) from None
+    return DatasheetDevice(f"{device_name.name} ({device_name.architecture})", device_name.architecture)
 
 
 def check_name(device: str) -> None:
     """Check a device's name. raises ConfigError"""
-    if not isinstance(device, str) or not _NAMED.fullmatch(device):  # in Python it may be any object
+    if not isinstance(device, str) or not _DEVICE_NAME.fullmatch(device):  # in Python it may be any object
         meant = str(device).lower()
         if meant.isdecimal():
             meant = f"cuda:{meant}"
         if meant in ("gpu", "nvidia", "auto"):
             meant = "cuda"
-        fix = f"write --device {meant}" if _NAMED.fullmatch(meant) else "choose one of them"
-        raise ConfigError(f'--device is "{device}"', "cpu, cuda, or cuda:1 for the second GPU", fix)
+        mend = f"write --device {meant}" if _DEVICE_NAME.fullmatch(meant) else "choose one of them"
+        raise ConfigError(f'--device is "{device}"', "cpu, cuda, or cuda:1 for the second GPU", mend)
 
 
 def find_gpu(device: str) -> Gpu:
@@ -101,8 +101,8 @@ def find_gpu(device: str) -> Gpu:
         n = torch.cuda.device_count()
         index = int(device.partition(":")[2] or torch.cuda.current_device())
         if index >= n:
-            there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_properties(i).name})" for i in range(n))
-            raise MachineError(f"there is no GPU cuda:{index}", f"one of {there}", "choose one of them")
+            available = ", ".join(f"cuda:{i} ({torch.cuda.get_device_properties(i).name})" for i in range(n))
+            raise MachineError(f"there is no GPU cuda:{index}", f"one of {available}", "choose one of them")
         result, (free_bytes, _) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
     except (RuntimeError, AssertionError) as error:  # no driver, one too old, no GPU that may be used, a failed one
         raise MachineError(

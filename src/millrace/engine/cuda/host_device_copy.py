@@ -26,11 +26,11 @@ def on_device_context(device: torch.device) -> AbstractContextManager[Any]:
 
     raises ExecutionError if Triton cannot compile a kernel, or the device lacks resources for one
     """
-    return nullcontext() if device.type == "cpu" else _there(device)
+    return nullcontext() if device.type == "cpu" else _device_context(device)
 
 
 @contextmanager
-def _there(device: torch.device) -> Iterator[None]:
+def _device_context(device: torch.device) -> Iterator[None]:
     from triton.errors import TritonError  # not a RuntimeError, unlike PyTorch's errors of a device
 
     try:

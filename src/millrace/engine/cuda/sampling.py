@@ -139,9 +139,9 @@ def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> Sam
 
 def _tokens(masked: Tensor, step: StepInputs, rows: Rows, draw: Draw, history: Tensor) -> Tensor:
     """Return the drawn or scored tokens (R,); arbitrary for rows that fail."""
-    of, adjusted = step.sampling, _adjusted(masked, step, rows, history)
+    parameters, adjusted = step.sampling, _adjusted(masked, step, rows, history)
     tokens = adjusted.argmax(1)
-    if (of["temperature"] >= GREEDY_BELOW).any():
+    if (parameters["temperature"] >= GREEDY_BELOW).any():
         sampled = _draw(adjusted.double(), rows, draw)
         tokens = torch.where(rows.column("temperature")[:, 0] >= GREEDY_BELOW, sampled, tokens)
     target = rows.column("target", torch.int64)[:, 0]
@@ -195,17 +195,19 @@ def allowed(step: StepInputs, rows: Rows, vocab: int) -> Tensor:
 
 def _adjusted(logits: Tensor, step: StepInputs, rows: Rows, history: Tensor) -> Tensor:
     """Apply biases, then penalties; in float64, if there are any."""
-    of, result = step.sampling, logits
-    if of["bias_count"].any():
-        index, at = _ranges(of["bias_start"], of["bias_count"], rows.device)
+    parameters, result = step.sampling, logits
+    if parameters["bias_count"].any():
+        index, at = _ranges(parameters["bias_start"], parameters["bias_count"], rows.device)
         ids, values = (on_device(x[at], rows.device) for x in (step.bias_ids, step.bias_values))
         result = result.double().index_put((index, ids.long()), values.double(), accumulate=True)
-    if _neutral(of).all():
+    if _neutral(parameters).all():
         return result
     result = result.double()
     counts = [torch.zeros(result.shape, dtype=torch.float64, device=rows.device) for _ in range(2)]
-    starts = of["history_start"], of["history_start"] + of["history_prompt"]
-    for count, start, n in zip(counts, starts, (of["history_prompt"], of["history_output"]), strict=True):
+    starts = parameters["history_start"], parameters["history_start"] + parameters["history_prompt"]
+    for count, start, n in zip(
+        counts, starts, (parameters["history_prompt"], parameters["history_output"]), strict=True
+    ):
         index, at = _ranges(start, n, rows.device)
         ids = history[on_device(at, rows.device)].long()
         count.index_put_((index, ids), torch.ones_like(ids, dtype=torch.float64), accumulate=True)

@@ -52,8 +52,8 @@ def step_tables(
     parts = [step.positions, rotary_of(step), slots, step.starts, view.page_starts, view.first, view.pages]
     parts += [part for _, _, result in cuts for part in (result.items, result.merges)]
     packed, places = pack_arrays(parts)
-    there = on_device(packed, device)
-    positions, rotary, slots_, starts, table_starts, first, tables, *more = (there[place] for place in places)
+    uploaded = on_device(packed, device)
+    positions, rotary, slots_, starts, table_starts, first, tables, *more = (uploaded[place] for place in places)
     work = tuple(
         AttentionWork(items.view(-1, ITEM), merges.view(-1, MERGE), rows, most, plan.parts, MAX_PARTS)
         for (rows, most, plan), items, merges in zip(cuts, more[::2], more[1::2], strict=True)
@@ -73,8 +73,8 @@ def step_slots(step: StepInputs, states: StateSlots | None, device: torch.device
     """Copy the state slots to the device at once."""
     owner = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
     packed, places = pack_arrays([owner, step.starts, *slots_of(step, states)])
-    there = on_device(packed, device)
-    return SequenceSlots(*(there[place] for place in places))
+    uploaded = on_device(packed, device)
+    return SequenceSlots(*(uploaded[place] for place in places))
 
 
 def rotary_of(step: StepInputs) -> IntArray:

@@ -82,8 +82,8 @@ class _Core:
     def __init__(self, lib: ctypes.CDLL, args: CreateArgs) -> None:
         self.pointer = ctypes.c_void_p()
         self.works_on: list[object] = []  # arrays of the launched run, if any
-        if why := _refused(lib.mr_create, ctypes.byref(args), ctypes.byref(self.pointer)):
-            raise ExecutionError(why)
+        if refusal := _refused(lib.mr_create, ctypes.byref(args), ctypes.byref(self.pointer)):
+            raise ExecutionError(refusal)
         released = weakref.finalize(self, _release, lib, self.pointer, os.getpid(), self.works_on)
         released.atexit = False  # a daemon thread's run may be unfinished; the system frees the memory
 
@@ -134,12 +134,12 @@ class LoadedProgram:
         try:
             self._core: _Core | None = _Core(self._lib, args)
         except ExecutionError as error:
-            why = str(error)
+            refusal = str(error)
             if isa is not None and isa not in usable_isas():
                 expected = "one of " + ", ".join(usable_isas())
-                raise MachineError(why, expected, "leave --isa out, or choose one of them") from None
+                raise MachineError(refusal, expected, "leave --isa out, or choose one of them") from None
             raise EngineError(
-                f"the engine cannot run: {why}",
+                f"the engine cannot run: {refusal}",
                 "a program and weights as `millrace build` writes them, and the memory that they ask for",
                 "build the engine again, or free memory",
             ) from None
@@ -186,10 +186,10 @@ class LoadedProgram:
         """Replace all tactics, given as (call, rows, knobs) in order of call, then rows. raises EngineError"""
         table = np.array(list(entries), TACTIC)
         with self._native() as native:
-            why = _refused(self._lib.mr_set_tactics, native, table.ctypes.data, len(entries))
-        if why:
+            refusal = _refused(self._lib.mr_set_tactics, native, table.ctypes.data, len(entries))
+        if refusal:
             raise EngineError(
-                f"the engine's tactics do not fit its program: {why}",
+                f"the engine's tactics do not fit its program: {refusal}",
                 "tactics.json as `millrace tune` writes it", "run `millrace tune` on the engine, or remove the file",
             )  # fmt: skip
 
@@ -264,9 +264,9 @@ class NativeNetwork(LoadedProgram):
         """Run with the given symbols; the inputs are written already. raises RequestError, ExecutionError"""
         values = _checked_sizes(self._program.symbols, sizes)
         with self._native() as native:
-            why = _refused(self._lib.mr_compute, native, values.ctypes.data)
-        if why:
-            raise ExecutionError(why)
+            refusal = _refused(self._lib.mr_compute, native, values.ctypes.data)
+        if refusal:
+            raise ExecutionError(refusal)
 
     def _write(self, inputs: Mapping[str, NDArray[np.generic]]) -> None:
         memory = self.activations()
@@ -345,8 +345,8 @@ class NativeExecutor(LoadedProgram, Executor):
             assert self._core is not None, "it is not closed"
             self._lib.mr_wait(native)  # for a step whose `wait` was interrupted, as by Ctrl-C
             self._core.works_on[:] = step, out
-            if why := _refused(self._lib.mr_launch, native, ctypes.byref(args)):
-                raise ExecutionError(why)
+            if refusal := _refused(self._lib.mr_launch, native, ctypes.byref(args)):
+                raise ExecutionError(refusal)
             self._sizes = (args.n_tokens, args.n_sequences, args.n_rows)
             self._outputs = out
 

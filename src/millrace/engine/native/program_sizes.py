@@ -24,11 +24,11 @@ def size_args(symbols: Sequence[Symbol], sizes: Sequence[Size]) -> "ctypes.Array
             )
         if max(map(abs, _numbers_in(d)), default=0) > _MAX_NUMBER:
             raise EngineError(f"the size {d} has a number beyond 32 bits", "smaller numbers", "build the engine again")
-        of = [numbers[part] for part in parts]
+        counts = [numbers[part] for part in parts]
         if isinstance(d, Floor):
-            result[at] = SizeArgs(_FLOOR, of[0], d.by, d.add, size.most)
+            result[at] = SizeArgs(_FLOOR, counts[0], d.by, d.add, size.most)
         elif isinstance(d, Product):
-            result[at] = SizeArgs(_OVER if has_divisor(d) else _TIMES, *of, 0, size.most)
+            result[at] = SizeArgs(_OVER if has_divisor(d) else _TIMES, *counts, 0, size.most)
         else:
             result[at] = SizeArgs(_NUMBER, d, 0, 0, size.most)
         numbers[d] = len(symbols) + at

@@ -93,8 +93,8 @@ class Interpreter(EvaluationContext):
 
     def copy_page(self, source: int, target: int, window: int = 0) -> None:
         """Copy the contents of one page to another."""
-        for (of, _), pages in self._pages.items():
-            if of == window:
+        for (node_group, _), pages in self._pages.items():
+            if node_group == window:
                 pages.keys[target], pages.values[target] = pages.keys[source], pages.values[source]
 
     def forget(self) -> None:

@@ -131,18 +131,18 @@ def _full_lower(node: Node, writer: ProgramWriter) -> None:
     _attend(node, writer, (writer.view(q), writer.view(k)), {}, causal=False)
 
 
-def _check_step(writer: ProgramWriter, q: Value, **named: Value) -> None:
+def _check_step(writer: ProgramWriter, q: Value, **operands: Value) -> None:
     """Check that the inputs are those of the step, by name, because the kernel reads positions and lengths from it.
 
     raises GraphError
     """
-    graph, tokens = writer.graph, (q.shape[0], named["lengths"].shape[0])
-    wrong = [name for name, value in named.items() if find(graph.inputs, name) is not value]
+    graph, tokens = writer.graph, (q.shape[0], operands["lengths"].shape[0])
+    wrong = [name for name, value in operands.items() if find(graph.inputs, name) is not value]
     if wrong or graph.symbols[:2] != tokens:
-        what = " and ".join(f"the {name} {named[name]}" for name in wrong or named)
+        what = " and ".join(f"the {name} {operands[name]}" for name in wrong or operands)
         raise GraphError(
             f"attention over sequences of {what}",
-            " and ".join(f'the input "{name}"' for name in named)
+            " and ".join(f'the input "{name}"' for name in operands)
             + ", and inputs that name tokens first, then sequences",
             "name the inputs so, and pass them on as they are",
         )

@@ -300,11 +300,11 @@ def check_signatures(
     """
     ragged = ragged or RaggedBatch(replace(config, input=(), batch_input=(), batch_output=()))
     sides = ((config.input, inputs, "input"), (config.output, outputs, "output"))
-    for declared, there, side in sides:
-        by_name = {tensor.name: tensor for tensor in there}
-        if side == "input" and len(declared) != len(there):
+    for declared, in_file, side in sides:
+        by_name = {tensor.name: tensor for tensor in in_file}
+        if side == "input" and len(declared) != len(in_file):
             message = f"unable to load model '{config.name}', configuration expects {len(declared)} inputs"
-            raise invalid(f"{message}, model provides {len(there)}")
+            raise invalid(f"{message}, model provides {len(in_file)}")
         for one in declared:
             if one.name not in by_name:
                 names = ", ".join(by_name)

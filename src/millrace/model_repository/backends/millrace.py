@@ -133,7 +133,7 @@ class _LanguageModel(EngineInstance):
             raise invalid(f"{request.error_prefix}stream is asked of a model without the decoupled transaction policy")
         _, ids = prompt_tokens(self._opened.tokenizer, text[0])
         outputs = request.outputs or [n for n in self._outputs if n not in _LOGPROBS or params.logprobs is not None]
-        answer = _Answer(request, outputs, streams, self._running)
+        answer = _RequestOutput(request, outputs, streams, self._running)
         engine_request = self._loop.submit(ids, params, answer.deliver, request.id or None)
         if request.token_usage is not None:
             request.token_usage.add(prompt=len(ids))
@@ -152,7 +152,7 @@ class _LanguageModel(EngineInstance):
         self._opened.close()
 
 
-class _Answer:
+class _RequestOutput:
     """Collects the output of one request, on the engine's thread.
 
     outputs: names to respond with. running: holds the request until it ends
@@ -263,11 +263,11 @@ def _scalar(request: InferRequest, name: str, array: Array) -> Any:
 
 def _open_engine(context: InstanceContext) -> RunningModel | OpenedEncoder:
     """Open the instance's engine. raises StatusError, MillraceError"""
-    named = _parameter_model(context.config)
+    model_path = _parameter_model(context.config)
     parameters = {key: p.string_value for key, p in context.config.parameters.items() if key != "model"}
     build, run = _settings(context.config.name, parameters)
     # a version's folder is named 1
-    model = named or (context.config.name, _place(context.folder / str(context.version)))
+    model = model_path or (context.config.name, _place(context.folder / str(context.version)))
     name, engine = find_engine(model, build, read_env(), new_selector=precision_selector, place=run.place)
     return open_any(name, engine, run)
 
@@ -284,8 +284,8 @@ def _parameter_model(config: ModelConfig) -> str:
 def _is_encoder(config: ModelConfig, folder: Path) -> bool:
     """Return whether the highest version is an encoder; invalid files are reported when they are opened."""
     try:
-        if named := _parameter_model(config):
-            return encoder.is_encoder(model_folder(named, read_env())[1])
+        if model_path := _parameter_model(config):
+            return encoder.is_encoder(model_folder(model_path, read_env())[1])
         versions = [p for p in folder.iterdir() if p.name.isascii() and p.name.isdigit()]
         return encoder.is_encoder(_place(max(versions, key=lambda p: int(p.name))))
     except (StatusError, MillraceError):
@@ -300,8 +300,8 @@ def _place(folder: Path) -> Path:
     """Return a version's checkpoint, engine or GGUF file: the folder itself, or its only one. raises StatusError"""
     if any((folder / name).is_file() for name in _CHECKPOINT):
         return folder
-    there = sorted(folder.iterdir())
-    candidates = [p for p in there if is_gguf(p) or any((p / name).is_file() for name in _CHECKPOINT)]
+    entries = sorted(folder.iterdir())
+    candidates = [p for p in entries if is_gguf(p) or any((p / name).is_file() for name in _CHECKPOINT)]
     if len(candidates) != 1:
         message = f"{folder.name}/ holds {len(candidates)} checkpoints, engines or GGUF files, and one is expected"
         raise StatusError(Code.INTERNAL, f"{message}; or name a bundled or built model by the parameter 'model'")

@@ -45,14 +45,14 @@ _FILE = "model.onnx"  # also in a folder of that name
 class OnnxRuntimeBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, context: InstanceContext) -> "_Network":
-        return _Network(context)
+    def instance(self, context: InstanceContext) -> "_OnnxModel":
+        return _OnnxModel(context)
 
     def signatures(self, config: ModelConfig, file: Path) -> ModelSignatures:
         return _sides(_session(file, _options(config, usable_cores())))
 
 
-class _Network(FrameworkModel):
+class _OnnxModel(FrameworkModel):
     def __init__(self, context: InstanceContext) -> None:
         super().__init__(context)
         self._session = _session(context.file, _options(self.inner, n_threads(self.inner)))

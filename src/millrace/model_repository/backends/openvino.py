@@ -41,15 +41,15 @@ Properties = dict[str, Any]
 class OpenvinoBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, context: InstanceContext) -> "_Network":
-        return _Network(context)
+    def instance(self, context: InstanceContext) -> "_OpenVinoModel":
+        return _OpenVinoModel(context)
 
     def signatures(self, config: ModelConfig, file: Path) -> ModelSignatures:
         network = _read(file)
         return _tensor_signatures(network.inputs), _tensor_signatures(network.outputs)
 
 
-class _Network(FrameworkModel):
+class _OpenVinoModel(FrameworkModel):
     def __init__(self, context: InstanceContext) -> None:
         super().__init__(context)
         config = self.inner

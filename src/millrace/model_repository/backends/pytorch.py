@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 class PytorchBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, context: InstanceContext) -> "_Network":
-        return _Network(context)
+    def instance(self, context: InstanceContext) -> "_PyTorchModel":
+        return _PyTorchModel(context)
 
     def signatures(self, config: ModelConfig, file: Path) -> ModelSignatures:
         """Read the signatures of a torch.export program; TorchScript does not declare its tensors."""
@@ -66,7 +66,7 @@ class PytorchBackend(FrameworkBackend):
         return loaded.inputs, loaded.outputs
 
 
-class _Network(FrameworkModel):
+class _PyTorchModel(FrameworkModel):
     def __init__(self, context: InstanceContext) -> None:
         super().__init__(context)
         config = self.inner
@@ -114,15 +114,17 @@ class _Network(FrameworkModel):
     def _compare(self) -> None:
         """Compare the configuration with the file. raises StatusError"""
         inputs, outputs = self._loaded.inputs, self._loaded.outputs
-        named = [replace(inputs[i], name=name) for name, i in self._places.items() if isinstance(i, int)]
-        named += [TensorSignature(name, None, None) for name, place in self._places.items() if isinstance(place, str)]
+        tensor_signatures = [replace(inputs[i], name=name) for name, i in self._places.items() if isinstance(i, int)]
+        tensor_signatures += [
+            TensorSignature(name, None, None) for name, place in self._places.items() if isinstance(place, str)
+        ]
         produced = [
             replace(outputs[place], name=name)
             if isinstance(place, int) and outputs
             else TensorSignature(name, None, None)
             for name, (_, place) in self._outputs.items()
         ]
-        self.check(named, produced)
+        self.check(tensor_signatures, produced)
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         arguments = {self._places[name]: self._tensor(name, array) for name, array in inputs.items()}

@@ -45,8 +45,8 @@ _REFUSED = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "WriteFile", "
 class TensorflowBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, context: InstanceContext) -> "_Network":
-        return _Network(context)
+    def instance(self, context: InstanceContext) -> "_TensorFlowModel":
+        return _TensorFlowModel(context)
 
     def complete_config(self, config: ModelConfig, folder: Path) -> ModelConfig:
         _refuse_graphdef(config)
@@ -80,7 +80,7 @@ class _SessionOptions:
         })  # fmt: skip
 
 
-class _Network(FrameworkModel):
+class _TensorFlowModel(FrameworkModel):
     def __init__(self, context: InstanceContext) -> None:
         super().__init__(context)
         config = self.inner
@@ -134,25 +134,29 @@ def _signature(config: ModelConfig, file: Path, options: _SessionOptions) -> _Si
     import_package("tensorflow")
     from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
 
-    proto, named = file / _PROTO, f"failed to load {file.parent.name}/{file.name}"
+    proto, failure_text = file / _PROTO, f"failed to load {file.parent.name}/{file.name}"
     if not proto.is_file():
-        raise invalid(f"{named}: it is no folder with a {_PROTO}")
+        raise invalid(f"{failure_text}: it is no folder with a {_PROTO}")
     check_size(file)
     if proto.stat().st_size >= _MAX_GRAPH_BYTES:
-        raise invalid(f"{named}: {_PROTO} has {proto.stat().st_size} bytes, fewer than {_MAX_GRAPH_BYTES} are read")
+        raise invalid(
+            f"{failure_text}: {_PROTO} has {proto.stat().st_size} bytes, fewer than {_MAX_GRAPH_BYTES} are read"
+        )
     with framework_errors(_WHO):
         graphs = SavedModel.FromString(proto.read_bytes()).meta_graphs
     graph = next((g for g in graphs if (options.tag or "serve") in g.meta_info_def.tags), None)
     if graph is None:
         tags = ", ".join(sorted({tag for g in graphs for tag in g.meta_info_def.tags})) or "none"
-        raise invalid(f"{named}: no graph has the tag '{options.tag or 'serve'}', there are {tags}")
+        raise invalid(f"{failure_text}: no graph has the tag '{options.tag or 'serve'}', there are {tags}")
     wrong = next((op for op in _operators(graph) if op in _REFUSED), None)
     if wrong is not None:
-        raise invalid(f"{named}: it has the operator {wrong}, which is about more than tensors")
+        raise invalid(f"{failure_text}: it has the operator {wrong}, which is about more than tensors")
     name = options.signature or "serving_default"
     if name not in graph.signature_def:
         available = ", ".join(sorted(n for n in graph.signature_def if not n.startswith("__"))) or "none"
-        raise invalid(f"{named}: it has no signature '{name}', there are {available}; TF_SIGNATURE_DEF names one")
+        raise invalid(
+            f"{failure_text}: it has no signature '{name}', there are {available}; TF_SIGNATURE_DEF names one"
+        )
     return _Signature(graph, name)
 
 

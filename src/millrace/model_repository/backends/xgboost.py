@@ -127,11 +127,11 @@ class _Trees(FrameworkModel):
 
 def _load(file: Path, threads: int) -> Any:
     """Load trees. raises StatusError, also for other formats"""
-    xgboost, named = import_package("xgboost"), f"failed to load {file.parent.name}/{file.name}"
+    xgboost, failure_text = import_package("xgboost"), f"failed to load {file.parent.name}/{file.name}"
     if file.suffix not in (".json", ".ubj"):
-        raise invalid(f"{named}: a name in .json or .ubj is expected, as save_model writes them")
+        raise invalid(f"{failure_text}: a name in .json or .ubj is expected, as save_model writes them")
     check_size(file)
-    check_model(file.read_bytes(), named, is_json=file.suffix == ".json")
+    check_model(file.read_bytes(), failure_text, is_json=file.suffix == ".json")
     booster = xgboost.Booster()
     with framework_errors(_WHO):
         booster.load_model(file)

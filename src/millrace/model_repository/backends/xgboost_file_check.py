@@ -18,12 +18,14 @@ _CONSTANTS = {b"T": True, b"F": False, b"Z": None}
 _NONE = -1  # child index of a leaf
 
 
-def check_model(data: bytes, named: str, *, is_json: bool) -> None:
+def check_model(data: bytes, failure_text: str, *, is_json: bool) -> None:
     """Check a model. named: prefix of errors. raises StatusError"""
     if data[:1] != b"{":
-        raise invalid(f"{named}: it begins as neither JSON nor UBJSON; an old binary format, or a pickle, is not read")
+        raise invalid(
+            f"{failure_text}: it begins as neither JSON nor UBJSON; an old binary format, or a pickle, is not read"
+        )
     try:
-        model = _json(data) if is_json else _Reader(data).read()
+        model = _json(data) if is_json else _UbjsonReader(data).read()
         learner = model["learner"]
         n_features = int(learner["learner_model_param"]["num_feature"])
         booster = learner["gradient_booster"]
@@ -33,7 +35,7 @@ def check_model(data: bytes, named: str, *, is_json: bool) -> None:
         for i, tree in enumerate(booster["model"]["trees"]):
             _check_tree(tree, n_features, i)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, struct.error) as error:
-        raise invalid(f"{named}: it is no whole model of XGBoost: {type(error).__name__}: {error}") from None
+        raise invalid(f"{failure_text}: it is no whole model of XGBoost: {type(error).__name__}: {error}") from None
 
 
 def _json(data: bytes) -> Any:
@@ -67,7 +69,7 @@ def _check_tree(tree: Any, n_features: int, number: int) -> None:
         raise ValueError(f"tree {number} has categories that are not there")
 
 
-class _Reader:
+class _UbjsonReader:
     """Reader of UBJSON as written by XGBoost: length-prefixed strings, typed arrays as raw bytes."""
 
     def __init__(self, data: bytes) -> None:

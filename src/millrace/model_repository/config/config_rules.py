@@ -143,17 +143,17 @@ def _tensor(config: ModelConfig, prefix: str, tensor: ModelInput | ModelOutput) 
     if not tensor.name:
         yield (), f"{prefix}must specify 'name'", "the tensor's name in the model", 'add name: "..."'
         return
-    named = f"{prefix}'{tensor.name}' "
+    prefix_text = f"{prefix}'{tensor.name}' "
     if tensor.data_type is DataType.TYPE_INVALID:
-        yield ("data_type",), f"{named}must specify 'data_type'", "TYPE_FP32, TYPE_INT64, ...", "add it"
+        yield ("data_type",), f"{prefix_text}must specify 'data_type'", "TYPE_FP32, TYPE_INT64, ...", "add it"
     if not tensor.dims:
-        fix = "add dims: [ ... ], without the batch dimension where max_batch_size > 0"
-        yield ("dims",), f"{named}must specify 'dims'", "at least one; [ 1 ] for one number", fix
+        mend = "add dims: [ ... ], without the batch dimension where max_batch_size > 0"
+        yield ("dims",), f"{prefix_text}must specify 'dims'", "at least one; [ 1 ] for one number", mend
     for i, dim in enumerate(tensor.dims):
         if dim < 1 and dim != VARIABLE:
-            what = f"{named}dimension must be integer >= 1, or -1 to indicate a variable-size dimension"
+            what = f"{prefix_text}dimension must be integer >= 1, or -1 to indicate a variable-size dimension"
             yield ("dims", i), what, f"1 or more, or -1, not {dim}", "correct it"
-    yield from _reshape(config, named, tensor)
+    yield from _reshape(config, prefix_text, tensor)
     if isinstance(tensor, ModelInput) and tensor.format is not Format.FORMAT_NONE and len(tensor.dims) != 3:
         what = "model input NHWC/NCHW require 3 dims"
         yield ("format",), what, "3 dims, batch not counted", "remove format: it is only said to clients"
@@ -164,26 +164,26 @@ def _tensor(config: ModelConfig, prefix: str, tensor: ModelInput | ModelOutput) 
         yield ("is_non_linear_format_io",), what, _NONE, "remove it"
 
 
-def _reshape(config: ModelConfig, named: str, tensor: ModelInput | ModelOutput) -> Iterator[_Part]:
+def _reshape(config: ModelConfig, prefix_text: str, tensor: ModelInput | ModelOutput) -> Iterator[_Part]:
     if tensor.reshape is None:
         return
     shape = tensor.reshape.shape
     if not shape and config.max_batch_size == 0:
-        what = f"{named}cannot have empty reshape for non-batching model as scalar tensors are not supported"
+        what = f"{prefix_text}cannot have empty reshape for non-batching model as scalar tensors are not supported"
         yield ("reshape",), what, "at least one dimension", "reshape { shape: [ 1 ] }, or remove it"
         return
     wrong = [i for i, dim in enumerate(shape) if dim < 1 and dim != VARIABLE]
     for i in wrong:
-        what = f"{named}reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
+        what = f"{prefix_text}reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
         yield ("reshape", "shape", i), what, f"1 or more, or -1, not {shape[i]}", "correct it"
     if wrong or not tensor.dims or any(dim < 1 and dim != VARIABLE for dim in tensor.dims):
         return
     ours, theirs = _runs(tensor.dims), _runs(shape)
     if len(ours) != len(theirs) and len(ours) > 1 and len(theirs) > 1:
-        what = f"{named}has different number of variable-size dimensions for dims and reshape"
+        what = f"{prefix_text}has different number of variable-size dimensions for dims and reshape"
         yield ("reshape",), what, f"{len(ours) - 1} of -1, as dims has", "give both as many"
     elif ours != theirs:
-        what = f"{named}has different size for dims and reshape"
+        what = f"{prefix_text}has different size for dims and reshape"
         expected = f"as many elements as dims {list(tensor.dims)}, also between its -1"
         yield ("reshape",), what, expected, f"correct {list(shape)}"
 

@@ -80,11 +80,11 @@ def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[RuleV
             message = f"ensemble output '{output_tensor.name}' for ensemble {name} is not used"
             yield RuleViolation(("output", i), message, "a step with it in its output_map", "make or remove it")
         elif output_tensor.name not in ready:
-            message, why = (
+            message, reason = (
                 f"output '{output_tensor.name}' for ensemble '{name}' is not written",
                 _missing(output_tensor.name, producers, config),
             )
-            missing = f": at least one of its depending tensors, '{why}', is not connected" if why else ""
+            missing = f": at least one of its depending tensors, '{reason}', is not connected" if reason else ""
             yield RuleViolation(("output", i), message + missing, "a step that makes it", "connect it")
 
 
@@ -114,11 +114,11 @@ def _unused(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Rul
     steps = scheduling.step
     consumed = {tensor for step in steps for tensor in step.input_map.values()}
     producers = {tensor: i for i, step in enumerate(steps) for tensor in step.output_map.values()}
-    there = producers.keys() | {t.name for t in config.input}
+    available = producers.keys() | {t.name for t in config.input}
     for tensor in sorted((consumed | producers.keys()) - {t.name for t in config.output}):
-        if tensor not in there or tensor not in consumed:
+        if tensor not in available or tensor not in consumed:
             message = f"ensemble tensor '{tensor}' is unused in ensemble '{config.name}'"
-            expected = "a step that wants it" if tensor in there else "a step, or an input, that makes it"
+            expected = "a step that wants it" if tensor in available else "a step, or an input, that makes it"
             yield RuleViolation((_TOP, "step", producers.get(tensor, 0)), message, expected, "connect or remove it")
 
 

@@ -36,7 +36,7 @@ RESTARTS_S = (
 )  # pause before each consecutive restart of an instance
 
 
-class _Job(Enum):
+class _WorkerCommand(Enum):
     REVIVE = "revive"
     CLOSE = "close"
 
@@ -148,7 +148,7 @@ class InstanceWorker:
         self.closed: Future[None] = Future()
         for future in (self.ready, self.closed):  # a waiter that is cancelled must not cancel these
             future.set_running_or_notify_cancel()
-        self._jobs: queue.SimpleQueue[Batch | _Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Batch | _WorkerCommand] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"millrace-{context.name}", daemon=True).start()
 
     # ------------------------------------------------------------------ of the event loop
@@ -210,11 +210,11 @@ class InstanceWorker:
 
     def revive(self) -> None:
         """Restart the instance after it was lost."""
-        self._jobs.put(_Job.REVIVE)
+        self._jobs.put(_WorkerCommand.REVIVE)
 
     def close(self) -> None:
         """Close after the last queued batch, without waiting."""
-        self._jobs.put(_Job.CLOSE)
+        self._jobs.put(_WorkerCommand.CLOSE)
 
     # ------------------------------------------------------------------ of its thread
 
@@ -258,7 +258,7 @@ class InstanceWorker:
         while isinstance(job := self._jobs.get(), Batch):
             self._begin(instance, job)
             del job  # do not keep it alive while waiting for the next
-        return job is _Job.REVIVE
+        return job is _WorkerCommand.REVIVE
 
     def _begin(self, instance: Instance, batch: Batch) -> None:
         began_ns = time.monotonic_ns()
@@ -298,7 +298,7 @@ class InstanceWorker:
             self._n_lost += 1
             try:
                 job = self._jobs.get(timeout=pause_s)
-                assert job is _Job.CLOSE, "nothing is given to what is lost"
+                assert job is _WorkerCommand.CLOSE, "nothing is given to what is lost"
                 return None
             except queue.Empty:
                 pass

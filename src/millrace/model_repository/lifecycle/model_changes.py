@@ -177,9 +177,11 @@ class ModelChanges:
         """
         names = sorted({step.model_name for step in scheduling.step})
         in_folders = [await asyncio.to_thread(self._folders.find_by_name, name) for name in names]
-        there = [{*resolved, *self._index.present(name)} for resolved, name in zip(in_folders, names, strict=True)]
+        present_names = [
+            {*resolved, *self._index.present(name)} for resolved, name in zip(in_folders, names, strict=True)
+        ]
         resolved = [
-            resolve_step(ModelId(model_id.namespace, name), ids) for name, ids in zip(names, there, strict=True)
+            resolve_step(ModelId(model_id.namespace, name), ids) for name, ids in zip(names, present_names, strict=True)
         ]
         if None in resolved:
             missing = ", ".join(name for name, member in zip(names, resolved, strict=True) if member is None)

@@ -110,12 +110,12 @@ class ModelIndex:
         if entries is None:
             return None
         if len(entries) > 1:
-            there = self.present(name)
-            if len(there) > 1:
-                message = f"There are {len(there)} identifiers of model '{name}' in global map"
+            present_versions = self.present(name)
+            if len(present_versions) > 1:
+                message = f"There are {len(present_versions)} identifiers of model '{name}' in global map"
                 raise invalid(f"{message}, model namespace must be provided to resolve ambiguity.")
-            if there:
-                return self[there[0]]
+            if present_versions:
+                return self[present_versions[0]]
         return next(iter(entries.values()))
 
     def find_step(self, model_id: ModelId) -> ModelEntry | None:

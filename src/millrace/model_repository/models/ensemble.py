@@ -46,7 +46,7 @@ class Ensemble(Model):
         self.members = frozenset(step.model for step in self.steps)
         self.max_inflight = scheduling.max_inflight_requests or MAX_INFLIGHT
         self.output_dims = {output.name: backend_dims(output) for output in source.config.output}
-        self._runs: dict[InferRequest, _Run] = {}
+        self._runs: dict[InferRequest, _EnsembleRun] = {}
         self._is_closed = asyncio.Event()
         self.fit()
 
@@ -116,7 +116,7 @@ class Ensemble(Model):
         return 0
 
     def _enqueue(self, request: InferRequest, now_ns: int) -> None:
-        self._runs[request] = _Run(self, request)
+        self._runs[request] = _EnsembleRun(self, request)
 
     def _start(self, request: InferRequest, now_ns: int) -> None:
         request.queued_ns = request.started_ns = now_ns
@@ -159,7 +159,7 @@ class _Branch:
     n_bytes: int = 0  # of the response that started the branch, as `UnreadBytes` counts it
 
 
-class _Run:
+class _EnsembleRun:
     """One request passing through the steps.
 
     If a step is decoupled, all steps independent of it run first. Steps that depend on it run once per response, and

@@ -50,9 +50,9 @@ class ResizableModel(BackendModel):
     def _differences(self, contexts: Sequence[InstanceContext]) -> tuple[list[InstanceWorker], list[InstanceContext]]:
         """Return surplus workers, the newest first, and the contexts of missing instances."""
         left = Counter(map(_kind, contexts))
-        there = [worker for worker in self._workers if worker not in self._leaving and not worker.is_dead]
+        staying = [worker for worker in self._workers if worker not in self._leaving and not worker.is_dead]
         surplus = [worker for worker in self._workers if worker.is_dead]
-        for worker in there:
+        for worker in staying:
             left[_kind(worker.context)] -= 1
             if left[_kind(worker.context)] < 0:
                 surplus.insert(0, worker)

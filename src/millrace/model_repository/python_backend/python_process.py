@@ -306,7 +306,7 @@ class StubInstance(Instance):
 
     def _answer(self, do: Callable[..., Any], header: dict[str, Any]) -> None:
         try:
-            value = do(header["what"], **header["told"])
+            value = do(header["what"], **header["arguments"])
         except TritonModelException as error:
             self._post({"t": "result", "n": header["n"], "failed": str(error)})
             return

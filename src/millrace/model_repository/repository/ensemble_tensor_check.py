@@ -67,17 +67,17 @@ def _step_mismatches(
         ("input_map", step.input_map, inputs, "is mapping to non-existing input"),
         ("output_map", step.output_map, outputs, "is mapped from non-existing output"),
     )
-    for field, mapped, there, word in sides:
+    for field, mapped, member_tensors, word in sides:
         for key, tensor in mapped.items():
             path = (*at, field, key)
-            if key not in there:
-                expected = f"one of: {', '.join(there)}"
+            if key not in member_tensors:
+                expected = f"one of: {', '.join(member_tensors)}"
                 yield RuleViolation(
                     path, f"{where} {tensor} {word} {key} in model {member}", expected, "correct the key"
                 )
             else:
                 yield from _agree(
-                    f"{where} {tensor}", specs, tensor, _tensor_spec(member, member_config, there[key]), path
+                    f"{where} {tensor}", specs, tensor, _tensor_spec(member, member_config, member_tensors[key]), path
                 )
         if field == "input_map":
             for name in (name for name, one in inputs.items() if not one.optional and name not in mapped):

@@ -104,12 +104,12 @@ def read_model(
 
     override: replaces the configuration file
     """
-    there = [root for root in roots if has_model(root, name)]
-    if not there:
+    present = [root for root in roots if has_model(root, name)]
+    if not present:
         return None
-    model = _model(there[0], there[0] / name, config_name, override)
-    if len(there) > 1:
-        expected = f"{there[0] / name} to be the only one"
+    model = _model(present[0], present[0] / name, config_name, override)
+    if len(present) > 1:
+        expected = f"{present[0] / name} to be the only one"
         message = "model appears in two or more repositories"
         fix = "rename one of them, or give --model-namespacing"
         model.problems.append(ConfigProblem(Level.ERROR, model.folder, None, message, expected, fix))
@@ -239,28 +239,28 @@ def _versions(root: Path, model: ModelFolder, entries: Sequence[tuple[str, Path]
 
 def _apply_version_policy(model: ModelFolder, read: ParsedConfig) -> None:
     """Determine the versions that the policy serves."""
-    policy, there = model.config.version_policy, model.versions
+    policy, present = model.config.version_policy, model.versions
     assert policy is not None, "completed() gives one"
     if policy.specific is not None:
         requested = frozenset(policy.specific.versions)
-        model.served = tuple(v for v in there if v in requested)
+        model.served = tuple(v for v in present if v in requested)
         for i, version in enumerate(policy.specific.versions):
-            if version not in there:
+            if version not in present:
                 place = read.place(("version_policy", "specific", "versions", i))
                 message = f"version {version} is specified, and there is no folder {version}"
-                expected = f"one of: {', '.join(map(str, there)) or '(there is none)'}"
+                expected = f"one of: {', '.join(map(str, present)) or '(there is none)'}"
                 read.add(Level.WARNING, place, message, expected, "make the folder, or remove the version")
     elif policy.latest is not None:
-        model.served = there[-policy.latest.num_versions :] if policy.latest.num_versions else ()
+        model.served = present[-policy.latest.num_versions :] if policy.latest.num_versions else ()
     else:
-        model.served = there
+        model.served = present
     if not model.served:
         message = f"at least one version must be available under the version policy of model '{model.name}'"
-        fix = f"make {model.folder.name}/1 with the model in it" if not there else "correct version_policy"
-        if model.config.platform == ENSEMBLE and not there:
-            fix = f"make an empty folder {model.folder.name}/1: ensembles have a version, too"
-        expected = f"one of the versions {', '.join(map(str, there))}" if there else "a folder named 1, 2, ..."
-        read.add(Level.ERROR, read.place(("version_policy",)), message, expected, fix)
+        mend = f"make {model.folder.name}/1 with the model in it" if not present else "correct version_policy"
+        if model.config.platform == ENSEMBLE and not present:
+            mend = f"make an empty folder {model.folder.name}/1: ensembles have a version, too"
+        expected = f"one of the versions {', '.join(map(str, present))}" if present else "a folder named 1, 2, ..."
+        read.add(Level.ERROR, read.place(("version_policy",)), message, expected, mend)
 
 
 def _identity_violations(model: ModelFolder) -> Iterator[RuleViolation]:

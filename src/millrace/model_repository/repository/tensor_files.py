@@ -11,23 +11,23 @@ from millrace.model_repository.request.tensors import BYTES, DTYPES, Array, CutO
 
 def read_tensor(file: Path, datatype: str, n: int) -> Array:
     """Read the first n elements as a flat array; strings have 4-byte length prefixes. raises StatusError"""
-    named = f"{file.parent.name}/{file.name}"
+    file_label = f"{file.parent.name}/{file.name}"
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_BYTES)
     except OSError as error:
-        raise StatusError(Code.INTERNAL, f"failed to read {named}: {error.strerror}") from None
+        raise StatusError(Code.INTERNAL, f"failed to read {file_label}: {error.strerror}") from None
     if datatype == BYTES:
         try:
             strings = split_strings(data)
         except CutOffError:
             strings = []
         if len(strings) != n:
-            raise invalid(f"{named} is not {n} strings, each behind its length in 4 bytes")
+            raise invalid(f"{file_label} is not {n} strings, each behind its length in 4 bytes")
         return objects(strings)
     dtype = np.dtype(DTYPES[datatype])
     if len(data) < n * dtype.itemsize:  # it has become shorter since it was checked
-        raise invalid(f"{named} has {len(data)} bytes, expected {n * dtype.itemsize}")
+        raise invalid(f"{file_label} has {len(data)} bytes, expected {n * dtype.itemsize}")
     array: Array = np.frombuffer(data, dtype, n).copy()
     if datatype == "BOOL":
         array = array.view(np.uint8) != 0

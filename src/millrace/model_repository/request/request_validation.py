@@ -155,15 +155,15 @@ class RequestValidator:
         return RawInput(declared.name, declared.datatype, (1, *shape) if self._max_batch else shape, data)
 
     def _count_error(self, request: InferRequest, raw_inputs: Sequence[RawInput]) -> StatusError:
-        there = {g.name for g in raw_inputs}
-        missing = _quoted(name for name in self._required if name not in there)
+        present = {g.name for g in raw_inputs}
+        missing = _quoted(name for name in self._required if name not in present)
         n, least = len(self._inputs), len(self._required)
         expected = f"{n}" if least == n else f"number of inputs between {least} and {n}"
         word = " inputs" if least == n else ""
         return invalid(
             f"{request.error_prefix}expected {expected}{word} but got {len(raw_inputs)} inputs for model "
-            f"'{self._model}'. Got input(s) {_quoted(sorted(there))}, but missing required input(s) {missing}. Please "
-            "provide all required input(s)."
+            f"'{self._model}'. Got input(s) {_quoted(sorted(present))}, but missing required input(s) {missing}. "
+            "Please provide all required input(s)."
         )
 
     def _batch_size(self, request: InferRequest, raw_inputs: Sequence[RawInput]) -> int:

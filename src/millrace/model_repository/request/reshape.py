@@ -31,7 +31,7 @@ class OutputReshaper:
     def __bool__(self) -> bool:
         return bool(self._outputs)
 
-    def reshape(self, named: str, response: InferResponse) -> InferResponse:
+    def reshape(self, prefix: str, response: InferResponse) -> InferResponse:
         """Return the response in the client's shapes. named: prefix of errors. raises StatusError for a wrong shape"""
         outputs = dict(response.outputs)
         for name, array in response.outputs.items():
@@ -45,7 +45,7 @@ class OutputReshaper:
                 message = (
                     f"output '{name}' of model '{self._model}' has shape {format_shape(shape)}, expected {expected}"
                 )
-                raise StatusError(Code.INTERNAL, f"{named}{message}")
+                raise StatusError(Code.INTERNAL, f"{prefix}{message}")
             outputs[name] = array.reshape((*batch, *dims))
         return replace(response, outputs=outputs)
 

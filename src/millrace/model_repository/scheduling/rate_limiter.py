@@ -116,8 +116,8 @@ class InstanceRateLimiter:
             self._waiting.pop(worker, None)
             self._states.pop(worker, None)
         self._wake()  # others may have waited behind them
-        there = {name for state in self._states.values() for name in state.needs.counts}
-        self._are_global = {name: is_global for name, is_global in self._are_global.items() if name in there}
+        resource_names = {name for state in self._states.values() for name in state.needs.counts}
+        self._are_global = {name: is_global for name, is_global in self._are_global.items() if name in resource_names}
 
     def may_compute(self, worker: Hashable) -> bool:
         state = self._states[worker]

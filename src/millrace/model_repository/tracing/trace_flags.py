@@ -67,8 +67,8 @@ class TraceFlags:
             try:
                 _parse_setting(settings, key, value)
             except StatusError as error:
-                why, *expected = _EXPECTED.split(str(error), 1)
-                message = f"{FLAG} {flag!r:.100}: {why}"
+                reason, *expected = _EXPECTED.split(str(error), 1)
+                message = f"{FLAG} {flag!r:.100}: {reason}"
                 raise ConfigError(message, "".join(expected) or _range(key), "correct it") from None
         chosen = settings.get("trace_mode", TRITON)
         for mode, theirs in flags_by_mode.items():

@@ -71,8 +71,8 @@ def records(
         times = [{"name": name, "ns": ns} for name, ns in (*timestamps, *around) if ns]
         entries.append({"id": trace.id, "timestamps": times})
     if "TENSORS" in trace.sampler.level:
-        entries += [_tensor(trace.id, "TENSOR_QUEUE_INPUT", *named) for named in request.inputs.items()]
-        entries += [_tensor(trace.id, "TENSOR_BACKEND_OUTPUT", *named) for named in trace.outputs]
+        entries += [_tensor(trace.id, "TENSOR_QUEUE_INPUT", *tensor) for tensor in request.inputs.items()]
+        entries += [_tensor(trace.id, "TENSOR_BACKEND_OUTPUT", *tensor) for tensor in trace.outputs]
     return entries
 
 

@@ -64,7 +64,7 @@ class PageMemory:
 
 
 @dataclass(slots=True)
-class _Segment:
+class _OffloadSegment:
     """One of the two files. n: number of records"""
 
     path: Path
@@ -198,7 +198,7 @@ class KvOffloadStore:
             self._places.pop(key, None)
         return None
 
-    def _open(self, path: Path, index: int) -> _Segment:
+    def _open(self, path: Path, index: int) -> _OffloadSegment:
         """Open a file and index its records by their keys; pages are verified when they are read."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -207,7 +207,7 @@ class KvOffloadStore:
             os.close(file)
             what = f"the KV offload file {path} is in use by another process"
             raise ConfigError(what, "a file for each server", "name another with --kv-tier") from None
-        segment, begin = _Segment(path, file, 0, []), os.pread(file, HEADER.size, 0)
+        segment, begin = _OffloadSegment(path, file, 0, []), os.pread(file, HEADER.size, 0)
         _check_ours(path, os.fstat(file), begin)
         segment.generation = int.from_bytes(begin[len(self._header) :], "little")
         if begin[: len(self._header)] != self._header or segment.generation > MAX_GENERATION:
@@ -229,7 +229,7 @@ class KvOffloadStore:
             segment.n += 1
         return segment
 
-    def _begin(self, segment: _Segment, generation: int) -> None:
+    def _begin(self, segment: _OffloadSegment, generation: int) -> None:
         os.ftruncate(segment.file, 0)
         os.pwrite(segment.file, self._header + generation.to_bytes(GENERATION_BYTES, "little"), 0)
         segment.n, segment.keys, segment.generation = 0, [], generation

@@ -362,15 +362,17 @@ class Sequence:
                 text += self.text.flush()
         if self.matcher is not None and finish is None:
             self.matcher.accept(token)
-        reason, why = (None, None) if finish is None else (finish.reason, finish.stop)
+        reason, stop_text = (None, None) if finish is None else (finish.reason, finish.stop)
         reported = None if logprobs is None else (logprobs,)
-        return Delta(self.request.first + self.index, text, (token,), reported, finish_reason=reason, stop_reason=why)
+        return Delta(
+            self.request.first + self.index, text, (token,), reported, finish_reason=reason, stop_reason=stop_text
+        )
 
     def sampling_failure(self, token: int) -> tuple[str, RequestError | None]:
         """Return why `token`, an error code, was drawn or scored instead, and the request's fault, if any."""
         if token == SampleError.NOTHING_ALLOWED and self.matcher is not None:
-            why = f"the grammar cannot be enforced any more: {self.matcher.error or 'nothing is allowed'}"
-            return why, self.matcher.fault
+            stop_text = f"the grammar cannot be enforced any more: {self.matcher.error or 'nothing is allowed'}"
+            return stop_text, self.matcher.fault
         return "the model's output for this request was not finite", None
 
     def scored(self, logprobs: tuple[TokenLogprobs, ...]) -> Delta:

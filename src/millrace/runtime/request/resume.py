@@ -70,8 +70,10 @@ def _restore(seq: Sequence, tokens: Ordered[int], grammars: GrammarCompiler) -> 
             seq.matcher.accept(token)
             if seq.matcher.error:
                 grammars.revive(seq.matcher)  # other answers may have exhausted its lexer
-            if why := seq.matcher.error:
-                what = f"has {_at(i, token)}, which the structured output of this request does not allow: {why}"
+            if matcher_error := seq.matcher.error:
+                what = (
+                    f"has {_at(i, token)}, which the structured output of this request does not allow: {matcher_error}"
+                )
                 raise _wrong(what, "tokens of an answer to this request")
     for part, may_stop in ((tokens[:n_without_end], False), (tokens[n_without_end:], True)):
         if (stop := seq.text.push(part, may_stop)[1]) is not None:

@@ -84,15 +84,15 @@ class AdmissionQueue:
     def ordered(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Return the sequences in order of admission. Each counts as usage for later ones of its tenant."""
         now_s = self._clock()
-        turns = {seq: self._rank(seq, now_s) for seq in waiting}
+        ranks = {seq: self._rank(seq, now_s) for seq in waiting}
         shares: dict[Sequence, float] = {}
         ahead: dict[str, float] = {}
-        for seq in sorted(turns, key=turns.__getitem__):
+        for seq in sorted(ranks, key=ranks.__getitem__):
             tenant = seq.request.queue_options.tenant
             shares[seq] = ahead.setdefault(tenant, self._usage_of(tenant))
             ahead[tenant] += seq.n_left
         self._virtual_time = max(self._virtual_time, min(shares.values(), default=0.0))
-        return sorted(shares, key=lambda seq: (shares[seq], *turns[seq]))
+        return sorted(shares, key=lambda seq: (shares[seq], *ranks[seq]))
 
     def by_retention(self, running: list[Sequence]) -> list[Sequence]:
         """Return the running sequences in reverse order of preemption: the last one is preempted first."""

@@ -304,8 +304,8 @@ class GrammarCompiler:
         first = matcher.deep_copy()
         if not first.is_error():
             first.compute_bitmask()  # refuse what cannot begin before any step is computed for it
-        if why := stopped_because(first):
-            raise params.refused(f"its {params.kind} cannot be enforced: {why}", LIMITED)
+        if stop_reason := stopped_because(first):
+            raise params.refused(f"its {params.kind} cannot be enforced: {stop_reason}", LIMITED)
         return source, matcher
 
     def prepare(self) -> None:
@@ -315,7 +315,7 @@ class GrammarCompiler:
                 return
             from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 
-            vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._ends)
+            vocabulary = _TokenizerAdapter(self._tokenizer, self._vocab_size, self._ends)
             try:
                 ready = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._ends)
             except ValueError as error:
@@ -340,7 +340,7 @@ class GrammarCompiler:
         raise params.refused(what, "a vocabulary that llguidance reads", "choose another model")
 
 
-class _Vocabulary:
+class _TokenizerAdapter:
     """A tokenizer in the form that llguidance reads: each token's bytes, and which are special."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:

@@ -51,8 +51,8 @@ def compiled(
     warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
     if warnings:  # about attributes that llguidance would ignore
         raise params.refused(f"its {params.kind} cannot be enforced: {warnings[0]}", "a schema without that")
-    if why := stopped_because(matcher):
-        raise params.refused(f"its {params.kind} cannot be enforced: {why}", LIMITED)
+    if stop_reason := stopped_because(matcher):
+        raise params.refused(f"its {params.kind} cannot be enforced: {stop_reason}", LIMITED)
     check_terminates(params, text, source)
     return source, matcher
 

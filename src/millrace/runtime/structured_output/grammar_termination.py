@@ -106,9 +106,9 @@ def _check_least(params: StructuredOutputsParams, schema: Mapping[str, Any]) -> 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:
     """Return the types that a schema names; if none, one that stands for all that are possible."""
-    named = schema.get("type")
-    if isinstance(named, str):
-        return [named]
+    type_names = schema.get("type")
+    if isinstance(type_names, str):
+        return [type_names]
     return [one for one in _several(schema, "type") if isinstance(one, str)] or ["object", "null"]
 
 

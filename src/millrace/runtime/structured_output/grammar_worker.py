@@ -46,7 +46,7 @@ def _serve(owner: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):  # the owner is gone
         opened = json.loads(owner.recv_bytes())
         sys.path[:] = opened["path"]  # as the parent sees it: it may run from a source tree
-        compiler = _Compiler(opened)
+        compiler = _WorkerCompiler(opened)
         _limit_memory()
         owner.send_bytes(b"{}")
         while True:
@@ -78,7 +78,7 @@ class _Vocabulary:
         return [self._n_vocab + byte for byte in text]
 
 
-class _Compiler:
+class _WorkerCompiler:
     def __init__(self, opened: dict[str, Any]) -> None:
         from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 

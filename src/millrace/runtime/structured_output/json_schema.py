@@ -48,7 +48,7 @@ _SIZES = {
 }  # fmt: skip
 _ONE = ("additionalProperties", "items", "additionalItems")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties")
+_PROPERTY_KEYS = ("properties", "patternProperties")
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -91,7 +91,7 @@ def subschemas(root: Schema, schema: Schema, path: str = "#") -> Iterator[tuple[
     for key in _MANY:
         if isinstance(schema.get(key), list):
             yield from ((part, f"{path}/{key}/{i}") for i, part in enumerate(schema[key]))
-    for key in _NAMED:
+    for key in _PROPERTY_KEYS:
         yield from _within(schema, key, path)
     if "$ref" in schema:
         target = resolved(root, schema["$ref"])
@@ -152,10 +152,10 @@ def _remove_annotations(schema: Schema) -> None:
 
 def _types(schema: Schema) -> frozenset[str]:
     """Return the types that an instance may have."""
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset((named,))
-    return frozenset(t for t in named if isinstance(t, str)) if isinstance(named, list) else TYPES
+    type_names = schema.get("type")
+    if isinstance(type_names, str):
+        return frozenset((type_names,))
+    return frozenset(t for t in type_names if isinstance(t, str)) if isinstance(type_names, list) else TYPES
 
 
 def _simplify_sizes(schema: Schema, types: frozenset[str], path: str, refuse: Refuse) -> None:
@@ -258,7 +258,7 @@ def _depends_on_nothing(schema: Schema, rules: object) -> bool:
 
 _RESTRICTING = frozenset(
     (
-        *_IN_PLACE, *LOWER, *UPPER, *_SIZES, *_ONE, *_MANY, *_NAMED, *UNSUPPORTED, "type", "const", "enum",
+        *_IN_PLACE, *LOWER, *UPPER, *_SIZES, *_ONE, *_MANY, *_PROPERTY_KEYS, *UNSUPPORTED, "type", "const", "enum",
         "required", "pattern", "format", "multipleOf", "minContains", "maxContains",
     )
 )  # fmt: skip

@@ -179,8 +179,8 @@ def without_upgrade(request_line: bytes, headers: Iterable[tuple[bytes, bytes]])
 
 def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str, str, str] | None:
     """Return status, code, fault and expectation of a head that the parser accepts and RFC 9112 (3.2, 6.1) forbids."""
-    named = b",".join(value for name, value in headers if name == b"transfer-encoding").split(b",")
-    codings = [coding.strip().lower() for coding in named if coding.strip()]
+    transfer_codings = b",".join(value for name, value in headers if name == b"transfer-encoding").split(b",")
+    codings = [coding.strip().lower() for coding in transfer_codings if coding.strip()]
     if codings not in ([], [b"chunked"]):
         what = f"the transfer coding is {b', '.join(codings).decode('latin-1')}"
         return 501, "unknown_transfer_coding", what, "chunked, or none"

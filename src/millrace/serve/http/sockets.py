@@ -109,9 +109,9 @@ def check_tls(settings: ServerSettings) -> None:
     try:
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, no_password)
     except OSError as error:  # ssl.SSLError is one
-        of = " and ".join(filter(None, (settings.ssl_certfile, settings.ssl_keyfile)))
+        files = " and ".join(filter(None, (settings.ssl_certfile, settings.ssl_keyfile)))
         raise ConfigError(
-            f"cannot speak TLS with {of}: {error.strerror or error}", "a certificate and its key, as PEM",
+            f"cannot speak TLS with {files}: {error.strerror or error}", "a certificate and its key, as PEM",
             "name other files",
         ) from None  # fmt: skip
 

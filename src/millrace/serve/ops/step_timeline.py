@@ -84,13 +84,13 @@ def steps(models: Models, scope: Scope) -> Response:
     for backend in models.of_kind(TextBackend):
         loop, about = backend.model.engine.loop, backend.model.metadata
         visible = _visible_steps(loop, scope[CALL])
-        turns, limits, budget = step_intervals_s(visible), loop.limits, loop.budget
+        intervals, limits, budget = step_intervals_s(visible), loop.limits, loop.budget
         schedule = ScheduleReply(
             limits.max_step_tokens, limits.max_sequences, limits.max_rows, limits.max_context, limits.page_tokens,
             limits.n_pages, budget.gap_limit_s, budget.stretch, budget.chunk_low,
         )  # fmt: skip
         entries = [
-            _step_entry(step, turn_s) for step, turn_s in zip(visible, turns, strict=True) if step.number > after
+            _step_entry(step, turn_s) for step, turn_s in zip(visible, intervals, strict=True) if step.number > after
         ]
         engine, isa = (str(about.get(name, "")) for name in ("engine", "isa"))
         replies.append(StepsReply(backend.model.name, engine, isa, machine_name(), schedule, entries))

@@ -100,7 +100,7 @@ def alternatives(case: Scenario, offers: Offers, costs: Costs) -> tuple[Alternat
         names = list(rest)
     with case.replicas.search.part(_MAIN):
         by_device = _plan_each_device(case, offers, costs, names, _MAX_SIMULATED if rest else len(names))
-    refused = (Alternative(name, offers, None, None, why) for name, why in offers.refused.items())
+    refused = (Alternative(name, offers, None, None, reason) for name, reason in offers.refused.items())
     return (
         *sorted(by_device.values(), key=attrgetter("order")),
         *(alternative for name, alternative in rest.items() if name not in by_device),

@@ -120,14 +120,14 @@ def answer_question(
     if load is not None and load.trace is not None:
         recorded = float(load.trace.n_input.mean()), float(load.trace.n_output.mean())
     request_calls = request_work(question.request, recorded)
-    there = parse_existing_systems(question, request_calls, local_roofline)
-    check_systems(question, there, has_load)
+    existing_systems = parse_existing_systems(question, request_calls, local_roofline)
+    check_systems(question, existing_systems, has_load)
     search = SearchBudget(question.search.search_s, tell)
     traffic = make_traffic(question, None if load is None else load.trace)
     case = Scenario(
-        question, limits, load, request_calls, there, local_roofline, Replicas(search, traffic.gaps), traffic
+        question, limits, load, request_calls, existing_systems, local_roofline, Replicas(search, traffic.gaps), traffic
     ).simulate_existing()
-    offers = case.offers() if load is not None else there[0].offers
+    offers = case.offers() if load is not None else existing_systems[0].offers
     _check_p95(case, offers)
     found_on = alternatives(case, offers, Costs(case, prices, today or datetime.date.today()))
     first = found_on[0]
@@ -137,6 +137,7 @@ def answer_question(
     best, offers, h = first.plan, first.offers, question.hardware
     other, why_no_other = _plan_other_statistic(case, offers)
     instance, operating, left = offers.instance(best.point), _operating(case, offers, best), search.left
+    compliant_loads = tuple(_compliant_load(system, case) for system in existing_systems)
     return SizingAnswer(
         question, request_calls, load, offers, best, other, why_no_other,
         None if instance is None else memory(instance, best.point),
@@ -144,7 +145,7 @@ def answer_question(
         () if left else sensitivities(case, offers, best),  # with nothing to compare with
         _consequences(case, best), found_on,
         first.money, operating,
-        tuple(_compliant_load(one, case) for one in there) if load is not None or len(there) > 1 else (), left,
+        compliant_loads if load is not None or len(existing_systems) > 1 else (), left,
     )  # fmt: skip
 
 
@@ -205,8 +206,8 @@ def _plan_other_statistic(case: Scenario, offers: Offers) -> tuple[SizingPlan | 
 def _why_no_p95(case: Scenario) -> str:
     if case.question.hardware.measured is not None:
         return "it was not measured (columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms)"
-    why = "time was up" if case.question.search.simulate else "nothing was simulated (--no-simulate)"
-    return f"{why}, and a closed form does not know it"
+    reason = "time was up" if case.question.search.simulate else "nothing was simulated (--no-simulate)"
+    return f"{reason}, and a closed form does not know it"
 
 
 def _consequences(case: Scenario, best: SizingPlan) -> Consequences:
@@ -214,7 +215,7 @@ def _consequences(case: Scenario, best: SizingPlan) -> Consequences:
     h, load = case.question.hardware, case.question.load
     existing = case.existing if case.load is not None else case.existing[1:]
     rate = (best.systems - h.spare if best.systems else 0) * h.utilisation * best.point.rate_of_system
-    rate += sum(there.rate(case.limits, h.utilisation) for there in existing)
+    rate += sum(system.rate(case.limits, h.utilisation) for system in existing)
     per_user, tokens = USER_REQUESTS, case.work.n_input + case.work.n_output
     if load.requests_each is not None and load.calls is None:
         per_user = load.requests_each

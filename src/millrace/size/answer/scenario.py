@@ -16,7 +16,7 @@ from millrace.size.performance.operating_points import DEVICE, Offers, offers
 from millrace.size.question.question import SizingQuestion
 from millrace.size.simulation.simulated_capacity import Replicas, add_simulated
 
-_THERE = re.compile(r"\s*(\d+)\s*(?:x\s*(.+?)\s*)?")
+_EXISTING_SYSTEM = re.compile(r"\s*(\d+)\s*(?:x\s*(.+?)\s*)?")
 _MAX_SYSTEMS = 1_000_000
 
 
@@ -101,7 +101,9 @@ class Scenario:
                                   "say more --systems, or fewer stages (--pp)")  # fmt: skip
             rate = n * h.utilisation * best.rate_of_system
             return planned(rate * (1 - 1e-12), candidates.points, limits, fleet, basis)
-        rest = self.load.peak * times - sum(there.rate(limits, h.utilisation) for there in self.existing)
+        rest = self.load.peak * times - sum(
+            existing_system.rate(limits, h.utilisation) for existing_system in self.existing
+        )
         if rest > 0:
             return _at_least(planned(rest, candidates.points, limits, fleet, basis), 1 + h.spare)
         enough = planned(1.0, candidates.points, limits, fleet, basis)
@@ -127,7 +129,7 @@ def parse_existing_systems(
         return ()
     existing = []
     for part in text.split(","):
-        match = _THERE.fullmatch(part)
+        match = _EXISTING_SYSTEM.fullmatch(part)
         if not match or not 1 <= int(match[1]) <= _MAX_SYSTEMS:
             raise ConfigError(f'systems are "{text:.80}"', '"4", or "2 x A100, 1 x L40S"', "write them so")
         name = match[2] or (h.hardware[0] if h.hardware else DEVICE)

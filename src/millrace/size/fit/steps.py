@@ -69,11 +69,11 @@ def read_steps(text: str, model: str = "") -> MeasuredSteps:
     except (msgspec.DecodeError, RecursionError) as error:
         raise MachineError(f"{PATH} of the server: {sanitize(str(error))}", "millrace serve of this release",
                            "ask a server of this release") from None  # fmt: skip
-    named = [served for served in models if model in ("", served.model)]
-    if len(named) != 1:
+    matching = [served for served in models if model in ("", served.model)]
+    if len(matching) != 1:
         raise ConfigError(f"the server has {', '.join(served.model for served in models)[:200] or 'no language model'}",
                           "one language model, or its name", "name it with --model")  # fmt: skip
-    return named[0]
+    return matching[0]
 
 
 def fit_steps(steps: Sequence[StepRow]) -> StepCost:

@@ -227,8 +227,8 @@ class _Server:
         run = await drive(self._client, plan, plan.sessions(self._words), self._begins)
         failed = [record.answer for record in run.records if record.answer.failure is not None]
         if run.ended or failed or not run.records:
-            why = run.ended or (f"{failed[0].failure}: {failed[0].detail}" if failed else "nothing was asked")
-            raise MachineError(f"{len(failed)} of {len(run.records)} requests failed ({why})", "whole answers",
+            reason = run.ended or (f"{failed[0].failure}: {failed[0].detail}" if failed else "nothing was asked")
+            raise MachineError(f"{len(failed)} of {len(run.records)} requests failed ({reason})", "whole answers",
                                "look at the server's log; ask for longer: --each-s")  # fmt: skip
         return run.records
 

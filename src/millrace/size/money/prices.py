@@ -186,12 +186,12 @@ def _table(document: Mapping[str, Any], name: str, location: str) -> Mapping[str
 
 def _of_devices(document: Mapping[str, Any], name: str, location: str) -> Mapping[str, Any]:
     """Return a table by catalogue name. raises ConfigError, also if a device is listed under two names"""
-    named: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for key, value in _table(document, name, location).items():
-        if (device := find_device(key).name) in named:
+        if (device := find_device(key).name) in by_name:
             raise ConfigError(f"{location}: {name} has {device} twice, {key:.40} is one", "once", "leave one out")
-        named[device] = value
-    return named
+        by_name[device] = value
+    return by_name
 
 
 def _device(offer: Mapping[str, Any], location: str) -> str:

@@ -78,8 +78,8 @@ class ModelShape(DecoderSizes):
 
 def _preset(name: str, sizes: tuple[int, ...], **more: Any) -> ModelShape:
     """Create a preset. sizes: layers, hidden, heads, KV heads, head size, feed-forward, vocabulary, context"""
-    named: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
-    return ModelShape(name=name, **named, **more)
+    fields: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
+    return ModelShape(name=name, **fields, **more)
 
 
 # From the published configurations.

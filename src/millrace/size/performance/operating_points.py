@@ -97,8 +97,8 @@ def offers(
             raise ConfigError(f'--hardware {ALL} beside {" and ".join(n for n in names if n.casefold() != ALL)}',
                               "one of both", "leave one out")  # fmt: skip
         names = tuple(entry.name for entry in DEVICES if "fp16" in entry.peaks)  # excludes CPUs
-    named = [find_hardware(name, settings.system_size, local_roofline) for name in names]
-    hardware = tuple({entry.device.name: entry for entry in named}.values())
+    selected = [find_hardware(name, settings.system_size, local_roofline) for name in names]
+    hardware = tuple({entry.device.name: entry for entry in selected}.values())
     own = None if settings.stack is None else read_stack(Path(settings.stack))
     if own is not None and own.device not in [entry.device.name for entry in hardware]:
         raise ConfigError(f"{settings.stack} is of {own.device}", " or ".join(entry.device.name for entry in hardware),

@@ -29,10 +29,12 @@ def headline(answer: SizingAnswer) -> str:
     if answer.demand is None:
         rate = answer.consequences.rate
         low, high = (format_4_digits(rate * (1 + error)) for error in (-plan.error, plan.error))
-        there = [(system.systems, system.device) for system in answer.existing] or [(plan.systems, plan.point.device)]
-        named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
-        serve = "serves" if [n for n, _ in there] == [1] else "serve"
-        return f"{named} {serve} {format_4_digits(rate)} requests/s ({low} to {high}) of {model}"
+        existing_systems = [(system.systems, system.device) for system in answer.existing] or [
+            (plan.systems, plan.point.device)
+        ]
+        system_names = " and ".join(_systems(n, plan.point.system, device) for n, device in existing_systems)
+        serve = "serves" if [n for n, _ in existing_systems] == [1] else "serve"
+        return f"{system_names} {serve} {format_4_digits(rate)} requests/s ({low} to {high}) of {model}"
     if not plan.systems:
         return "Nothing is to be bought: the systems that are there serve the load"
     between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
@@ -55,8 +57,8 @@ def uncertainty_text(answer: SizingAnswer) -> str:
 
 def interpretation_notes(answer: SizingAnswer) -> tuple[str, ...]:
     """Return how the question was interpreted, and how many rows of a table were left out."""
-    n, of = answer.offers.left_out, answer.question.hardware.measured
-    without = (f"{of}: {n} rows left out, which were not in a steady state",) if n else ()
+    n, measured_hardware = answer.offers.left_out, answer.question.hardware.measured
+    without = (f"{measured_hardware}: {n} rows left out, which were not in a steady state",) if n else ()
     return (*answer.work.how, *(answer.demand.how if answer.demand else ()), *without)
 
 

@@ -140,8 +140,8 @@ def _memory(answer: SizingAnswer) -> TextTable:
                     "how many requests are in flight is as sure as the answer; what is kept back is set aside, not "
                     "measured"),
     ]  # fmt: skip
-    of = f"{point.devices} x {point.device}; GB are 10^9 bytes"
-    return TextTable("memory", "Memory of an instance", rows, more=of)
+    caption_text = f"{point.devices} x {point.device}; GB are 10^9 bytes"
+    return TextTable("memory", "Memory of an instance", rows, more=caption_text)
 
 
 def _waterfall(answer: SizingAnswer) -> TextTable:

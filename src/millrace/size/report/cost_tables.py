@@ -55,8 +55,8 @@ def _rental_rows(money: Money) -> list[tuple[str, str]]:
     own = money.rented
     if own is None:
         return []
-    rent, of = own.rent, f"the middle of {own.offers} offers from {own.low:,.2f} to {own.high:,.2f}"
-    one = f"{rent.hour:,.2f} a device, by {rent.who} on {rent.date}, {of if own.offers > 1 else 'the only offer'}"
+    rent, details = own.rent, f"the middle of {own.offers} offers from {own.low:,.2f} to {own.high:,.2f}"
+    one = f"{rent.hour:,.2f} a device, by {rent.who} on {rent.date}, {details if own.offers > 1 else 'the only offer'}"
     return [
         ("rented", f"{own.scaled:,.0f} with as many as each hour needs, {own.always:,.0f} with all of them always"),
         ("  an hour", f"{own.peak_hour:,.2f} at the peak; {one}"),
@@ -66,9 +66,11 @@ def _rental_rows(money: Money) -> list[tuple[str, str]]:
 def _hybrid_rows(money: Money) -> list[tuple[str, str]]:
     rows = []
     if money.hybrid is not None:
-        n, of = money.hybrid.systems, money.hybrid
-        mixed = f"{of.year:,.0f} with {n} bought and the rest rented when it is needed"
-        rows.append(("both", mixed if n and of.rented else f"no mix is cheaper than all {'bought' if n else 'rented'}"))
+        n, details = money.hybrid.systems, money.hybrid
+        mixed = f"{details.year:,.0f} with {n} bought and the rest rented when it is needed"
+        rows.append(
+            ("both", mixed if n and details.rented else f"no mix is cheaper than all {'bought' if n else 'rented'}")
+        )
     if money.by_token is not None:
         rows.append(("by the token", f"{money.by_token:,.0f}"))
     if money.bought is not None and money.rented is not None:

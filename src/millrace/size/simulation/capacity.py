@@ -27,7 +27,10 @@ from millrace.size.simulation.serving_model import Serving
 from millrace.size.simulation.simulator import Simulation, SimulationResult
 from millrace.size.simulation.virtual_clock import Arrival, RequestOutcome
 
-_LEAST, _TURNS = 1000, 4  # requests per point: at least this many, and this multiple of the requests in flight
+_LEAST, _REQUESTS_PER_SYSTEM = (
+    1000,
+    4,
+)  # requests per point: at least this many, and this multiple of the requests in flight
 _TOKENS, _FEWEST = 1 << 20, 200  # output tokens that bound _LEAST; the minimum number of requests
 _TRANSIENT = 0.25  # share of requests at the start that is not counted
 _STEADY = 0.95  # highest load relative to a full instance
@@ -72,7 +75,7 @@ class Replica:
     def _n_requests(self) -> int:
         """Return the number of requests to simulate; fewer if answers are long, because each takes many steps."""
         n_out = sum(call.n_output for call in self.lengths.calls)
-        return max(_TURNS * self._room, min(_LEAST, max(_FEWEST, _TOKENS // n_out)))
+        return max(_REQUESTS_PER_SYSTEM * self._room, min(_LEAST, max(_FEWEST, _TOKENS // n_out)))
 
     @property
     def full(self) -> OperatingPoint:

@@ -107,15 +107,15 @@ def test_a_large_response_is_counted(
 
 def test_a_cached_message_needs_its_key(tmp_path: Path) -> None:
     write_models(tmp_path, {"m": ADD_SUB})
-    with in_process(tmp_path, ServerSettings(port=0, api_keys=("secret",)), grpc_port=0) as served:
-        with grpc.insecure_channel(served.grpc_url) as channel:
-            call = channel.unary_unary(f"{SERVICE}ModelInfer")
-            for _ in range(3):
-                call(encoded(1), timeout=20, metadata=(("authorization", "Bearer secret"),))
-            for metadata in ((), (("authorization", "Bearer other"),)):
-                with pytest.raises(grpc.RpcError) as failed:
-                    call(encoded(1), timeout=20, metadata=metadata)
-                assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    settings = ServerSettings(port=0, api_keys=("secret",))
+    with in_process(tmp_path, settings, grpc_port=0) as served, grpc.insecure_channel(served.grpc_url) as channel:
+        call = channel.unary_unary(f"{SERVICE}ModelInfer")
+        for _ in range(3):
+            call(encoded(1), timeout=20, metadata=(("authorization", "Bearer secret"),))
+        for metadata in ((), (("authorization", "Bearer other"),)):
+            with pytest.raises(grpc.RpcError) as failed:
+                call(encoded(1), timeout=20, metadata=metadata)
+            assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_cancelled_call_is_logged_and_not_counted_any_more(

@@ -59,14 +59,14 @@ class ModelConfig:
         for key in ("name", "data_type", "dims"):
             if key not in tensor:
                 raise ValueError(f"{where} is missing '{key}' property.")
-        there = next((t for t in self._model_config[side] if t["name"] == tensor["name"]), None)
-        if there is None:
+        existing = next((t for t in self._model_config[side] if t["name"] == tensor["name"]), None)
+        if existing is None:
             self._model_config[side].append(dict(tensor))
             return
         for key in ("data_type", "dims"):
-            if there[key] not in ("TYPE_INVALID", []) and there[key] != _plain(tensor[key]):
-                raise ValueError(f"{where} has {key} {tensor[key]}, and the configuration {there[key]}")
-            there[key] = tensor[key]
+            if existing[key] not in ("TYPE_INVALID", []) and existing[key] != _plain(tensor[key]):
+                raise ValueError(f"{where} has {key} {tensor[key]}, and the configuration {existing[key]}")
+            existing[key] = tensor[key]
 
 
 def _plain(value: Any) -> Any:

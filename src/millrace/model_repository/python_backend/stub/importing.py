@@ -127,9 +127,9 @@ class _Files:
         top = name.partition(".")[0]
         if level or self._is_alone or not self._has(top) or _import_lock.is_held_by(self):
             return builtins.__import__(name, globals_, locals_, fromlist or (), level)
-        there = self._modules.get(name)
-        if there is not None and all(hasattr(there, attribute) for attribute in fromlist or ()):
-            return there if fromlist else self._modules[top]
+        existing = self._modules.get(name)
+        if existing is not None and all(hasattr(existing, attribute) for attribute in fromlist or ()):
+            return existing if fromlist else self._modules[top]
         with _import_lock.hold(self):
             return builtins.__import__(name, globals_, locals_, fromlist or ())
 

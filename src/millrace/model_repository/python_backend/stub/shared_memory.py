@@ -89,8 +89,8 @@ class Arena:
                 offset = segment.take(n) or 0
                 new = (segment.fd, size)
             memory = self._segments[number].memory
-        there = np.frombuffer(memory, array.dtype, array.size, offset).reshape(array.shape)
-        np.copyto(there, array)
+        target = np.frombuffer(memory, array.dtype, array.size, offset).reshape(array.shape)
+        np.copyto(target, array)
         return (number, offset), new
 
     def give_back(self, places: list[list[int]]) -> list[int]:

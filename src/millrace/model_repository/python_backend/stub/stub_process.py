@@ -120,12 +120,12 @@ class _Host(Host):
         self.frames.hold()
 
     def control(self, operation: str, **arguments: Any) -> Any:
-        return self._result({"t": "control", "what": operation, "told": arguments})
+        return self._result({"t": "control", "what": operation, "arguments": arguments})
 
     def metric(self, operation: str, **arguments: Any) -> Any:
         if operation in _QUIET:
-            return self.frames.send({"t": "metric", "n": 0, "what": operation, "told": arguments})
-        return self._result({"t": "metric", "what": operation, "told": arguments})
+            return self.frames.send({"t": "metric", "n": 0, "what": operation, "arguments": arguments})
+        return self._result({"t": "metric", "what": operation, "arguments": arguments})
 
     def log(self, message: str, level: int) -> None:
         self.frames.send({"t": "log", "message": message, "level": level})

@@ -66,7 +66,7 @@ async def messages(backend: TextBackend, call: RequestContext, request: Messages
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: conversation_of(request, params))
     drop_large_fields(request)
     generation = await start_chat_generation(backend, call, conversation)
-    answer = _Answer(generation, call.model)
+    answer = _MessageAnswer(generation, call.model)
     if request.stream:
         return EventStream(generation, answer.stream(), _STREAM)
     async with generation:
@@ -214,7 +214,7 @@ def _no_block(path: str, block: object) -> RequestError:
     return RequestError(f"{path} is {block!r:.100}", expected, "correct it", param)
 
 
-class _Answer:
+class _MessageAnswer:
     """One message in progress."""
 
     def __init__(self, generation: GenerationStream, model: str) -> None:

@@ -13,13 +13,13 @@ _CLASSES = {
     "digit": "0-9", "graph": "!-~", "lower": "a-z", "print": " -~", "punct": r"!-/:-@\[-`{-~", "space": r"\t\n\v\f\r ",
     "upper": "A-Z", "word": "0-9A-Za-z_", "xdigit": "0-9A-Fa-f",
 }  # fmt: skip
-_NAMED = re.compile(r"\[:(\^?)([a-z]+):\]")
+_CLASS_NAME = re.compile(r"\[:(\^?)([a-z]+):\]")
 _ESCAPES = {"z": r"\Z", "C": "."}  # of RE2: Python's
 
 
 def compile_pattern(pattern: str, ignore_case: bool) -> re.Pattern[str]:
     """Compile a pattern for whole names; letters are ASCII. raises re.error for syntax that RE2 lacks"""
-    text = _Reader(pattern).read()
+    text = _PatternReader(pattern).read()
     return re.compile(text, re.ASCII | (re.IGNORECASE if ignore_case else 0))
 
 
@@ -30,7 +30,7 @@ class _Group:
     scopes: list[str] = field(default_factory=list)
 
 
-class _Reader:
+class _PatternReader:
     def __init__(self, pattern: str) -> None:
         self._pattern, self._at = pattern, 0
         self._parts: list[str] = []
@@ -83,10 +83,10 @@ class _Reader:
         end += self._pattern.startswith("^", end)
         end += self._pattern.startswith("]", end)
         while end < len(self._pattern) and self._pattern[end] != "]":
-            named = _NAMED.match(self._pattern, end)
-            end += len(named[0]) if named else 2 if self._pattern[end] == "\\" else 1
+            class_name = _CLASS_NAME.match(self._pattern, end)
+            end += len(class_name[0]) if class_name else 2 if self._pattern[end] == "\\" else 1
         text = self._pattern[self._at : end + 1]
-        self._take(len(text), _NAMED.sub(self._named_group, text))
+        self._take(len(text), _CLASS_NAME.sub(self._named_group, text))
 
     def _named_group(self, name: re.Match[str]) -> str:
         if name[2] not in _CLASSES or name[1]:

@@ -22,7 +22,7 @@ from millrace.serve.protocols.ollama.protocol import without_latest
 _OPTIONS = frozenset([*IGNORED_OPTIONS, *LLAMA_NOT_YET, "temperature", "top_k", "top_p", "min_p", "seed", "stop"])
 
 
-class _Request(Body, kw_only=True):
+class _EmbedRequest(Body, kw_only=True):
     UNUSED: ClassVar = frozenset(["keep_alive"])
     WITHIN: ClassVar = ("options",)
 
@@ -42,13 +42,13 @@ class _Request(Body, kw_only=True):
         return [*unknown, *(f"options.{name}" for name in options)]
 
 
-class EmbedRequest(_Request, kw_only=True):
+class EmbedRequest(_EmbedRequest, kw_only=True):
     input: Annotated[str | list[str], described("a text or a list of texts")] = ""
     truncate: Annotated[bool | None, described("read only the beginning of a text that is too long", True)] = None
     dimensions: Annotated[int | None, described("length of the vectors, if the model has several", low=1)] = None
 
 
-class EmbeddingsRequest(_Request, kw_only=True):
+class EmbeddingsRequest(_EmbedRequest, kw_only=True):
     prompt: Annotated[str, described("a text")] = ""
 
 

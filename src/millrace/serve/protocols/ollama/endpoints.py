@@ -84,7 +84,7 @@ async def chat(backend: TextBackend, call: RequestContext, request: OllamaChatRe
         )
     drop_large_fields(request)
     generation = await start_chat_generation(backend, call, conversation)
-    return await _Answer(generation, call, is_chat=True).response(backend, request.stream is not False)
+    return await _ChatAnswer(generation, call, is_chat=True).response(backend, request.stream is not False)
 
 
 async def generate(backend: TextBackend, call: RequestContext, request: OllamaGenerateRequest) -> ASGIApp:
@@ -110,7 +110,7 @@ async def generate(backend: TextBackend, call: RequestContext, request: OllamaGe
         del messages
         drop_large_fields(request)
         generation = await start_chat_generation(backend, call, conversation)
-    return await _Answer(generation, call, is_chat=False).response(backend, request.stream is not False)
+    return await _ChatAnswer(generation, call, is_chat=False).response(backend, request.stream is not False)
 
 
 def _conversation(request: OllamaChatRequest, backend: TextBackend) -> Conversation:
@@ -129,7 +129,7 @@ def _load_reply(call: RequestContext, request: OllamaRequest, reply: OllamaReply
     return Response(msgspec.json.encode(reply) + b"\n", media_type=LINES if request.stream is not False else None)
 
 
-class _Answer:
+class _ChatAnswer:
     """One answer in progress. Tool calls are sent when they are complete, because their arguments are objects."""
 
     def __init__(self, generation: GenerationStream, call: RequestContext, is_chat: bool) -> None:
@@ -285,8 +285,8 @@ def with_call_ids(messages: list[Message]) -> list[Message]:
             n_calls += 1
             call.id = call.id or f"call{n_calls:05d}"
         if message.role == "tool" and pending:
-            named = [call for call in pending if message.tool_call_id in (None, call.id)]
-            call = next((call for call in named if call.function.name == message.name), (named or pending)[0])
+            matching = [call for call in pending if message.tool_call_id in (None, call.id)]
+            call = next((call for call in matching if call.function.name == message.name), (matching or pending)[0])
             message.tool_call_id = message.tool_call_id or call.id
             pending.remove(call)
     return messages

@@ -46,7 +46,7 @@ async def chat_completions(backend: TextBackend, call: RequestContext, request: 
     generation = await start_chat_generation(backend, call, conversation)
     if with_receipt:
         generation.keep_receipt()
-    answer = _Answer(backend, generation, f"chatcmpl-{call.id}", call.model)
+    answer = _ChatCompletion(backend, generation, f"chatcmpl-{call.id}", call.model)
     if request.stream:
         return EventStream(generation, answer.stream(StreamUsage(request.stream_options, generation)))
     return await answer.response()
@@ -63,7 +63,7 @@ def _conversation(request: ChatRequest) -> Conversation:
     )  # fmt: skip
 
 
-class _Answer:
+class _ChatCompletion:
     """One chat completion in progress."""
 
     def __init__(self, backend: TextBackend, generation: GenerationStream, answer_id: str, model: str) -> None:

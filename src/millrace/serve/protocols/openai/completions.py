@@ -71,13 +71,15 @@ async def completions(backend: TextBackend, call: RequestContext, request: Compl
     if with_receipt:
         generation.keep_receipt()
     prompt_only, with_ids = request.max_tokens == 0, bool(request.return_token_ids)
-    answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=prompt_only, with_ids=with_ids)
+    answer = _CompletionAnswer(
+        backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=prompt_only, with_ids=with_ids
+    )
     if request.stream:
         return EventStream(generation, answer.stream(StreamUsage(request.stream_options, generation)))
     return await answer.response()
 
 
-class _Answer:
+class _CompletionAnswer:
     """One completion request in progress.
 
     echoes: the prompts to return, or None; prompt_only: return nothing but the prompt (the engine samples at least one

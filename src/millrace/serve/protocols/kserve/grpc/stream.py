@@ -31,7 +31,7 @@ Write = Callable[[bytes], Awaitable[None]]
 Admit = Callable[[int], AbstractContextManager[None]]
 
 
-class _Answer(NamedTuple):
+class _StreamMessage(NamedTuple):
     """One message to be written: a response, an error, or neither, if only the end is reported."""
 
     response: InferResponse | None
@@ -53,7 +53,7 @@ class _OpenRequest:
     answers: StreamResponses | None = None
     empty_final: bool = False
     task: "asyncio.Task[None] | None" = None
-    answer: tuple[_Answer, int] | None = None
+    answer: tuple[_StreamMessage, int] | None = None
     unread: UnreadBytes | None = None
     is_over: bool = False  # nothing more is written about it
 
@@ -75,7 +75,7 @@ class Stream:
         self._lease, self._caller, self._grant = lease, caller, grant
         self._open: set[_OpenRequest] = set()
         self._in_order: deque[_OpenRequest] = deque()  # those of models that are not decoupled
-        self._ready = deque[tuple[_OpenRequest, _Answer, int] | None]()  # None: the end
+        self._ready = deque[tuple[_OpenRequest, _StreamMessage, int] | None]()  # None: the end
         self._waiting: asyncio.Future[None] | None = None  # for the next of them
         self._write: Write
         self._deadline: Deadline
@@ -156,7 +156,7 @@ class Stream:
                 read.output_options.empty_final,
             )
             if model.is_decoupled:
-                model.submit(request.inference, lambda *answer: self._put(request, _Answer(*answer)))
+                model.submit(request.inference, lambda *answer: self._put(request, _StreamMessage(*answer)))
             else:
                 request.model = model
                 self._in_order.append(request)
@@ -165,15 +165,15 @@ class Stream:
             request.inference = request.answers = None
             if request.model is None:  # of a model that is not decoupled, or of none: its turn comes, too
                 self._in_order.append(request)
-                self._put_in_order(request, _Answer(None, as_status(error), True))
+                self._put_in_order(request, _StreamMessage(None, as_status(error), True))
             else:
-                self._put(request, _Answer(None, as_status(error), True))
+                self._put(request, _StreamMessage(None, as_status(error), True))
 
     async def _infer(self, request: _OpenRequest, model: Model, inference: InferRequest) -> None:
         try:
-            answer = _Answer(await model.infer(inference), None, True)
+            answer = _StreamMessage(await model.infer(inference), None, True)
         except StatusError as error:
-            answer = _Answer(None, as_status(error), True)
+            answer = _StreamMessage(None, as_status(error), True)
         except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
             return
@@ -187,7 +187,7 @@ class Stream:
             self._cancel_all()
             self._queue_message(None)
 
-    def _put_in_order(self, request: _OpenRequest, answer: _Answer) -> None:
+    def _put_in_order(self, request: _OpenRequest, answer: _StreamMessage) -> None:
         """Take the only response of a request, which waits for those of earlier requests."""
         request.answer = self._count_unread(request, answer)
         while self._in_order and (first := self._in_order[0].answer) is not None:
@@ -195,11 +195,11 @@ class Stream:
 
     # ------------------------------------------------------------------ answers
 
-    def _put(self, request: _OpenRequest, answer: _Answer) -> None:
+    def _put(self, request: _OpenRequest, answer: _StreamMessage) -> None:
         if not request.is_over:
             self._write_or_queue(request, *self._count_unread(request, answer))
 
-    def _count_unread(self, request: _OpenRequest, answer: _Answer) -> tuple[_Answer, int]:
+    def _count_unread(self, request: _OpenRequest, answer: _StreamMessage) -> tuple[_StreamMessage, int]:
         """Return a message with its bytes, counted until it is written; too many end the request, not the stream."""
         if request.model is None or request.inference is None or request not in self._open:
             return answer, 0
@@ -209,16 +209,16 @@ class Stream:
         except StatusError as too_much:
             request.is_over = True
             request.model.cancel(request.inference)  # which an ensemble answers at once
-            return _Answer(None, too_much, True), 0
+            return _StreamMessage(None, too_much, True), 0
 
-    def _write_or_queue(self, request: _OpenRequest, answer: _Answer, n_bytes: int) -> None:
+    def _write_or_queue(self, request: _OpenRequest, answer: _StreamMessage, n_bytes: int) -> None:
         """Write or queue a message, unless its request or the stream has ended."""
         if request not in self._open:
             return
         if self._waiting is None or self._waiting.done() or not self._write_at_once(request, answer, n_bytes):
             self._queue_message((request, answer, n_bytes))
 
-    def _write_at_once(self, request: _OpenRequest, answer: _Answer, n_bytes: int) -> bool:
+    def _write_at_once(self, request: _OpenRequest, answer: _StreamMessage, n_bytes: int) -> bool:
         """Write a short response at once; waking the writer would delay it by a turn of the event loop.
 
         gRPC's write coroutine is started here and continued by callbacks. Return False if that is not possible.
@@ -260,7 +260,7 @@ class Stream:
         if self._ready:
             self._wake()
 
-    def _queue_message(self, item: tuple[_OpenRequest, _Answer, int] | None) -> None:
+    def _queue_message(self, item: tuple[_OpenRequest, _StreamMessage, int] | None) -> None:
         self._ready.append(item)
         if not self._is_writing:
             self._wake()
@@ -269,7 +269,7 @@ class Stream:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def _next(self) -> tuple[_OpenRequest, _Answer, int] | None:
+    async def _next(self) -> tuple[_OpenRequest, _StreamMessage, int] | None:
         while not self._ready or self._is_writing:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -300,7 +300,7 @@ class Stream:
         except TimeoutError:
             raise StatusError(Code.UNAVAILABLE, f"the stream was not read for {self._write_s:g} s") from None
 
-    async def _message(self, request: _OpenRequest, answer: _Answer, n_bytes: int) -> bytes | None:
+    async def _message(self, request: _OpenRequest, answer: _StreamMessage, n_bytes: int) -> bytes | None:
         """Return an encoded message, or None if there is nothing to report. n_bytes: approximate size"""
         if answer.response is None and answer.error is None and not request.empty_final:
             return None
@@ -312,7 +312,7 @@ class Stream:
             failed = as_status(error)
             if self._ends_with_error:
                 raise failed from None
-            return _encode_message(request, _Answer(None, failed, answer.final))
+            return _encode_message(request, _StreamMessage(None, failed, answer.final))
 
     def _end_request(self, request: _OpenRequest) -> None:
         self._open.discard(request)
@@ -337,7 +337,7 @@ def as_status(error: StatusError | MillraceError) -> StatusError:
     return StatusError(Code.UNAVAILABLE, problem_of(error, accepting=True).message)
 
 
-def _encode_message(request: _OpenRequest, answer: _Answer) -> bytes:
+def _encode_message(request: _OpenRequest, answer: _StreamMessage) -> bytes:
     """Encode a ModelStreamInferResponse. raises StatusError"""
     if request.answers is None:
         assert answer.error is not None, "what was not begun has failed"

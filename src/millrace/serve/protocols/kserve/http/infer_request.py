@@ -187,11 +187,11 @@ def _check_source(tensor: InferInput, size: int | UnsetType) -> None:
     is_shared = tensor.parameters is not UNSET and tensor.parameters.shared_memory_region is not UNSET
     if (tensor.data is not UNSET) + (size is not UNSET) + is_shared == 1:
         return
-    there = {
+    present = {
         "'data'": tensor.data is not UNSET, "'binary_data_size'": size is not UNSET,
         "'shared_memory_region'": is_shared,
     }  # fmt: skip
-    fields = [name for name, is_there in there.items() if is_there]
+    fields = [name for name, is_there in present.items() if is_there]
     raise invalid(
         "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
         f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(fields) if fields else 'no field is set'}"
