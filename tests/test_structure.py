@@ -54,10 +54,10 @@ LONGER = {
     "src/millrace/runtime/loop.py",
     "src/millrace/runtime/service.py", "src/millrace/runtime/scheduling/scheduler.py",
     "src/millrace/runtime/request/sampling_params.py", "src/millrace/kernels/attention/cuda.py",
-    "src/millrace/serve/http/connection.py",
+    "src/millrace/serve/http/connection.py", "src/millrace/model_repository/models/backend_model.py",
 }  # fmt: skip
 MAX_LONGER = 500
-MAX_FOLDER = 20  # files
+MAX_FOLDER = 20  # files, __init__.py included
 
 
 @cache
@@ -191,7 +191,7 @@ def test_files_and_functions_stay_readable() -> None:
 
 
 def test_folders_stay_small() -> None:
-    files = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    files = Counter(path.parent for path in PACKAGE.rglob("*.py"))
     assert max(files.values()) <= MAX_FOLDER, files.most_common(3)
 
 

@@ -22,7 +22,6 @@ from millrace.compile.precision import precision_map
 from millrace.compile.random_weights import source_of
 from millrace.compile.source import Source
 from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat
-from millrace.engine.cuda import torch_reference, triton_kernels
 from millrace.engine.cuda.device_lookup import CPU
 from millrace.engine.cuda.device_roofline import wait_for
 from millrace.engine.cuda.encoder_executor import CudaNetwork
@@ -32,6 +31,7 @@ from millrace.engine.dummy_step import dummy_step
 from millrace.engine.encoder_inputs import text_inputs
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.reference.executor import ReferenceExecutor
+from millrace.kernels import torch_reference, triton_kernels
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 

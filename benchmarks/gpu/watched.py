@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.failures import FAILURES, traced
-from millrace.engine.cuda import torch_reference, triton_kernels
 from millrace.engine.cuda.device_roofline import wait_for
+from millrace.kernels import torch_reference, triton_kernels
 from millrace.kernels.attention.paged import LayerPages
 from millrace.kernels.matmul.coded import QuantizedRows
 

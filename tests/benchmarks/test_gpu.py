@@ -24,13 +24,13 @@ from benchmarks.record import commit
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda import executor as executor_
-from millrace.engine.cuda import graph_executor, torch_reference
+from millrace.engine.cuda import graph_executor
 from millrace.engine.cuda.device_constants import load
 from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.device_roofline import DeviceRates
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.errors import MachineError
-from millrace.kernels import gpu_launch
+from millrace.kernels import gpu_launch, torch_reference
 from tests.support.shared import shared
 
 PER_TOKEN = 6.98e9  # weights of the layers of Llama-3.1-8B, by its config: 32 * (2 * 4096^2 + 2 * 4096 * 1024 + ...)

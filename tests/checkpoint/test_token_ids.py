@@ -20,8 +20,8 @@ from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.manifest import MANIFEST, FileEntry, file_checksum, read_manifest, sealed
 from millrace.errors import CheckpointError
 from millrace.runtime.open_engine import open_engine
+from millrace.runtime.request.token_lower_bound import reach
 from millrace.runtime.settings import RunSettings
-from millrace.serve.llm.token_lower_bound import reach
 from tests.fuzz.originals import VOCABULARY, write_checkpoint
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece
 

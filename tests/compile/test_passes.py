@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.compile.lower_cpu.lower import lower
 from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.lower_cpu.program_builder import lower
 from millrace.compile.passes.expressions import fold_constants, fuse_elementwise, gather_early
 from millrace.compile.passes.fusions import fuse_convert, fuse_residual
 from millrace.compile.passes.pipeline import Pass, pipeline, run_passes

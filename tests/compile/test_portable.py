@@ -7,8 +7,8 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_cpu.lower import lower
 from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.lower_cpu.program_builder import lower
 from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source

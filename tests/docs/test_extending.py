@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from millrace import LLM, SamplingParams
-from millrace.compile.lower_cpu.lower import lower
 from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.lower_cpu.program_builder import lower
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, run_passes, unfused
 from millrace.compile.precision import precision_map

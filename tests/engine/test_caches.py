@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.config.rope_config import RopeConfig
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_cpu.lower import lower
 from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.lower_cpu.program_builder import lower
 from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source

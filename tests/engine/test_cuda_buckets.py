@@ -125,7 +125,7 @@ def test_bucketed_steps_are_the_others(kv: KvFormat | None, tmp_path: Path) -> N
 
 def test_several_kinds_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers whose heads differ in number and size: a prompt, then a bucket through the interpreted kernels."""
-    kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+    kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
     source, wanted = mixed(), precision_map("fp32")
     traced = trace_model(source.module, source.weights, operators())
     limits = replace(LIMITS, vocab_size=MIXED_VOCAB)

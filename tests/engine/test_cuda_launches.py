@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.model import TINY, graph_of, lowered_graph
 from millrace.engine.cache_specs import KvFormat
-from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import SamplingMode
 from millrace.engine.dummy_step import dummy_step
+from millrace.kernels import torch_reference
 from tests.engine.test_cuda import LIMITS
 from tests.support.one_step import i32
 

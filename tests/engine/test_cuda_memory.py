@@ -21,7 +21,6 @@ from millrace.compile.lower_gpu.memory import needs_of, page_bytes
 from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.source import Source
 from millrace.engine.cache_specs import KvFormat
-from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.cuda_graphs import default_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.memory_plan import SHARE, MemoryNeeds, plan_device
@@ -29,6 +28,7 @@ from millrace.engine.cuda.sampling import SamplingMode
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
 from millrace.errors import MachineError
+from millrace.kernels import torch_reference
 from millrace.kernels.catalogue import operators
 from millrace.kernels.matmul.coded import QuantizedRows
 from millrace.machine.devices import DEVICES, PROCESSOR

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
-from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.attention_partition import AttentionKind, SmGeometry
 from millrace.engine.cuda.device_roofline import _PRODUCTS
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import StepInputs, plain_rows
+from millrace.kernels import torch_reference
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import ROUNDINGS, attention, transformed
 from millrace.kernels.convert.ref import to_e4m3, to_q8
@@ -30,7 +30,7 @@ from millrace.kernels.rope.ref import rope
 from tests.kernels.test_gpu_launch import calls, jitted, overlaps
 from tests.support.one_step import i32
 
-triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+triton_kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
 from millrace.kernels.matmul import cuda as products  # noqa: E402 (Triton's)
 from millrace.kernels.matmul.cuda import block_k, scaled_mm_takes  # noqa: E402 (Triton's)
 

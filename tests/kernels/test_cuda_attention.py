@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.attention_partition import AttentionKind, SmGeometry
 from millrace.engine.cuda.cuda_graphs import Bucket
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import StepInputs, plain_rows
+from millrace.kernels import torch_reference
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import attention
 from tests.support.one_step import i32
 
-triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+triton_kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
 
 PAGE, CPU = 64, torch.device("cpu")
 KEPT = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8,

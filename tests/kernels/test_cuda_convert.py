@@ -8,7 +8,7 @@ from torch import Tensor
 from millrace.kernels.convert.ref import to_e4m3, to_q8
 from millrace.kernels.matmul.coded import AS_E4M3, QuantizedRows, RowQuantization, transformed
 
-triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+triton_kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
 from millrace.kernels.convert.cuda import is_made  # noqa: E402 (Triton's)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

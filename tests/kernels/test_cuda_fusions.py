@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.lowered import Fusions
+from millrace.kernels import torch_reference
 from millrace.kernels.convert.ref import to_e4m3
 from millrace.kernels.matmul.coded import AS_E4M3, Matrix, QuantizedRows, RowQuantization
 from millrace.kernels.rms_norm.ref import rms_norm
@@ -20,7 +20,7 @@ from tests.engine.test_cuda import PROMPTS, both
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import prompts_as_step
 
-triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+triton_kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
 from millrace.kernels.convert.cuda import shape_of  # noqa: E402 (Triton's)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from millrace.engine.cuda import torch_reference
+from millrace.kernels import torch_reference
 from millrace.kernels.sample.ref import draw, probabilities
 
-triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+triton_kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
 KERNELS = pytest.mark.parametrize("kernels", [triton_kernels, torch_reference], ids=["triton", "plain"])
 Rows = NDArray[np.float64]
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.engine.cuda import torch_reference
+from millrace.kernels import torch_reference
 from millrace.kernels.short_conv.ref import short_conv
 from millrace.kernels.short_conv.slots import SequenceSlots
 
-triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+triton_kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
 
 
 def numbers(*values: int) -> torch.Tensor:

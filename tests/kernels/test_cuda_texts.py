@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.encoder_executor import text_tables
+from millrace.kernels import torch_reference
 from millrace.kernels.attention.ref import attention
 
-triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+triton_kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.attention_partition import AttentionKind, SmGeometry
 from millrace.engine.cuda.cuda_graphs import Bucket
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import WindowPages
+from millrace.kernels import torch_reference
 from millrace.kernels.attention.paged import StepTables
 from millrace.kernels.attention.ref import ScoreRules, attention
 from tests.kernels.test_cuda_attention import APART, CPU, PAGE, Drawn
 from tests.support.one_step import i32
 
-triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+triton_kernels = pytest.importorskip("millrace.kernels.triton_kernels", reason="triton is not installed")
 
 
 def held(drawn: Drawn, window: int) -> WindowPages:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.machine import cgroup as cgroups
-from millrace.machine import cpu, huge_pages, process_info
+from millrace.machine import cpu, process_info
 
 MIB = 1 << 20
 
@@ -127,7 +127,7 @@ def test_this_machine_is_told() -> None:
 
 
 def test_huge_pages_are_counted() -> None:
-    share = huge_pages.huge_page_share(8 << 20)
+    share = cpu.huge_page_share(8 << 20)
     assert 0 <= share <= 1
     if cpu.huge_pages() == "never":
         assert share == 0

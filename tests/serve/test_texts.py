@@ -22,11 +22,11 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
+from millrace.runtime.request.token_lower_bound import TokenLowerBound, n_words, reach
 from millrace.serve.http import bounded_executor
 from millrace.serve.http.bounded_executor import BoundedExecutor
 from millrace.serve.llm.request_decoding import decode
 from millrace.serve.llm.request_types import ChatRequest
-from millrace.serve.llm.token_lower_bound import TokenLowerBound, n_words, reach
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import ROOMY, Fake, Running, post, running, tokenizer
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece

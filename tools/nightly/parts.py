@@ -164,7 +164,7 @@ PARTS = (
         "mmlu", "questions of all 57 subjects, choices and WikiText beside lm-eval on transformers, one by one",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_LM_EVAL),
         packages=("lm-eval==0.4.13", "accelerate==1.15.0"),
-        files=(*BESIDE_LM_EVAL, *ENGINES, "src/millrace/evaluate", "src/millrace/api/greedy_answers.py"),
+        files=(*BESIDE_LM_EVAL, *ENGINES, "src/millrace/evaluate", "src/millrace/cli/eval"),
     ),
     Part(
         "tritonclient", "Triton's own client on a served repository, and on the load generator's null server",

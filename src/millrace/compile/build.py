@@ -12,8 +12,8 @@ import numpy as np
 import millrace
 from millrace.compile.bounds import check_openable, check_sequences, unbounded
 from millrace.compile.disk_space_check import cannot_write, check_new
-from millrace.compile.lower_cpu.lower import lower
 from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.compile.lower_cpu.program_builder import lower
 from millrace.compile.lower_cpu.program_report import program_table
 from millrace.compile.lower_cpu.sizes import check_dims
 from millrace.compile.passes.expressions import fold_constants, fuse_elementwise

@@ -1,5 +1,6 @@
 """This machine's processor and memory, as far as this process may use them, by affinity and control groups."""
 
+import mmap
 import os
 import platform
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from millrace.machine.cgroup import cpu_quotas, memory_limits
 
+HUGE_PAGE_BYTES = 2 << 20
 _CPUS = Path("/sys/devices/system/cpu")
 
 
@@ -125,3 +127,22 @@ def huge_pages() -> str:
 def fingerprint(isa: str) -> dict[str, str | int]:
     """Return what an engine's choices depend on: stored in it, compared when it is opened. isa: the best one here"""
     return {"cpu": cpu_model(), "isa": isa, "cores": usable_cores()}
+
+
+def huge_page_share(nbytes: int = 32 << 20) -> float:
+    """Return the share of a test allocation on huge pages, 0 to 1, with the same madvise as the engine's."""
+    with mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        before = _anonymous_huge_bytes()
+        for at in range(0, nbytes + HUGE_PAGE_BYTES, 4096):
+            memory[at] = 1
+        return min(max(_anonymous_huge_bytes() - before, 0) / nbytes, 1.0)
+
+
+def _anonymous_huge_bytes() -> int:
+    """Return this process's bytes on huge pages; 0 if the kernel does not report them."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages"))

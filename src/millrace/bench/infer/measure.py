@@ -24,7 +24,7 @@ from millrace.bench.run.plan import parse_headers
 from millrace.bench.run.run import Run, RunLoad
 from millrace.errors import ConfigError
 from millrace.model_repository.request.tensors import InferTensor
-from millrace.serve.protocols.kserve.grpc.extra import check_grpc
+from millrace.serve.protocols.kserve.grpc.grpc_dependency import check_grpc
 
 EACH_S, WARM_UP = 5.0, 8
 NULL_MS, NULL_PER_S = 20, {HTTP: 1000, GRPC: 500}  # latency and capacity (requests/s) of the null server

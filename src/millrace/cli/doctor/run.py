@@ -18,13 +18,13 @@ from millrace.machine.cpu import (
     caches,
     cpu_flags,
     cpu_model,
+    huge_page_share,
     huge_pages,
     load,
     memory,
     quota_cores,
     usable_cores,
 )
-from millrace.machine.huge_pages import huge_page_share
 from millrace.machine.isa_flags import NEEDED
 from millrace.machine.roofline import Rate, Roofline
 

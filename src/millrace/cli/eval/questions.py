@@ -1,16 +1,18 @@
 """`millrace eval --task mmlu` and `--task FILE.jsonl`: answers questions, and compares two models on them."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from millrace.api.greedy_answers import generate_greedily
+from millrace.api.offline_generate import incoming
 from millrace.cli.console import heading, pairs, print_json, progress, table
 from millrace.cli.eval.request import EvalOptions
 from millrace.cli.local_generation import chat_ids
 from millrace.cli.open_model import opened
 from millrace.compile.settings import BuildSettings
-from millrace.evaluate.generation import Generates
+from millrace.errors import MachineError
+from millrace.evaluate.generation import Generates, GenerationTask
 from millrace.evaluate.mmlu import Mmlu, read_subjects
 from millrace.evaluate.paired_comparison import Paired, wilson
 from millrace.evaluate.question_summary import (
@@ -34,7 +36,9 @@ from millrace.evaluate.resumable_results import (
     read,
 )
 from millrace.evaluate.sizes import MAX_SHOTS
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open_engine import RunningModel
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 
 
 def evaluate_mmlu(options: EvalOptions) -> None:
@@ -47,6 +51,25 @@ def evaluate_file(options: EvalOptions) -> None:
         _evaluate(options, choice_task(questions))
     else:
         _evaluate(options, generation_task(questions, _greedy, lambda model: partial(chat_ids, model)))
+
+
+def generate_greedily(loop: EngineLoop, tasks: Sequence[GenerationTask]) -> Generator[tuple[int, str], None, None]:
+    """Yield (index of a task, its text) as answers finish. raises MachineError if an answer fails"""
+    params = [
+        SamplingParams(
+            temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=task.max_tokens, stop=task.stop
+        )
+        for task in tasks
+    ]
+    prompts = [{"prompt_token_ids": task.ids} for task in tasks]
+    with closing(incoming(loop, prompts, params)) as outputs:
+        for i, output, _ in outputs:
+            if output.finished:
+                (choice,) = output.outputs
+                if choice.finish_reason == FinishReason.ERROR:
+                    problem = f"an answer failed: {choice.error}"
+                    raise MachineError(problem, "a finite answer", "try another --precision")
+                yield i, choice.text
 
 
 def _greedy(model: RunningModel) -> Generates:

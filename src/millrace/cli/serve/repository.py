@@ -9,7 +9,7 @@ from millrace.model_repository.models.repository_context import RepositoryContex
 from millrace.model_repository.repository.multi_repository import read_repositories
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.repository.repository_reader import Repository
-from millrace.serve.protocols.kserve.grpc.extra import check_grpc
+from millrace.serve.protocols.kserve.grpc.grpc_dependency import check_grpc
 from millrace.serve.protocols.kserve.repository_backend import RepositoryModel
 from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 

@@ -236,3 +236,16 @@ class ProgramBuilder(ProgramWriter):
         tokens, sequences = (self._bounds[s].high for s in self._symbols[:2])
         pages = tokens // PAGE_TOKENS + sequences
         return self._buffer("keys and values", pages * replace(spec, layers=1).page_bytes())
+
+
+def lower(
+    graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, *, tiles: bool = False
+) -> Program:
+    """Lower the graph. Arguments as in ProgramBuilder. raises GraphError for a graph that cannot be a program"""
+    placement, read = ProgramBuilder(graph, bounds, kv_format, table, tiles), {*graph.consumers(), *graph.results}
+    for port in graph.inputs:
+        if port.value in read:
+            placement.new(port.value, port.name)
+    for node in graph.nodes:
+        runnable(node).lower(node, placement)
+    return placement.program()

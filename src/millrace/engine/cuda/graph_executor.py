@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cache_specs import KvFormat
-from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.capability_check import check_gpu, precisions_used
 from millrace.engine.cuda.device_constants import Loaded, load
 from millrace.engine.cuda.host_device_copy import on_device_context
 from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.graph.expressions import as_tree
 from millrace.graph.types import Node, Value
+from millrace.kernels import torch_reference
 from millrace.kernels.elementwise.torch_ref import evaluate
 from millrace.kernels.matmul.coded import AS_E4M3, Matrix, QuantizedRows, RowQuantization, coding_of
 from millrace.kernels.matmul.gpu_tiles import RULES
@@ -150,6 +150,6 @@ class GraphExecutor:
 
 def _kernels() -> ModuleType:
     """Import them for a device only: Triton chooses its backend on import."""
-    from millrace.engine.cuda import triton_kernels
+    from millrace.kernels import triton_kernels
 
     return triton_kernels

@@ -14,7 +14,6 @@ from millrace.model_repository.backends.backend import InstanceContext, ModelBac
 from millrace.model_repository.execution.instance_worker import EventLoopMailbox, InstanceWorker
 from millrace.model_repository.execution.model_warmup import warm_up_instance
 from millrace.model_repository.models.bls import BlsExecutor
-from millrace.model_repository.models.memory_usage import MemoryUsage
 from millrace.model_repository.models.model_version import NO_RESPONSE, Model, ModelVersionSource
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
@@ -24,6 +23,25 @@ from millrace.model_repository.scheduling.iterative_sequences import Slots
 log = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # a longer `execute` is logged as stuck
 _Response = tuple[InferResponse | None, StatusError | None, bool]
+
+
+class MemoryUsage:
+    """The memory usage of one model. The first failure of an instance to report is logged, later ones are not."""
+
+    def __init__(self, name: str, version: int, workers: Sequence[InstanceWorker]) -> None:
+        self._name, self._version, self._workers = name, version, workers
+        self._has_failed = False
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return Triton's `memory_usage`; empty if an instance fails to report, because a partial sum would mislead."""
+        try:
+            sizes = [n_bytes for worker in self._workers if (n_bytes := worker.memory_bytes()) is not None]
+        except BaseException as error:  # a backend may raise anything; other models are still reported
+            if not self._has_failed:
+                log.warning("%s version %d: its memory usage is unknown", self._name, self._version, exc_info=error)
+            self._has_failed = True
+            return []
+        return [{"type": "CPU", "id": 0, "byte_size": sum(sizes)}] if sizes else []
 
 
 class BackendModel(Model):

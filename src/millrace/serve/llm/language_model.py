@@ -26,6 +26,7 @@ from millrace.prometheus import MetricFamily
 from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams, context_exceeded
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.request.token_lower_bound import TokenLowerBound
 from millrace.runtime.scheduling.step_cost_model import StepProfile, predicted_vs_measured
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.service import AsyncEngine
@@ -41,7 +42,6 @@ from millrace.serve.llm.prompt_warmup import WarmPrompt, warm_prefix_cache
 from millrace.serve.llm.reasoning import ThinkingSwitch
 from millrace.serve.llm.request_decoding import check_messages
 from millrace.serve.llm.request_types import Message
-from millrace.serve.llm.token_lower_bound import TokenLowerBound
 from millrace.serve.ops.metrics import decode_metrics, engine_metrics, step_metrics
 
 SHORT_CHARACTERS = 512  # tokenised inline: that takes less time than handing the text to a thread

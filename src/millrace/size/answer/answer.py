@@ -137,7 +137,7 @@ def answer_question(
     best, offers, h = first.plan, first.offers, question.hardware
     other, why_no_other = _plan_other_statistic(case, offers)
     instance, operating, left = offers.instance(best.point), _operating(case, offers, best), search.left
-    compliant_loads = tuple(_compliant_load(system, case) for system in existing_systems)
+    loaded = existing_systems if load is not None or len(existing_systems) > 1 else ()
     return SizingAnswer(
         question, request_calls, load, offers, best, other, why_no_other,
         None if instance is None else memory(instance, best.point),
@@ -145,7 +145,7 @@ def answer_question(
         () if left else sensitivities(case, offers, best),  # with nothing to compare with
         _consequences(case, best), found_on,
         first.money, operating,
-        compliant_loads if load is not None or len(existing_systems) > 1 else (), left,
+        tuple(_compliant_load(system, case) for system in loaded), left,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.serve.protocols.kserve.grpc.extra import check_grpc
+from millrace.serve.protocols.kserve.grpc.grpc_dependency import check_grpc
 from millrace.serve.settings import ServerSettings
 from tests.serve.protocols.kserve.conftest import LIMIT
 from tests.serve.support import until

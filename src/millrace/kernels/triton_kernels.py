@@ -1,4 +1,4 @@
-"""The kernels of a GPU executor, under the names of engine/cuda/torch_reference.py."""
+"""The kernels of a GPU executor, under the names of kernels/torch_reference.py."""
 
 from millrace.kernels.attention.cuda import attention, keep_rotated
 from millrace.kernels.attention.texts_cuda import text_attention
