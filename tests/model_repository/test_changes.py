@@ -25,7 +25,7 @@ UTILS = "import utils\n" + SAYS_NAME
 def test_a_model_whose_import_hangs_keeps_no_other_from_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(importing, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(importing, "IMPORT_LOCK_TIMEOUT_S", 0.3)
     mark, root = tmp_path / "mark", tmp_path / "models"
     write(root, "hangs", "import utils\n" + HANGS.format(str(mark)) + SAYS_NAME, ANY % "", utils="NAME = 'hangs'")
     write(root, "other", UTILS, ANY % "", utils="NAME = 'other'")

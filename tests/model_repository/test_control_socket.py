@@ -41,7 +41,7 @@ WRITTEN = {
 def test_garbage_in_the_socket_ends_the_process_and_answers_the_request(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(ipc, "FRAME_TIMEOUT_S", 0.3)
     data, then = WRITTEN[what]
     write(tmp_path, "m", CODE.format(mark=str(tmp_path / "mark"), data=data, then=then), ANY % OWN)
 

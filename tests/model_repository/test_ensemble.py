@@ -261,7 +261,7 @@ class TritonPythonModel:
 def test_responses_that_the_next_step_is_too_slow_for_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.model_repository.request.response_stream.FREE_BYTES", 0)
+    monkeypatch.setattr("millrace.model_repository.request.response_stream.UNCOUNTED_RESPONSE_BYTES", 0)
     monkeypatch.setattr("millrace.model_repository.request.response_stream.MAX_UNREAD_BYTES", 10_000)
     wobbly = identity("INT32", "-1", 'parameters { key: "execute_delay_ms" value { string_value: "200" } }')
     write_models(tmp_path, {"repeat": REPEAT, "wobbly": wobbly, "s": STREAM % ("two", AFTER % 1)})

@@ -24,19 +24,19 @@ from tests.support.repository import identity, write_models
 def test_so_many_quick_ones_in_a_row() -> None:
     one = Pace()
     for i in range(execution_time._N_QUICK):
-        assert one.quick_bytes == 0
+        assert one.max_inline_bytes == 0
         one.record(100 + i % 2, QUICK_NS)
-    assert one.quick_bytes == 101
+    assert one.max_inline_bytes == 101
     one.record(MAX_BYTES + 1, 10 * QUICK_NS)
-    assert one.quick_bytes == 101, "large inputs say nothing of small ones"
+    assert one.max_inline_bytes == 101, "large inputs say nothing of small ones"
     one.record(100, execution_time._VERY_SLOW_NS + 1)
-    assert one.quick_bytes == 0
+    assert one.max_inline_bytes == 0
     for _ in range(execution_time._PAUSE):
         one.record(7, 1)
-    assert one.quick_bytes == 0, "after a very slow one it takes longer"
+    assert one.max_inline_bytes == 0, "after a very slow one it takes longer"
     for _ in range(execution_time._N_QUICK):
         one.record(7, 1)
-    assert one.quick_bytes == 7
+    assert one.max_inline_bytes == 7
 
 
 @pytest.mark.parametrize(("every", "is_quick"), [(30, True), (10, False)])
@@ -45,10 +45,10 @@ def test_seldom_interruptions_change_nothing(every: int, is_quick: bool) -> None
     one = Pace()
     for i in range(1, 3001):
         one.record(8, QUICK_NS + 1 if i % every == 0 else 1)
-    assert (one.quick_bytes == 8) is is_quick
+    assert (one.max_inline_bytes == 8) is is_quick
     for _ in range(3):
         one.record(8, QUICK_NS + 1)
-    assert one.quick_bytes == 0
+    assert one.max_inline_bytes == 0
 
 
 def test_a_thread_that_waits_for_the_interpreter_is_judged_by_its_own_time() -> None:
@@ -56,7 +56,7 @@ def test_a_thread_that_waits_for_the_interpreter_is_judged_by_its_own_time() -> 
     for _ in range(execution_time._N_QUICK):
         one.record(8, 3 * QUICK_NS, QUICK_NS // 2)
         other.record(8, 11 * QUICK_NS, QUICK_NS // 2)  # a library's own threads compute
-    assert (one.quick_bytes, other.quick_bytes) == (8, 0)
+    assert (one.max_inline_bytes, other.max_inline_bytes) == (8, 0)
 
 
 class Measured(FrameworkModel):
@@ -117,4 +117,4 @@ def test_a_quick_network_is_computed_in_the_loops_thread(tmp_path: Path, monkeyp
 def test_backends_that_run_a_models_code_stay_in_their_threads() -> None:
     """It may wait for whatever it likes, for other models, too."""
     assert not issubclass(backends.create_backend("python").__class__, BatchedInstance)
-    assert Instance.quick_bytes == 0 == BatchedInstance.quick_bytes
+    assert Instance.max_inline_bytes == 0 == BatchedInstance.max_inline_bytes

@@ -98,7 +98,7 @@ def test_a_model_whose_requests_may_wait_uses_its_queue(tmp_path: Path, more: st
 class Sending(BatchedInstance):
     """Sends what the first number of a request asks for."""
 
-    quick_bytes = 1 << 10
+    max_inline_bytes = 1 << 10
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         raise AssertionError("execute does all")
@@ -142,7 +142,7 @@ def test_whatever_a_backend_sends(tmp_path: Path, kind: int, monkeypatch: pytest
 
 def test_a_request_behind_another_one_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Small(BatchedInstance):
-        quick_bytes = 1 << 10
+        max_inline_bytes = 1 << 10
 
         def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
             return {name: inputs["INPUT0"] for name in ("OUTPUT0", "OUTPUT1")}
@@ -151,7 +151,7 @@ def test_a_request_behind_another_one_is_queued(tmp_path: Path, monkeypatch: pyt
 
     def work(model: Model) -> Any:
         large = request(8)
-        assert sum(array.nbytes for array in large.inputs.values()) <= Small.quick_bytes
+        assert sum(array.nbytes for array in large.inputs.values()) <= Small.max_inline_bytes
         model._n_open += 1  # a request that an instance computes
         assert model._infer_inline(large) is None and large.queued_ns == large.started_ns == 0
         model._n_open -= 1

@@ -211,7 +211,7 @@ def test_a_request_that_was_read_while_its_model_was_unloaded_is_refused(root: P
 def test_an_instance_that_is_stuck_is_told_of(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("millrace.model_repository.models.backend_model.PATIENCE_S", 0.02)
+    monkeypatch.setattr("millrace.model_repository.models.backend_model.STUCK_WARNING_S", 0.02)
     write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "300" } }'})
 
     async def run() -> None:

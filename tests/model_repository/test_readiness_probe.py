@@ -41,7 +41,7 @@ MISSING = "FileNotFoundError: [Errno 2] No such file or directory"
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness_probe, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(readiness_probe, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(readiness_probe, "READINESS_TIMEOUT_S", 0.3)
 
 
 def statuses(served: Threaded) -> list[int]:

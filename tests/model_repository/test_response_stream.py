@@ -44,7 +44,7 @@ def test_all_are_read_in_their_order(tmp_path: Path) -> None:
 
 def test_what_nobody_reads_ends_its_own_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_stream, "MAX_UNREAD_BYTES", 100_000)
-    monkeypatch.setattr(response_stream, "FREE_BYTES", 10_000)
+    monkeypatch.setattr(response_stream, "UNCOUNTED_RESPONSE_BYTES", 10_000)
     write_models(tmp_path, {"repeat": REPEAT})
 
     async def run() -> None:

@@ -16,7 +16,7 @@ from millrace.errors import BusyError, CheckpointError
 from millrace.serve.http import bounded_executor, routes
 from millrace.serve.http.bounded_executor import BoundedExecutor
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.server_context import LARGE, LARGE_BODY
+from millrace.serve.http.server_context import OFF_LOOP_BODY, OFF_LOOP_ITEMS
 from millrace.serve.llm import generation_stream
 from millrace.serve.llm.language_model import (
     LONG_CHARACTERS,
@@ -206,10 +206,17 @@ def test_who_comes_after_the_end_is_told() -> None:
 
 def bodies(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     """What is done for a request, and a request for which that is much; each a little above or below its bound."""
-    text, characters, stop = "/v1/completions", LARGE_BODY + 1 if large else LARGE_BODY - 200, LARGE // 9 - 1
+    text, characters, stop = (
+        "/v1/completions",
+        OFF_LOOP_BODY + 1 if large else OFF_LOOP_BODY - 200,
+        OFF_LOOP_ITEMS // 9 - 1,
+    )
     return {
         "read_request": (text, {"prompt": "a", "max_tokens": 1, "user": "x" * characters}),
-        "token_text": ("/tokenize", {"prompt": "1" * (LARGE + (1 if large else -1)), "return_token_strs": True}),
+        "token_text": (
+            "/tokenize",
+            {"prompt": "1" * (OFF_LOOP_ITEMS + (1 if large else -1)), "return_token_strs": True},
+        ),
         "StopTables": (
             text,
             {"prompt": "a", "max_tokens": 1, "stop": [f"{i:0{stop}}" for i in range(10 if large else 9)]},

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.runtime.request.sampling_params import TokenLogprobs
-from millrace.serve.http.server_context import LARGE_STEP
+from millrace.serve.http.server_context import OFF_LOOP_STEP
 from millrace.serve.llm import logprobs
 from millrace.serve.llm.logprobs import (
     CollectedChatLogprobs,
@@ -27,7 +27,7 @@ from tests.runtime.fakes import limits
 from tests.serve.support import VOCABULARY, Fake, Running, post, running, tokenizer, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-N = LARGE_STEP // 21 + 4  # choices, of which one step is large
+N = OFF_LOOP_STEP // 21 + 4  # choices, of which one step is large
 
 
 @pytest.fixture(scope="module")

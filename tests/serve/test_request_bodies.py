@@ -14,7 +14,7 @@ from millrace.serve.http import connection
 from millrace.serve.http import request_bodies as bodies_module
 from millrace.serve.http.connection_limits import MAX_REFUSED
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.request_bodies import FREE_BYTES, BodyLimiter, read_body
+from millrace.serve.http.request_bodies import UNCOUNTED_BODY_BYTES, BodyLimiter, read_body
 from tests.serve.support import START, Fake, connect, everything, post, serving_with
 
 pytestmark = pytest.mark.usefixtures("hurry")
@@ -72,7 +72,7 @@ def test_memory_of_large_bodies_is_released_after_the_last_of_them(monkeypatch: 
             await sender.sends(n_bytes, last=True)
             assert await sender.task == n_bytes
 
-        await send(FREE_BYTES)
+        await send(UNCOUNTED_BODY_BYTES)
         await asyncio.sleep(0.2)
         assert not released.acquire(blocking=False)  # nothing was large
         await send(2 << 20)
@@ -97,20 +97,20 @@ def test_the_client_that_holds_most_gives_way_with_its_first() -> None:
     async def main() -> None:
         bodies = BodyLimiter(10**6, 60.0, 1_000_000)
         slow = Sender(bodies, "honest")  # came first, and holds less than the other client
-        await slow.sends(200_000 + FREE_BYTES)
+        await slow.sends(200_000 + UNCOUNTED_BODY_BYTES)
         many = [Sender(bodies, "greedy") for _ in range(4)]
         for one in many:
-            await one.sends(200_000 + FREE_BYTES)
-        await Sender(bodies, "tiny").sends(FREE_BYTES, last=True)  # costs nobody anything
+            await one.sends(200_000 + UNCOUNTED_BODY_BYTES)
+        await Sender(bodies, "tiny").sends(UNCOUNTED_BODY_BYTES, last=True)  # costs nobody anything
         assert not any(one.task.done() for one in (slow, *many))
         await slow.sends(300_000)
         assert [one.refusal() for one in many] == ["too_many_bodies"] * 2 + [""] * 2
         await many[3].sends(250_000)  # that client holds most again: the first of its own
         assert [one.refusal() for one in many[2:]] == ["too_many_bodies", ""]
         await slow.sends(1, last=True)
-        assert await slow.task == 500_001 + FREE_BYTES
+        assert await slow.task == 500_001 + UNCOUNTED_BODY_BYTES
         await many[3].sends(1, last=True)
-        assert await many[3].task == 450_001 + FREE_BYTES
+        assert await many[3].task == 450_001 + UNCOUNTED_BODY_BYTES
         assert bodies._left_bytes == 1_000_000 and not bodies._arriving
 
     run(main())
@@ -120,9 +120,9 @@ def test_what_is_complete_does_not_give_way() -> None:
     async def main() -> None:
         bodies = BodyLimiter(10**6, 60.0, 500_000)
         whole = Sender(bodies, "decoding")
-        await whole.sends(400_000 + FREE_BYTES, last=True)
+        await whole.sends(400_000 + UNCOUNTED_BODY_BYTES, last=True)
         late = Sender(bodies, "other")
-        await late.sends(200_000 + FREE_BYTES)
+        await late.sends(200_000 + UNCOUNTED_BODY_BYTES)
         assert late.refusal() == "too_many_bodies" and not whole.task.done()
         whole.task.cancel()
         await asyncio.wait([whole.task])

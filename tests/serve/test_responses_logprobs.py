@@ -13,7 +13,7 @@ from millrace.checkpoint.tokenizer.tokenizer import Detokenizer
 from millrace.checkpoint.tool_calls.answer_parser import AnswerParser, ParsedDelta
 from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, Reasoning, ToolFormat
 from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
-from millrace.serve.http.server_context import LARGE_STEP
+from millrace.serve.http.server_context import OFF_LOOP_STEP
 from millrace.serve.llm import generation_stream
 from millrace.serve.llm.logprobs import ContentLogprobs
 from millrace.serve.llm.output_parsing import OutputParser
@@ -271,7 +271,7 @@ def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch
 def test_many_at_a_time_are_named_in_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """And told the same."""
     plain = post(server.url, PATH, {**ASK, "top_logprobs": 20}).json()["output"][0]["content"]
-    assert LARGE_STEP > 21, "one token alone is named where it is"
-    monkeypatch.setattr(generation_stream, "LARGE_STEP", 1)
+    assert OFF_LOOP_STEP > 21, "one token alone is named where it is"
+    monkeypatch.setattr(generation_stream, "OFF_LOOP_STEP", 1)
     assert post(server.url, PATH, {**ASK, "top_logprobs": 20}).json()["output"][0]["content"] == plain
     assert events(server, top_logprobs=20)[-1]["response"]["output"][0]["content"] == plain

@@ -22,7 +22,7 @@ from millrace.engine.executor import StepInputs
 from millrace.runtime.request.sampling_params import FinishReason, TokenLogprobs
 from millrace.runtime.service import ServiceOptions
 from millrace.serve.http import routes
-from millrace.serve.http.server_context import LARGE_STEP
+from millrace.serve.http.server_context import OFF_LOOP_STEP
 from millrace.serve.llm.logprobs import OffsetLogprobs
 from millrace.serve.llm.request_decoding import pop_ignored_fields
 from millrace.serve.llm.request_types import Body
@@ -306,5 +306,5 @@ def test_the_names_of_a_large_echo_are_written_off_the_event_loop(monkeypatch: p
         body = {"prompt": [5] * 100, "echo": True, "logprobs": 20, "max_tokens": 0, "n": 8, "stream": True}
         reply = post(server.url, "/v1/completions", body)
     assert reply.status_code == 200 and sum(n for n, _ in told) == 8 * 99 * 21
-    assert not [n for n, on_loop in told if on_loop and n > LARGE_STEP]
+    assert not [n for n, on_loop in told if on_loop and n > OFF_LOOP_STEP]
     assert sum(n for n, on_loop in told if not on_loop) > sum(n for n, on_loop in told if on_loop)

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from millrace.report.plot_scale import Scale
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1080, 300, 78, 14, 12, 46
-MAX_SHAPES = 2000  # of one kind; longer series are downsampled
+MAX_SHAPES = 2000  # shapes of one kind; of more, every so many-eth is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def round_ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def downsample(values: Sequence[float], max_points: int = MAX_SHAPES) -> list[float]:
-    """Return at most max_points evenly spaced values (deterministic)."""
+    """Evenly chosen, where there are more: never at random, so that a page can be made again."""
     step = max(1, -(-len(values) // max_points))
     return list(values[::step])
 

@@ -166,8 +166,8 @@ class EngineLoop:
             preemptions_total=scheduler.n_preemptions, finished_total=dict(counters.finished),
             steps_total=counters.steps, step_tokens_total=counters.step_tokens,
             last_step_s=self.thread.seconds_since_progress,
-            running_s=sum(seq.request.timings.held_s(now_s) for seq in tuple(scheduler.running)),
-            held_s_total=counters.held_s, left_total=counters.left,
+            running_s=sum(seq.request.timings.running_s(now_s) for seq in tuple(scheduler.running)),
+            held_s_total=counters.running_s, left_total=counters.left,
         )  # fmt: skip
 
     def traces(self, request_id: str) -> list[RequestTrace]:
@@ -385,7 +385,7 @@ class EngineLoop:
             return
         if seq.stage is Stage.RUNNING:
             self._counters.left += 1
-            self._counters.held_s += request.timings.held_s(self.thread.clock())
+            self._counters.running_s += request.timings.running_s(self.thread.clock())
         self._scheduler.remove(seq)
         self._counters.finished[reason] += 1
         if not request.is_open:

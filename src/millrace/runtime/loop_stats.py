@@ -64,6 +64,6 @@ class Counters:
     generation_tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
-    held_s: float = 0.0
+    running_s: float = 0.0
     left: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))

@@ -199,8 +199,8 @@ class QueueTimeEstimator:
 
     def wait_s(self, stats: LoopStats) -> float:
         """Return how long a new sequence waits behind all others; 0 if a slot is free, or nothing is known yet."""
-        (held_s, n_left), self._last_totals = self._last_totals, (stats.held_s_total, stats.left_total)
-        self._held_s += stats.held_s_total - held_s
+        (running_s, n_left), self._last_totals = self._last_totals, (stats.held_s_total, stats.left_total)
+        self._held_s += stats.held_s_total - running_s
         self._n_left += stats.left_total - n_left
         if self._n_left > self._most:
             self._held_s, self._n_left = self._held_s * self._most / self._n_left, self._most

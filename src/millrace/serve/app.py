@@ -21,7 +21,7 @@ from millrace.serve.protocols.anthropic.endpoints import ANTHROPIC
 from millrace.serve.protocols.kserve.http.asgi_app import KSERVE, KServe
 from millrace.serve.protocols.kserve.http.fast_path import HttpFastPath
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
-from millrace.serve.protocols.kserve.routes import BELOW, openapi_paths, openapi_schemas
+from millrace.serve.protocols.kserve.routes import V2_PREFIX, openapi_paths, openapi_schemas
 from millrace.serve.protocols.ollama.endpoints import OLLAMA
 from millrace.serve.protocols.openai.endpoints import OPENAI
 from millrace.serve.settings import ServerSettings
@@ -93,7 +93,7 @@ def _route_v2(app: ASGIApp, tensors: ASGIApp) -> ASGIApp:
 
     async def either(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
-        await (tensors if path == BELOW or path.startswith(f"{BELOW}/") else app)(scope, receive, send)
+        await (tensors if path == V2_PREFIX or path.startswith(f"{V2_PREFIX}/") else app)(scope, receive, send)
 
     return either
 

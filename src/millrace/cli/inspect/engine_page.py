@@ -17,8 +17,8 @@ from millrace.report.format_numbers import format_count
 from millrace.report.page import render
 from millrace.report.plot_scale import Scale, byte_ticks
 
-# Bounds on what is shown of an engine from elsewhere: calls, weights, fusions, and characters.
-MOST, MANY, FEW, LONGEST = 4096, 64, 6, 120
+# What is shown of an engine that somebody else wrote is bounded: so many calls, weights and fusions, and characters.
+MAX_ROWS, MANY, FEW, LONGEST = 4096, 64, 6, 120
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1080, 430, 78, 14, 16, 34
 KINDS = ("matrix products", "attention", "norms and conversions", "the rest", "inputs")
 _KERNELS = (("matmul", "rescore"), ("attention", "rope"), ("rms_norm", "layer_norm", "normalise", "convert"))
@@ -45,7 +45,7 @@ class LayerRow:
 
 def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     """Render the page. roofline: saved by `millrace doctor` for this machine; None: no times are shown"""
-    calls = tables.calls[:MOST]
+    calls = tables.calls[:MAX_ROWS]
     reads = sum(call.matrix_bytes for call in tables.calls)
     return render(
         Path(__file__).with_name("engine_page.html"), m=tables.engine.manifest, tables=tables, memory=tables.memory(),
@@ -53,9 +53,9 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
         plan=_plan(tables), layers=_layers(tables, reads, roofline), size=size, format_count=format_count, kinds=KINDS,
         turn="step" if tables.of_texts else "run",
         formats=list(tables.bytes_by_format().items())[:FEW], passes=tables.program.passes[:MANY],
-        fusions=[tuple(map(_short, row)) for row in fusions_by_place(tables)[:MOST]],
+        fusions=[tuple(map(_short, row)) for row in fusions_by_place(tables)[:MAX_ROWS]],
         calls=[_call(i, call, tables, reads, roofline) for i, call in enumerate(calls)], n_calls=len(tables.calls),
-        weights=[_weight(w.name, w.shape, w.format, w.bytes) for w in tables.program.weights[:MOST]],
+        weights=[_weight(w.name, w.shape, w.format, w.bytes) for w in tables.program.weights[:MAX_ROWS]],
         bound=None if roofline is None or not reads else _bound(tables, roofline), reads=reads,
     )  # fmt: skip
 
@@ -91,8 +91,8 @@ def alive(buffers: Sequence[BufferEntry], n_calls: int) -> list[int]:
 
 def _plan(tables: Tables) -> dict[str, Any]:
     """Return the plot of the memory plan: x counts calls, y bytes of the arena."""
-    cpu, calls = tables.engine.manifest.cpu, tables.calls[:MOST]
-    buffers = [b for b in tables.program.buffers if 0 <= b.first <= b.last][: 4 * MOST]
+    cpu, calls = tables.engine.manifest.cpu, tables.calls[:MAX_ROWS]
+    buffers = [b for b in tables.program.buffers if 0 <= b.first <= b.last][: 4 * MAX_ROWS]
     inputs = {(slot.name, slot.offset) for slot in cpu.inputs}
     n_calls, most = max(len(calls), 1), max(cpu.activation_bytes, 1)
     x, y = Scale(0, n_calls, LEFT, WIDTH - RIGHT), Scale(0, most, HEIGHT - BOTTOM, TOP)
@@ -126,7 +126,7 @@ def _layers(tables: Tables, reads: int, roofline: Roofline | None) -> list[dict[
     operations: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for node in tables.graph.nodes:
         operations[module_of(node.origin, node.op)][node.op] += 1
-    layers = layers_of(tables.calls[:MOST])
+    layers = layers_of(tables.calls[:MAX_ROWS])
     largest = max((layer.weights_bytes for layer in layers), default=0)
     return [
         {

@@ -9,7 +9,7 @@ from millrace.graph.dims import Dim, NotWholeError, Symbol, operands, range_of, 
 from millrace.graph.types import Graph, Value
 from millrace.kernels.declare import MAX_SIZES
 
-MOST = 2**31 - 1  # of any size of a run
+MAX_SIZE = 2**31 - 1  # of any size of a run
 
 
 class SizeTable:
@@ -37,9 +37,11 @@ class SizeTable:
     def upper_bound(self, dim: Dim) -> int:
         """Return the largest value of a dimension. raises ConfigError"""
         _, most = range_of(dim, self._ranges)
-        if most > MOST:
+        if most > MAX_SIZE:
             raise ConfigError(
-                f"a value has up to {dim} = {most:,} elements", f"at most {MOST:,}", "lower the bounds of its symbols"
+                f"a value has up to {dim} = {most:,} elements",
+                f"at most {MAX_SIZE:,}",
+                "lower the bounds of its symbols",
             )
         return most
 

@@ -21,7 +21,7 @@ from millrace.report.page import render
 
 PAGE = "compression.html"
 
-_WORST, _MOST, _LONGEST, _SHORT = (
+_WORST, _MAX_ROWS, _LONGEST, _SHORT = (
     10,
     4096,
     200,
@@ -42,7 +42,7 @@ def write_page(folder: Path, more: Mapping[str, Any] | None = None) -> None:
 
 def page_of(record: Record) -> str:
     """Return the complete page."""
-    worst_first = sorted(record.errors, key=lambda layer: -record.errors[layer])[:_MOST]
+    worst_first = sorted(record.errors, key=lambda layer: -record.errors[layer])[:_MAX_ROWS]
     of_all = usual(record.figures)
     most = _usual_unit(record)
     rows = [_row(record, layer, of_all, most) for layer in worst_first]
@@ -104,7 +104,7 @@ def _kinds(record: Record) -> Iterator[dict[str, str]]:
     kinds: dict[str, list[str]] = {}
     for layer in record.errors:
         kinds.setdefault(layer.rpartition(".")[2], []).append(layer)
-    for kind, layers in list(kinds.items())[:_MOST]:
+    for kind, layers in list(kinds.items())[:_MAX_ROWS]:
         own = usual({layer: record.figures[layer] for layer in layers if layer in record.figures})
         forms = {applied(record.forms[layer]): None for layer in layers if layer in record.forms}
         yield {
@@ -168,7 +168,7 @@ def _measured(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _recipe(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in list(recipe.items())[:_MOST]:
+    for key, value in list(recipe.items())[:_MAX_ROWS]:
         if key == "layers" and isinstance(value, list):
             yield "exceptions", f"{len(value):,}, in compression.json"
         elif key not in ("name", "version"):

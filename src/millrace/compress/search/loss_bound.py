@@ -18,7 +18,7 @@ from millrace.errors import ConfigError
 MAX_MIXES = 255  # so that at most eight are measured
 PERPLEXITY, KL = "perplexity", "KL"
 _MAX_NATS = 50.0  # whose exponential is finite
-_MOST = 10.0  # maximum bound of either kind
+_MAX_BOUND = 10.0  # maximum bound of either kind
 _MAX_DIGITS = 9  # decimals that the expressions below accept
 _PERCENT, _NATS = re.compile(r"([0-9.]{1,12})\s?%"), re.compile(r"kl:([0-9.]{1,12}(?:e-?[0-9]{1,2})?)", re.IGNORECASE)
 
@@ -40,7 +40,7 @@ class MaxLoss:
         for kind, pattern, unit in ((PERPLEXITY, _PERCENT, 0.01), (KL, _NATS, 1.0)):
             result = pattern.fullmatch(text.strip())
             number = result[1] if result else "."
-            if number != "." and number.count(".") <= 1 and 0 < (bound := float(number) * unit) <= _MOST:
+            if number != "." and number.count(".") <= 1 and 0 < (bound := float(number) * unit) <= _MAX_BOUND:
                 return cls(kind, bound)
         raise ConfigError(
             f"--max-loss is {text!r:.60}",
@@ -59,7 +59,7 @@ class MaxLoss:
     def as_flag(self, value: float) -> str | None:
         """Format a loss for `parse`, rounded up to about three digits; None if it exceeds the maximum bound."""
         unit, form = (0.01, "{}%") if self.kind == PERPLEXITY else (1.0, "kl:{}")
-        if value > _MOST:
+        if value > _MAX_BOUND:
             return None
         digits = min(max(0, 2 - math.floor(math.log10(value / unit))), _MAX_DIGITS)
         least = math.ceil(value / unit * 10**digits)

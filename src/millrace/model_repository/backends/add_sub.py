@@ -11,7 +11,7 @@ _NOT_NUMBERS = (DataType.TYPE_STRING, DataType.TYPE_BOOL, DataType.TYPE_INVALID)
 
 
 class _AddSub(BatchedInstance):
-    quick_bytes = 64 << 10
+    max_inline_bytes = 64 << 10
 
     def __init__(self, context: InstanceContext) -> None:
         super().__init__(context)

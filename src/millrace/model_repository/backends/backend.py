@@ -65,14 +65,14 @@ class InstanceLostError(Exception):
 class Instance(ABC):
     """A model instance. Created, executed and closed in its own thread, one batch at a time.
 
-    answers_later: a request may still be answered after `execute` has returned.
-    quick_bytes: up to this input size `execute` takes microseconds, less than waking another thread; it is then
+    responds_async: a request may still be answered after `execute` has returned.
+    max_inline_bytes: up to this input size `execute` takes microseconds, less than waking another thread; it is then
         called in the event loop's thread while its own thread waits.
     is_independent: `execute` is complete when it returns, never waits for other requests; the instance is never lost.
     """
 
-    answers_later = False
-    quick_bytes = 0
+    responds_async = False
+    max_inline_bytes = 0
     is_independent = False
 
     @abstractmethod
@@ -145,7 +145,7 @@ class BatchedInstance(Instance):
         is_plain = len(requests) == 1 and not self._is_ragged
         inputs = first.inputs if is_plain else self._ragged.gather(requests)
         # Reading a thread's CPU time is a system call, which can take longer than a quick model.
-        measures_cpu = not self.quick_bytes
+        measures_cpu = not self.max_inline_bytes
         before_ns = time.thread_time_ns() if measures_cpu else 0
         computing_ns = time.monotonic_ns()
         outputs = self.compute(inputs)

@@ -89,7 +89,7 @@ class FrameworkModel(BatchedInstance):
     def record_time(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
         """Update the pace: a model quicker than a thread's wake-up runs in the event loop's thread."""
         self._pace.record(n_bytes, took_ns, cpu_ns)
-        self.quick_bytes = self._pace.quick_bytes
+        self.max_inline_bytes = self._pace.max_inline_bytes
 
     def check(self, inputs: Sequence[TensorSignature], outputs: Sequence[TensorSignature]) -> None:
         """Compare the configuration with the file. raises StatusError"""

@@ -24,7 +24,7 @@ class _Identity(BatchedInstance):
                 raise invalid(f"output '{o.name}' has another data type than input '{i.name}'")
         self._pairs = [(i.name, o.name) for i, o in zip(config.input, config.output, strict=True)]
         self._delay_s = delay_s(context, "execute_delay_ms")
-        self.quick_bytes = 0 if self._delay_s else 64 << 10
+        self.max_inline_bytes = 0 if self._delay_s else 64 << 10
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         if self._delay_s:

@@ -30,7 +30,7 @@ from millrace.model_repository.request.status_code import Code, StatusError, inv
 
 
 class _PythonModel(Instance):
-    answers_later = True  # response senders may answer from other threads
+    responds_async = True  # response senders may answer from other threads
 
     def __init__(self, context: InstanceContext) -> None:
         self._host = ServerHost(context)

@@ -17,7 +17,7 @@ _MAX_ELEMENTS, _MAX_MS = 10_000, 60_000
 
 
 class _Repeat(Instance):
-    answers_later = True
+    responds_async = True
 
     def __init__(self, context: InstanceContext) -> None:
         config = context.config

@@ -12,7 +12,7 @@ from millrace.runtime.engine_thread import EngineThread
 class EngineInstance(Instance):
     """An instance backed by an engine; it is reported lost when its engine loop has died."""
 
-    answers_later = True
+    responds_async = True
     _report_lost: Callable[[str], None] | None = None
 
     def __init__(self, thread: EngineThread) -> None:

@@ -12,11 +12,11 @@ _PAUSE = 1000  # further quick computations required after too many slow ones
 class Pace:
     """Pace of an instance whose time depends only on the size of its inputs.
 
-    quick_bytes: inputs of at most this many bytes are computed quickly; 0: none
+    max_inline_bytes: inputs of at most this many bytes are computed quickly; 0: none
     """
 
     def __init__(self) -> None:
-        self.quick_bytes = 0
+        self.max_inline_bytes = 0
         self._score = self._largest = 0
 
     def record(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
@@ -31,13 +31,13 @@ class Pace:
         self._score = min(self._score + 1, _N_QUICK)
         self._largest = max(self._largest, n_bytes)
         if self._score == _N_QUICK:
-            self.quick_bytes = self._largest
+            self.max_inline_bytes = self._largest
 
     def _slow(self, took_ns: int) -> None:
-        if self.quick_bytes:
+        if self.max_inline_bytes:
             self._score -= _SLOW
             if self._score < 0 or took_ns > _VERY_SLOW_NS:
-                self.quick_bytes, self._largest, self._score = 0, 0, -_PAUSE
+                self.max_inline_bytes, self._largest, self._score = 0, 0, -_PAUSE
         else:
             self._score = max(min(self._score, 0), self._score - _SLOW)
             self._largest = 0 if self._score <= 0 else self._largest

@@ -136,9 +136,9 @@ class InstanceWorker:
         self.batch: Batch | None = None  # in execution
         self._ahead: deque[Batch] = deque()  # queued behind `batch`, in order
         self._n_soon = 0  # consecutive batches that took less than _SOON_NS
-        self.is_lost = self.is_dead = False  # set by the listener; dead: abandoned
+        self.is_lost = self.is_abandoned = False  # set by the listener; dead: abandoned
         self.unready = ""  # set by the listener: the reported reason for not being ready
-        self.answers_later = False
+        self.responds_async = False
         self.busy_since_s: float | None = None  # start of `batch` by the event loop's clock
         self._instance: Instance | None = None
         self._watch: ReadinessProbe | None = None
@@ -181,17 +181,17 @@ class InstanceWorker:
         return self._instance.is_independent
 
     @property
-    def quick_bytes(self) -> int:
-        """The instance's `quick_bytes`, which may change as it computes."""
-        return self._instance.quick_bytes if self._instance is not None else 0
+    def max_inline_bytes(self) -> int:
+        """The instance's `max_inline_bytes`, which may change as it computes."""
+        return self._instance.max_inline_bytes if self._instance is not None else 0
 
-    def is_quick(self, requests: Sequence[InferRequest]) -> bool:
+    def runs_inline(self, requests: Sequence[InferRequest]) -> bool:
         """Return whether computing in the event loop's thread is quicker than waking the instance's."""
-        max_bytes = self.quick_bytes
+        max_bytes = self.max_inline_bytes
         return max_bytes > 0 and sum([array.nbytes for r in requests for array in r.inputs.values()]) <= max_bytes
 
     def run_inline(self, batch: Batch) -> None:
-        """Compute a batch in the event loop's thread, if `is_quick`."""
+        """Compute a batch in the event loop's thread, if `runs_inline`."""
         assert self._instance is not None, f"{self.name} is not loaded"
         self._answer(self._instance, batch)
 
@@ -242,7 +242,7 @@ class InstanceWorker:
         """Create and register the instance. raises whatever the model raises"""
         instance = self._make()
         self._lost_reason = ""
-        self.answers_later = instance.answers_later
+        self.responds_async = instance.responds_async
         self._instance = instance
         instance.on_lost(self._report_lost)
         asks = instance.readiness_check()

@@ -53,7 +53,7 @@ def _run(instance: Instance, sample: Warmup, requests: Sequence[InferRequest]) -
         raise _failed(sample, error) from error
     n_open = len(requests)
     while n_open:
-        if answers.empty() and not instance.answers_later:
+        if answers.empty() and not instance.responds_async:
             raise _failed(sample, StatusError(Code.INTERNAL, "it was not answered"))
         failed, final = answers.get()
         if failed is not None:

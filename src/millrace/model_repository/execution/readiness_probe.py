@@ -7,7 +7,7 @@ from collections.abc import Callable
 from millrace.model_repository.python_backend.stub.model_runner import error_text
 
 INTERVAL_S = 0.5  # between two probes
-PATIENCE_S = 5.0  # Triton's: an instance that has not answered by then is not ready
+READINESS_TIMEOUT_S = 5.0  # Triton's: an instance that has not answered by then is not ready
 
 
 class ReadinessProbe:
@@ -26,15 +26,15 @@ class ReadinessProbe:
 
     def wait(self) -> None:
         """Wait for the first answer or its timeout, so that readiness is known once the model counts as loaded."""
-        self._has_answered.wait(PATIENCE_S + INTERVAL_S)
+        self._has_answered.wait(READINESS_TIMEOUT_S + INTERVAL_S)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
             began_s, answer = time.monotonic(), list[str]()
             asking = threading.Thread(target=lambda into=answer: into.append(self._answer()), daemon=True)
             asking.start()
-            asking.join(PATIENCE_S)
-            self._report_change(answer[0] if answer else f"its is_ready takes more than {PATIENCE_S:g} s")
+            asking.join(READINESS_TIMEOUT_S)
+            self._report_change(answer[0] if answer else f"its is_ready takes more than {READINESS_TIMEOUT_S:g} s")
             self._has_answered.set()
             asking.join()
             self._stopped.wait(max(0.0, INTERVAL_S - (time.monotonic() - began_s)))

@@ -21,7 +21,7 @@ from millrace.model_repository.scheduling.dynamic_batcher import Batch, BatchQue
 from millrace.model_repository.scheduling.iterative_sequences import Slots
 
 log = logging.getLogger(__name__)
-PATIENCE_S = 60.0  # a longer `execute` is logged as stuck
+STUCK_WARNING_S = 60.0  # a longer `execute` is logged as stuck
 _Response = tuple[InferResponse | None, StatusError | None, bool]
 
 
@@ -73,12 +73,12 @@ class BackendModel(Model):
                 self._limiter.add(worker, worker.context.group, self)
         self._idle = deque(self._workers)
         self._memory = MemoryUsage(self.name, self.version, self._workers)
-        self._is_never_quick = bool(
+        self._never_runs_inline = bool(
             not self._computes_here or self.is_decoupled or self._reshaped or self.rules.delay_ns
             or self._slots is not None or self.cache is not None or self._limiter is not None
         )  # fmt: skip
         # Batches are queued ahead only if that cannot change which requests run together, or on which instance.
-        self._gives_ahead = self._computes_here and not (batching or self._is_never_quick or self._workers[1:])
+        self._gives_ahead = self._computes_here and not (batching or self._never_runs_inline or self._workers[1:])
 
     def _worker(self, backend: ModelBackend, context: InstanceContext) -> InstanceWorker:
         create = lambda: warm_up_instance(backend.instance(context), context)  # noqa: E731
@@ -113,13 +113,13 @@ class BackendModel(Model):
 
     @property
     def _can_infer_inline(self) -> bool:
-        if self._n_open or self._is_never_quick or self._is_over or self._tracer.is_on or not self._idle:
+        if self._n_open or self._never_runs_inline or self._is_over or self._tracer.is_on or not self._idle:
             return False
-        return self._idle[0].quick_bytes > 0
+        return self._idle[0].max_inline_bytes > 0
 
     def _infer_inline(self, request: InferRequest) -> InferResponse | None:
         """As `Model._infer_inline`, without a queue; the statistics are those of a batch of one."""
-        if not self._can_infer_inline or not (worker := self._idle[0]).is_quick((request,)):
+        if not self._can_infer_inline or not (worker := self._idle[0]).runs_inline((request,)):
             return None
         batch, responses = self._queue.single_batch(request), list[_Response]()
         request.send_by = lambda _, *response: responses.append(response)
@@ -200,7 +200,7 @@ class BackendModel(Model):
                     self._dispatched.append(request)
             if self._limiter is not None:
                 self._limiter.begin(worker)
-            if self._computes_here and worker.batch is None and worker.is_quick(batch.requests):
+            if self._computes_here and worker.batch is None and worker.runs_inline(batch.requests):
                 worker.run_inline(batch)
                 self._end(worker, batch)
                 if self._limiter is not None:
@@ -213,7 +213,7 @@ class BackendModel(Model):
                 self._idle.remove(worker)
             worker.take(batch, self._loop.time())
             if self._watch is None:
-                self._watch = self._loop.call_later(PATIENCE_S, self._log_stuck_instances)
+                self._watch = self._loop.call_later(STUCK_WARNING_S, self._log_stuck_instances)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -255,12 +255,12 @@ class BackendModel(Model):
         self._dispatch(time.monotonic_ns())
 
     def _log_stuck_instances(self) -> None:
-        """Log stuck instances. Runs once per `PATIENCE_S`, because a timer per batch would slow down each batch."""
+        """Log stuck instances. Runs once per `STUCK_WARNING_S`, because a timer per batch would slow each down."""
         message, now_s = "%s version %d: %s computes one batch for %.1f s", self._loop.time()
         for worker in self._workers:
-            if worker.busy_since_s is not None and worker.busy_since_s <= now_s - PATIENCE_S:
+            if worker.busy_since_s is not None and worker.busy_since_s <= now_s - STUCK_WARNING_S:
                 log.warning(message, self.name, self.version, worker.name, now_s - worker.busy_since_s)
-        self._watch = self._loop.call_later(PATIENCE_S, self._log_stuck_instances) if self._n_busy else None
+        self._watch = self._loop.call_later(STUCK_WARNING_S, self._log_stuck_instances) if self._n_busy else None
 
     def on_worker_idle(self, worker: InstanceWorker, batch: Batch) -> None:
         """Handle a finished batch; its responses have already been delivered."""
@@ -312,9 +312,9 @@ class BackendModel(Model):
 
     def on_worker_abandoned(self, worker: InstanceWorker, reason: str) -> None:
         """Mark a worker dead. If none is left, waiting requests fail and new ones are rejected."""
-        worker.is_dead = True
+        worker.is_abandoned = True
         log.error("%s version %d: %s is given up: %s", self.name, self.version, worker.name, reason)
-        if all(worker.is_dead for worker in self._workers):
+        if all(worker.is_abandoned for worker in self._workers):
             self._broken = f"all instances of model '{self.name}' ended again and again: {reason}"
             self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, self._broken))
 
@@ -333,7 +333,7 @@ class BackendModel(Model):
 
     def _end(self, worker: InstanceWorker, batch: Batch) -> None:
         self._count(batch, time.monotonic_ns())
-        if worker.answers_later:
+        if worker.responds_async:
             return
         for request in batch.requests:
             if not request.finished:

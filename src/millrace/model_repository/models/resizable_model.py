@@ -9,7 +9,7 @@ from dataclasses import replace
 from millrace.model_repository.backends.backend import InstanceContext, ModelBackend
 from millrace.model_repository.config.model_config import InstanceGroup
 from millrace.model_repository.execution.instance_worker import InstanceWorker
-from millrace.model_repository.models.backend_model import PATIENCE_S, BackendModel
+from millrace.model_repository.models.backend_model import STUCK_WARNING_S, BackendModel
 from millrace.model_repository.models.bls import BlsExecutor
 from millrace.model_repository.models.model_version import ModelVersionSource
 from millrace.model_repository.request.status_code import StatusError
@@ -29,7 +29,8 @@ class ResizableModel(BackendModel):
         """Load the instances that these groups add, then close those that they remove once they are idle.
 
         Instances are alike if their groups differ in name and count alone, as in Triton. Waits for those that are
-        closed, but not for longer than PATIENCE_S. raises StatusError, and all is as it was, if one cannot be loaded
+        closed, but not for longer than STUCK_WARNING_S.
+        raises StatusError, and all is as it was, if one cannot be loaded
         """
         if self._limiter is not None:
             self._limiter.check(groups)
@@ -45,13 +46,13 @@ class ResizableModel(BackendModel):
         self._gives_ahead = self._gives_ahead and len(self._workers) == 1
         self._dispatch(time.monotonic_ns())
         if surplus:
-            await asyncio.wait([asyncio.wrap_future(worker.closed) for worker in surplus], timeout=PATIENCE_S)
+            await asyncio.wait([asyncio.wrap_future(worker.closed) for worker in surplus], timeout=STUCK_WARNING_S)
 
     def _differences(self, contexts: Sequence[InstanceContext]) -> tuple[list[InstanceWorker], list[InstanceContext]]:
         """Return surplus workers, the newest first, and the contexts of missing instances."""
         left = Counter(map(_kind, contexts))
-        staying = [worker for worker in self._workers if worker not in self._leaving and not worker.is_dead]
-        surplus = [worker for worker in self._workers if worker.is_dead]
+        staying = [worker for worker in self._workers if worker not in self._leaving and not worker.is_abandoned]
+        surplus = [worker for worker in self._workers if worker.is_abandoned]
         for worker in staying:
             left[_kind(worker.context)] -= 1
             if left[_kind(worker.context)] < 0:

@@ -49,7 +49,7 @@ def auto_complete_in_child(python: Python, file: Path, config: Mapping[str, Any]
 
 
 class StubInstance(Instance):
-    answers_later = True
+    responds_async = True
 
     def __init__(self, python: Python, description: ModelDescription, context: InstanceContext) -> None:
         """raises StatusError"""

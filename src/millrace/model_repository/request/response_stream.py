@@ -10,7 +10,7 @@ from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import memory_bytes
 
 MAX_UNREAD_BYTES = 64 << 20  # of one model
-FREE_BYTES = 1 << 20  # per request, whatever other requests leave unread
+UNCOUNTED_RESPONSE_BYTES = 1 << 20  # per request, whatever other requests leave unread
 _EACH_BYTES = 1024  # approximate size of a response without tensors
 
 
@@ -34,7 +34,7 @@ class UnreadBytes:
     def add(self, request: InferRequest, response: InferResponse | None) -> int:
         """Add a response and return its bytes, for `take_off` once read. raises StatusError if there are too many"""
         n_bytes = _EACH_BYTES + (memory_bytes(response.outputs.values()) if response is not None else 0)
-        if self._n_bytes > FREE_BYTES and self._model.unread_bytes + n_bytes > MAX_UNREAD_BYTES:
+        if self._n_bytes > UNCOUNTED_RESPONSE_BYTES and self._model.unread_bytes + n_bytes > MAX_UNREAD_BYTES:
             message = f"{request.error_prefix}responses of {self._model.unread_bytes} bytes wait for their readers"
             raise StatusError(Code.UNAVAILABLE, message)
         if self._sidecar is not None:

@@ -25,7 +25,7 @@ from millrace.model_repository.tracing.trace_settings import Change, TraceSettin
 class TracedExchange:
     """Context of one request in a protocol: records when it arrived and when its response was written."""
 
-    __slots__ = ("_request", "_tracer", "answers_later", "ended", "parent", "prefix", "times")
+    __slots__ = ("_request", "_tracer", "ended", "parent", "prefix", "responds_async", "times")
 
     def __init__(
         self, tracer: "Tracer", request: InferRequest, prefix: str, began_ns: int, parent: Parent | None = None
@@ -34,7 +34,7 @@ class TracedExchange:
         self._tracer, self._request, self.prefix, self.parent = tracer, request, prefix, parent
         self.times = [began_ns, time.monotonic_ns()]
         self.ended: tuple[str, int, int, StatusError | None] | None = None  # of its model; the trace is written on exit
-        self.answers_later = False  # by a stream, whose end is not awaited
+        self.responds_async = False  # by a stream, whose end is not awaited
 
     def __enter__(self) -> "TracedExchange":
         if self._tracer.is_on:
@@ -46,7 +46,7 @@ class TracedExchange:
         self.times.append(time.monotonic_ns())
 
     def __exit__(self, *_: object) -> None:
-        self.answers_later = True  # a cancelled request may still be computing
+        self.responds_async = True  # a cancelled request may still be computing
         if self._request.trace is None:
             self._request.exchange = None  # avoids a reference cycle
         elif self.ended is not None:
@@ -123,7 +123,7 @@ class Tracer:
 
     def end(self, request: InferRequest, model: str, version: int, done_ns: int, error: StatusError | None) -> None:
         call = request.exchange
-        if isinstance(call, TracedExchange) and not call.answers_later:
+        if isinstance(call, TracedExchange) and not call.responds_async:
             call.ended = model, version, done_ns, error
         else:
             self.write(request, model, version, done_ns, error)
@@ -146,7 +146,7 @@ class Tracer:
         """Attach an exchange to a request whose responses are streamed."""
         if self.is_on:
             request.exchange = TracedExchange(self, request, prefix, began_ns, parent)
-            request.exchange.answers_later = True
+            request.exchange.responds_async = True
 
     def close(self) -> None:
         """Write the remaining traces, after the last request to a tensor model."""

@@ -52,7 +52,7 @@ class CacheOptions:
         return None if ttl_s is None else now_s + ttl_s
 
 
-PLAIN = CacheOptions()
+DEFAULT_CACHE_OPTIONS = CacheOptions()
 OPTIONS = frozenset(f"cache_{f.name}" for f in fields(CacheOptions))  # the names in requests and prompts
 
 

@@ -23,7 +23,7 @@ from millrace.errors import RequestError
 from millrace.runtime.kv.cache_groups import NO_CACHES, SequenceCaches
 from millrace.runtime.kv.int_buffer import IntBuffer
 from millrace.runtime.kv.pages import Key, PageKey, extend_keys, root_key
-from millrace.runtime.request.prefix_cache_options import PLAIN, CacheOptions
+from millrace.runtime.request.prefix_cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from millrace.runtime.request.prompt_embeds import EmbeddedPrompt, Rows
 from millrace.runtime.request.queue_options import DEFAULT_QUEUE_OPTIONS, QueueOptions
 from millrace.runtime.request.sampling_params import Delta, FinishReason, ResolvedParams, SamplingParams, TokenLogprobs
@@ -182,7 +182,7 @@ class Timings:
     first_read_s: float | None = None  # when a token was first read,
     last_read_s: float | None = None  # and last read
 
-    def held_s(self, now_s: float) -> float:
+    def running_s(self, now_s: float) -> float:
         """Return the seconds since the first step; 0 before it."""
         return 0.0 if self.first_scheduled_s is None else now_s - self.first_scheduled_s
 
@@ -201,7 +201,7 @@ class RequestOptions:
     adapter: its number in the executor; 0: none
     """
 
-    cache: CacheOptions = PLAIN
+    cache: CacheOptions = DEFAULT_CACHE_OPTIONS
     queue_options: QueueOptions = DEFAULT_QUEUE_OPTIONS
     delivered: tuple[tuple[int, ...], ...] = ()
     adapter: int = 0
@@ -276,7 +276,17 @@ class Sequence:
 
     __slots__ = (
         *("index", "matcher", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
-        *("keys", "leader", "leads", "n_ahead", "n_finite", "n_indexed", "max_computed", "source", "caches"),
+        *(
+            "keys",
+            "prefix_leader",
+            "leader_prefix_key",
+            "n_ahead",
+            "n_finite",
+            "n_indexed",
+            "max_computed",
+            "source",
+            "caches",
+        ),
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -291,9 +301,9 @@ class Sequence:
         self.keys: list[Key] = []  # of its first full pages, as far as requested
         self.n_finite = 0  # computed tokens from which a finite token was drawn
         self.n_indexed = 0  # number of leading pages already in the prefix index
-        self.leader: Sequence | None = None  # the sequence with the same beginning whose prompt it waits for
+        self.prefix_leader: Sequence | None = None  # the sequence with the same beginning whose prompt it waits for
         self.source: int | None = None  # a page that the next step copies into the first own one; co-owned until then
-        self.leads: Key | None = None  # key of the first page that it computes and others may wait for
+        self.leader_prefix_key: Key | None = None  # key of the first page that it computes and others may wait for
         self.text = request.new_text()
         self.matcher = request.matchers[index] if request.matchers else None
         row = request.resolved.row.copy()

@@ -359,7 +359,7 @@ class Scheduler:
         if self.groups:
             self.groups.publish_released(seq.caches)
         nothing_new = seq.n_finite < next_full or self._n_public(seq) < next_full  # the case for most tokens
-        if nothing_new and seq.leads is None and not seq.request.has_retention:
+        if nothing_new and seq.leader_prefix_key is None and not seq.request.has_retention:
             return
         n_full = min(seq.n_finite, self._n_public(seq)) // page_tokens
         for i, key in enumerate(seq.page_keys(n_full, page_tokens)[seq.n_indexed :], seq.n_indexed):
@@ -382,18 +382,20 @@ class Scheduler:
 
     def _known_prefix(self, seq: Sequence) -> Pages | None:
         """Return the computed pages that `seq` may share; None if waiting for more of them is faster."""
-        if seq.leader is not None and seq.leader.leads is not None:
+        if seq.prefix_leader is not None and seq.prefix_leader.leader_prefix_key is not None:
             return None
-        seq.leader, request, page_tokens = None, seq.request, self.limits.page_tokens
+        seq.prefix_leader, request, page_tokens = None, seq.request, self.limits.page_tokens
         if seq.index and request.n_scored < seq.n_prompt:
             return None
         keys = self._findable(seq)
         result = self._find(keys)
         if len(result) < len(keys):
             # With states, a prefix is known only where a state was saved: waiting may be useless.
-            leader = self._leading.get(keys[len(result)]) if self.groups.slots is None else None
-            if leader is not None and seq.is_faster_after_leader(leader, len(keys), len(result), page_tokens):
-                seq.leader = leader
+            prefix_leader = self._leading.get(keys[len(result)]) if self.groups.slots is None else None
+            if prefix_leader is not None and seq.is_faster_after_leader(
+                prefix_leader, len(keys), len(result), page_tokens
+            ):
+                seq.prefix_leader = prefix_leader
                 return None
         return result
 
@@ -414,9 +416,9 @@ class Scheduler:
         n_full = min(seq.n_tokens, self._n_public(seq)) // self.limits.page_tokens
         if n_full > seq.n_indexed:
             key = seq.page_keys(n_full, self.limits.page_tokens)[seq.n_indexed]
-            seq.leads = key if self._leading.setdefault(key, seq) is seq else None
+            seq.leader_prefix_key = key if self._leading.setdefault(key, seq) is seq else None
 
     def _stop_leading(self, seq: Sequence) -> None:
-        if seq.leads is not None:
-            del self._leading[seq.leads]
-            seq.leads = None
+        if seq.leader_prefix_key is not None:
+            del self._leading[seq.leader_prefix_key]
+            seq.leader_prefix_key = None

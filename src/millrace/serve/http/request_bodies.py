@@ -14,7 +14,7 @@ from millrace.model_repository.request.concatenation import LARGE, concatenate
 from millrace.serve.http.errors import ClientGoneError, HttpError
 from millrace.serve.http.http_request import header
 
-FREE_BYTES = 64 * 1024  # of each body that are not counted: short requests are not affected by large ones
+UNCOUNTED_BODY_BYTES = 64 * 1024  # of each body that are not counted: short requests are not affected by large ones
 RELEASE_AFTER_S = 1.0  # delay until memory of a large body is returned to the system
 
 
@@ -90,7 +90,7 @@ class BodyLimiter:
         incoming.n_bytes += n_bytes
         if incoming.n_bytes > self.max_bytes:
             raise _too_large("too many bytes", self.max_bytes)
-        more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
+        more = max(0, incoming.n_bytes - UNCOUNTED_BODY_BYTES) - incoming.counted_bytes
         while not incoming.gave_way and more > self._left_bytes:
             self._evict_largest_client(incoming, more)
         if incoming.gave_way:
@@ -104,7 +104,7 @@ class BodyLimiter:
         No other body is evicted for them: highly compressed data would cost its sender nothing.
         """
         incoming.n_bytes += n_bytes
-        more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
+        more = max(0, incoming.n_bytes - UNCOUNTED_BODY_BYTES) - incoming.counted_bytes
         if more > self._left_bytes:
             raise _too_many()
         self._left_bytes -= more

@@ -13,10 +13,10 @@ from millrace.serve.ops.metrics import ServerMetrics
 from millrace.serve.protocols.responses.store import ResponseStore
 from millrace.serve.settings import ServerSettings
 
-LARGE_BODY = 64 * 1024  # bytes of JSON: half a millisecond of the event loop
-LARGE = 8192  # tokens of an answer, characters of stop strings: a few milliseconds
-LARGE_RESUME = 256  # tokens of answers that are resumed: a few milliseconds
-LARGE_STEP = 512  # log probabilities of an answer that is held until it is complete: about a millisecond
+OFF_LOOP_BODY = 64 * 1024  # bytes of JSON: half a millisecond of the event loop
+OFF_LOOP_ITEMS = 8192  # tokens of an answer, characters of stop strings: a few milliseconds
+OFF_LOOP_RESUME = 256  # tokens of answers that are resumed: a few milliseconds
+OFF_LOOP_STEP = 512  # log probabilities of an answer that is held until it is complete: about a millisecond
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ class ServerContext:
 
     async def decode_off_loop(self, work: Callable[[], T], n_bytes: int) -> T:
         """Return `work()` on a body of n_bytes, run in a thread if they are many. raises as `off_loop`"""
-        return await self._bodies.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+        return await self._bodies.run(work, n_bytes) if n_bytes > OFF_LOOP_BODY else work()
 
     async def off_loop(self, is_large: bool, work: Callable[[], T]) -> T:
         """Return `work()` for a reply, run in a thread if it is large. raises BusyError, and whatever `work` raises"""

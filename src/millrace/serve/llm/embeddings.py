@@ -29,7 +29,7 @@ from millrace.runtime.encoder_loop import (
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, stop_within
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.http.http_request import RequestContext
-from millrace.serve.http.server_context import LARGE, ServerContext
+from millrace.serve.http.server_context import OFF_LOOP_ITEMS, ServerContext
 from millrace.serve.llm.encoder_requests import EmbeddingRequest
 from millrace.serve.llm.language_model import TextProcessor
 from millrace.serve.llm.matryoshka import Matryoshka, check_dimensions, shorten
@@ -171,7 +171,7 @@ async def embeddings(backend: EmbeddingBackend, call: RequestContext, request: E
             reply.data = [Embedding(i, _base64(v) if in_base64 else v.tolist()) for i, v in enumerate(vectors)]
             return msgspec.json.encode(reply)
 
-        content = await backend.off_loop(vectors.size > LARGE, encode_reply)
+        content = await backend.off_loop(vectors.size > OFF_LOOP_ITEMS, encode_reply)
     finally:
         lease.release()
     return finish_reply(backend, call, content)
@@ -220,7 +220,7 @@ async def token_ids(
         return checked_ids_of_texts
 
     n_ids = sum(map(len, encoded))
-    return await backend.off_loop(n_ids > LARGE, check_all)
+    return await backend.off_loop(n_ids > OFF_LOOP_ITEMS, check_all)
 
 
 def check_number(n_texts: int, field: str) -> None:

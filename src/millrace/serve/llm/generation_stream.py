@@ -26,7 +26,7 @@ from millrace.runtime.request.sampling_params import (
 from millrace.runtime.service import RequestHandle
 from millrace.serve.http.errors import GenerationFailedError
 from millrace.serve.http.http_request import RequestContext
-from millrace.serve.http.server_context import LARGE, LARGE_BODY, LARGE_RESUME, LARGE_STEP
+from millrace.serve.http.server_context import OFF_LOOP_BODY, OFF_LOOP_ITEMS, OFF_LOOP_RESUME, OFF_LOOP_STEP
 from millrace.serve.llm.conversation import Conversation
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import check_reply_bytes
@@ -91,7 +91,7 @@ class GenerationStream:
     def has_many_logprobs(self) -> bool:
         """Return whether encoding the log probabilities takes more than a few milliseconds."""
         n_top = self.params.logprobs
-        return n_top is not None and self.n_generated * (1 + n_top) > LARGE
+        return n_top is not None and self.n_generated * (1 + n_top) > OFF_LOOP_ITEMS
 
     @property
     def usage(self) -> Usage:
@@ -132,7 +132,7 @@ class GenerationStream:
     def is_expensive_to_encode(self, deltas: list[Delta]) -> bool:
         """Return whether naming the tokens of deltas takes more than about a millisecond."""
         n_top = self.params.logprobs
-        return n_top is not None and sum(delta.n_tokens for delta in deltas) * (1 + n_top) > LARGE_STEP
+        return n_top is not None and sum(delta.n_tokens for delta in deltas) * (1 + n_top) > OFF_LOOP_STEP
 
     async def __aenter__(self) -> "GenerationStream":
         return self
@@ -237,7 +237,7 @@ async def start_chat_generation(
         return await submit_prompts(
             backend, [prompt], params, call, conversation.options, whole_bytes=conversation.whole_bytes
         )
-    is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
+    is_large = tools is not None and call.body_bytes > OFF_LOOP_BODY  # their schemas become a grammar
     params = await backend.off_loop(is_large, partial(speech.params, params, tools))
     readers = speech.reader_factory(
         tools, speech.reasoning_state(prompt, answer_prefix), params.structured_outputs is not None
@@ -275,7 +275,7 @@ async def submit_prompts(
             for own, prompt in zip(own_params, prompts, strict=True)
         )
         check_reply_bytes(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes, params.n)
-    stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
+    stops = await backend.off_loop(sum(map(len, params.stop)) > OFF_LOOP_ITEMS, lambda: StopTables(params.stop))
     matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), readers.thoughts)
     if call.tenant and not options.queue_options.tenant:
         options = replace(options, queue_options=replace(options.queue_options, tenant=call.tenant))
@@ -286,7 +286,7 @@ async def submit_prompts(
             engine.submit(prompts, own_params, call.id, stops, options, matchers), params, call, backend, readers
         )
     prepare = partial(engine.prepare, prompts, own_params, call.id, stops, options, matchers)
-    handle = await backend.off_loop(sum(map(len, options.delivered)) > LARGE_RESUME, prepare)
+    handle = await backend.off_loop(sum(map(len, options.delivered)) > OFF_LOOP_RESUME, prepare)
     engine.queue(handle)
     return GenerationStream(handle, params, call, backend, readers)
 

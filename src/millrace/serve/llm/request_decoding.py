@@ -15,7 +15,7 @@ from msgspec import UNSET, Struct
 
 from millrace.checkpoint.chat.chat_template import normalised
 from millrace.errors import RequestError, nearest
-from millrace.runtime.request.prefix_cache_options import PLAIN, CacheOptions
+from millrace.runtime.request.prefix_cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from millrace.runtime.request.queue_options import DEFAULT_QUEUE_OPTIONS, QueueOptions
 from millrace.runtime.request.request import DEFAULT_OPTIONS, RequestOptions
 from millrace.runtime.request.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -327,7 +327,7 @@ def requests_receipt(request: SamplingFields, n_prompts: int = 1) -> bool:
 def request_options(request: TermsFields) -> RequestOptions:
     """Return the cache and queue options of a request. raises RequestError naming the field"""
     cache, queueing = cache_options(request), _queue_options(request)
-    if cache is PLAIN and queueing is DEFAULT_QUEUE_OPTIONS:
+    if cache is DEFAULT_CACHE_OPTIONS and queueing is DEFAULT_QUEUE_OPTIONS:
         return DEFAULT_OPTIONS
     return RequestOptions(cache=cache, queue_options=queueing)
 
@@ -342,7 +342,7 @@ def cache_options(request: CacheFields) -> CacheOptions:
     """Return the prefix-cache options of a request. raises RequestError naming the field"""
     values = (request.cache_salt, request.cache_priority, request.cache_ttl_s, request.cache_pin)
     if values == (None, None, None, None):
-        return PLAIN
+        return DEFAULT_CACHE_OPTIONS
     salt, priority, ttl_s, pin = values
     return CacheOptions(salt=salt or "", priority=priority, ttl_s=ttl_s, pin=bool(pin))
 

@@ -15,7 +15,7 @@ from millrace.model_repository.backends.backend import BatchedInstance
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
 from millrace.serve.http.http_request import BufferedRequestLog
-from millrace.serve.http.request_bodies import FREE_BYTES
+from millrace.serve.http.request_bodies import UNCOUNTED_BODY_BYTES
 from millrace.serve.protocols.kserve.grpc.calls import GrpcCallContext, GrpcFrontend
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, message
 from millrace.serve.protocols.kserve.grpc.send_budget import SendBudgetLease
@@ -27,7 +27,7 @@ from tests.support.server import Threaded
 class Quick(BatchedInstance):
     """The first number of INPUT0: how many rows OUTPUT0 has, or what it raises."""
 
-    quick_bytes = 1 << 16
+    max_inline_bytes = 1 << 16
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         n = int(inputs["INPUT0"].flat[0])
@@ -100,9 +100,9 @@ def test_a_large_response_is_counted(
         add(self, n_bytes)
 
     monkeypatch.setattr(SendBudgetLease, "add", count)
-    rows = FREE_BYTES // 64 + 1
+    rows = UNCOUNTED_BODY_BYTES // 64 + 1
     assert len(infer(rows).raw_output_contents[0]) == rows * 64 and len(infer(1).raw_output_contents[0]) == 64
-    assert cached[0] and len(counted) >= 1 and counted[0] > FREE_BYTES
+    assert cached[0] and len(counted) >= 1 and counted[0] > UNCOUNTED_BODY_BYTES
 
 
 def test_a_cached_message_needs_its_key(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from millrace.model_repository.request.status_code import StatusError
-from millrace.serve.http.request_bodies import FREE_BYTES
+from millrace.serve.http.request_bodies import UNCOUNTED_BODY_BYTES
 from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget, SendBudgetLease
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def test_short_answers_are_free() -> None:
     untaken = SendBudget(MOST)
     filled(untaken, "a", MIB)
     for _ in range(10):
-        untaken.lease(lambda: "a").add(FREE_BYTES)
+        untaken.lease(lambda: "a").add(UNCOUNTED_BODY_BYTES)
 
 
 def test_one_answer_may_be_larger_than_all_and_leaves_half_to_others() -> None:
@@ -64,7 +64,7 @@ def test_it_agrees_with_plain_counting(seed: int) -> None:
             peer, n_bytes, share = held.pop(rng.randrange(len(held)))
             share.take_off(n_bytes) if rng.random() < 0.5 else share.close()
             continue
-        peer, n_bytes = rng.choice("abcdef"), rng.choice([FREE_BYTES + 1, MIB, 20 * MIB, 60 * MIB, 150 * MIB])
+        peer, n_bytes = rng.choice("abcdef"), rng.choice([UNCOUNTED_BODY_BYTES + 1, MIB, 20 * MIB, 60 * MIB, 150 * MIB])
         own = Counter[str]()
         for other, n, _ in held:
             own[other] += n

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.serve.protocols.kserve.http.frontend import OF_MODEL
 from millrace.serve.protocols.kserve.restricted_apis import group_of_path
-from millrace.serve.protocols.kserve.routes import OPEN, ROUTES, pattern_of
+from millrace.serve.protocols.kserve.routes import PUBLIC_PATHS, ROUTES, pattern_of
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, running
 from tests.support.repository import identity, in_process, write_models
@@ -55,7 +55,7 @@ def test_every_example_is_answered_by_its_route(urls: dict[bool, str], with_key:
         for method in route.methods:
             one = document["paths"][path][method.lower()]
             command = one["x-codeSamples"][0]["source"].replace("{origin}", url)
-            assert ("authorization" in command) == (with_key and path not in OPEN) == bool(one.get("security"))
+            assert ("authorization" in command) == (with_key and path not in PUBLIC_PATHS) == bool(one.get("security"))
             if path.endswith("/unload"):
                 continue  # the others need the model
             done = subprocess.run(

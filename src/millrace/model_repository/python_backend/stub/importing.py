@@ -1,7 +1,7 @@
 """Imports of a model's own files. sys.path and sys.modules are shared, so models import one at a time.
 
-A model whose import hangs must not block other loads: after PATIENCE_S the import lock passes to the next model, and
-the entries of the hanging one are removed. It may still finish, but finds no further files of its own.
+A model whose import hangs must not block other loads: after IMPORT_LOCK_TIMEOUT_S the import lock passes to the next
+model, and the entries of the hanging one are removed. It may still finish, but finds no further files of its own.
 
 Later imports inside of functions use a custom `__import__` in the built-ins of the model's files, which takes the lock
 again for modules that were not imported before. In a stub process the model's folder stays on sys.path.
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PATIENCE_S = 60.0
+IMPORT_LOCK_TIMEOUT_S = 60.0
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
@@ -173,10 +173,10 @@ class _ImportLock:
     def hold(self, files: _Files) -> Iterator[None]:
         with self._changed:
             while self._now is not None:
-                left_s = self._now.since_s + PATIENCE_S - time.monotonic()
+                left_s = self._now.since_s + IMPORT_LOCK_TIMEOUT_S - time.monotonic()
                 if left_s <= 0:
                     message = "model.py of %s is still being imported after %g s: other models are imported now"
-                    log.warning(message, self._now.model.name, PATIENCE_S)
+                    log.warning(message, self._now.model.name, IMPORT_LOCK_TIMEOUT_S)
                     self._now.end()
                     break
                 self._changed.wait(left_s)

@@ -22,7 +22,7 @@ from .tensors import NAMES, NUMBERS, TYPES
 
 _HEAD = struct.Struct("<4sII")
 _MARK = b"\xf1MR\x01"
-PATIENCE_S = 20.0  # for the rest of a frame
+FRAME_TIMEOUT_S = 20.0  # for the rest of a frame
 _SMALL = 16 << 10  # bytes up to which a tensor is sent inline
 _MAX_INLINE_BYTES = 1 << 31  # if shared memory is full
 _READ, _MAX_FILES = 64 << 10, 16
@@ -39,7 +39,7 @@ class Frames:
     """A frame connection: sent from any thread and from destructors, read by one thread."""
 
     def __init__(self, connection: socket.socket, arena: Arena, mapped: Mapped) -> None:
-        seconds, part = divmod(PATIENCE_S, 1)
+        seconds, part = divmod(FRAME_TIMEOUT_S, 1)
         patience = struct.pack("@ll", int(seconds), int(part * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
         self._socket, self.arena, self._mapped = connection, arena, mapped
@@ -135,7 +135,7 @@ class Frames:
             try:
                 data, files, _, _ = socket.recv_fds(self._socket, min(missing, 1 << 20), _MAX_FILES)
                 break
-            except BlockingIOError:  # nothing arrived within PATIENCE_S
+            except BlockingIOError:  # nothing arrived within FRAME_TIMEOUT_S
                 if self._unread:
                     raise FrameError("the rest of a message did not come in time") from None
         self._files.extend(files)

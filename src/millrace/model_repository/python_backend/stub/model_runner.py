@@ -28,7 +28,7 @@ _INSTALL = (
     "; install its package into the environment that runs the model: that of millrace serve, or the one that "
     "EXECUTION_ENV_PATH in config.pbtxt names"
 )
-_PATIENCE_S = 5.0  # for the thread of a blocked event loop
+EVENT_LOOP_TIMEOUT_S = 5.0  # for the thread of a blocked event loop
 
 
 class PythonModelError(Exception):
@@ -233,7 +233,7 @@ class PythonModelRunner:
         finally:
             if self._loop is not None and self._thread is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(_PATIENCE_S)
+                self._thread.join(EVENT_LOOP_TIMEOUT_S)
             if self._loop is not None and not self._loop.is_running():
                 self._loop.close()
             remove_modules(self._module_name)

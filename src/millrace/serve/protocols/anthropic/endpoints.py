@@ -17,7 +17,7 @@ from millrace.serve.http.errors import HttpProblem
 from millrace.serve.http.http_request import EVENT_STREAM, RequestContext
 from millrace.serve.http.openapi import Operation
 from millrace.serve.http.routes import HttpEndpoint, Protocol
-from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.http.server_context import OFF_LOOP_BODY
 from millrace.serve.llm.answer_blocks import AnswerBlock, BlockEvent, BlockKind, Blocks
 from millrace.serve.llm.conversation import DEFAULT_RENDERING, Conversation, Rendering, continue_last_assistant_message
 from millrace.serve.llm.event_stream import EventStream, StreamFraming, encode_named_event
@@ -63,7 +63,7 @@ _STREAM = StreamFraming(EVENT_STREAM, lambda problem: b"event: error\ndata: " + 
 async def messages(backend: TextBackend, call: RequestContext, request: MessagesRequest) -> ASGIApp:
     """Return the response, or the stream. raises MillraceError"""
     params = _params(request)
-    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: conversation_of(request, params))
+    conversation = await backend.off_loop(call.body_bytes > OFF_LOOP_BODY, lambda: conversation_of(request, params))
     drop_large_fields(request)
     generation = await start_chat_generation(backend, call, conversation)
     answer = _MessageAnswer(generation, call.model)
@@ -78,7 +78,7 @@ async def messages(backend: TextBackend, call: RequestContext, request: Messages
 async def count_tokens(backend: TextBackend, call: RequestContext, request: CountRequest) -> ASGIApp:
     """Count the tokens of the prompt that these messages would have. raises MillraceError"""
     conversation = await backend.off_loop(
-        call.body_bytes > LARGE_BODY, lambda: conversation_of(request, SamplingParams())
+        call.body_bytes > OFF_LOOP_BODY, lambda: conversation_of(request, SamplingParams())
     )
     drop_large_fields(request)
     specs = conversation.tools.specs if conversation.tools else ()

@@ -24,7 +24,7 @@ from millrace.serve.http.bounded_executor import BoundedExecutor
 from millrace.serve.http.connection_limits import number_of_connections
 from millrace.serve.http.http_request import BufferedRequestLog
 from millrace.serve.http.request_bodies import BodyLimiter
-from millrace.serve.http.server_context import LARGE_BODY, ServerContext
+from millrace.serve.http.server_context import OFF_LOOP_BODY, ServerContext
 from millrace.serve.ops.health import Heartbeat
 from millrace.serve.protocols.kserve.restricted_apis import RestrictionFlags
 from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions
@@ -124,7 +124,7 @@ class RepositoryBackend(Backend):
 
     async def run_off_loop(self, work: Callable[[], T], n_bytes: int) -> T:
         """Return `work()` on n_bytes, run in an executor if they are many. raises as `BoundedExecutor.run`"""
-        if n_bytes <= LARGE_BODY:
+        if n_bytes <= OFF_LOOP_BODY:
             return work()
         return await self._lanes[bisect_left(_LANE_BYTES, n_bytes)].run(work, n_bytes)
 

@@ -109,7 +109,7 @@ class ApiRestrictions:
         return forwarded
 
 
-OPEN = ApiRestrictions({}, None)
+UNRESTRICTED = ApiRestrictions({}, None)
 
 
 def headers_as_text(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

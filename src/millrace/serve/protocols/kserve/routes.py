@@ -12,9 +12,9 @@ import msgspec
 
 from millrace.serve.protocols.kserve.http.infer_request import InferBody
 
-BELOW = "/v2"
-OPEN = (f"{BELOW}/health/live", f"{BELOW}/health/ready")  # without a key, as every server's health
-_MODEL, _VERSION, _REGION = f"{BELOW}/models/{{model}}", "/versions/{version}", "/region/{region}"
+V2_PREFIX = "/v2"
+PUBLIC_PATHS = (f"{V2_PREFIX}/health/live", f"{V2_PREFIX}/health/ready")  # without a key, as every server's health
+_MODEL, _VERSION, _REGION = f"{V2_PREFIX}/models/{{model}}", "/versions/{version}", "/region/{region}"
 _ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 _ONE = {"inputs": [{"name": "INPUT0", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 
@@ -39,7 +39,7 @@ def _settings(path: str, what: str, body: Mapping[str, object]) -> Route:
 
 
 def _shared(kind: str, body: Mapping[str, object]) -> Iterator[Route]:
-    above = f"{BELOW}/{kind}sharedmemory"
+    above = f"{V2_PREFIX}/{kind}sharedmemory"
     what = f"memory that clients share ({kind})"
     yield Route(f"{above}/status", {"GET": f"Regions of {what}"}, aliases=(f"{above}{_REGION}/status",))
     yield Route(f"{above}{_REGION}/register", {"POST": f"Register a region of {what}"}, body)
@@ -49,26 +49,26 @@ def _shared(kind: str, body: Mapping[str, object]) -> Iterator[Route]:
 
 
 ROUTES = (
-    Route(BELOW, {"GET": "The server, and the extensions of the protocol that it has"}),
-    Route(OPEN[0], {"GET": "Whether it runs"}),
-    Route(OPEN[1], {"GET": "Whether every model that was to be loaded is ready"}),
+    Route(V2_PREFIX, {"GET": "The server, and the extensions of the protocol that it has"}),
+    Route(PUBLIC_PATHS[0], {"GET": "Whether it runs"}),
+    Route(PUBLIC_PATHS[1], {"GET": "Whether every model that was to be loaded is ready"}),
     _of_model("", "GET", "A model's versions, inputs and outputs"),
     _of_model("ready", "GET", "Whether a model is ready"),
     _of_model("config", "GET", "A model's configuration, completed"),
     _of_model("stats", "GET", "A model's statistics"),
-    Route(f"{BELOW}/models/stats", {"GET": "Statistics of all models"}),
+    Route(f"{V2_PREFIX}/models/stats", {"GET": "Statistics of all models"}),
     _of_model("infer", "POST", "Inference: tensors in JSON, or in binary behind it", _ONE),
     _of_model("generate", "POST", "Inference without tensors, one response", {"text_input": "Hello", "max_tokens": 16}),
     _of_model("generate_stream", "POST", "The same, each response as an event",
               {"text_input": "Hello", "max_tokens": 16}),
-    Route(f"{BELOW}/repository/index", {"POST": "Models of the repository, and their states"}, {"ready": True}),
-    Route(f"{BELOW}/repository/models/{{model}}/load",
+    Route(f"{V2_PREFIX}/repository/index", {"POST": "Models of the repository, and their states"}, {"ready": True}),
+    Route(f"{V2_PREFIX}/repository/models/{{model}}/load",
           {"POST": "Load a model, or say what that would change (dry_run)"}, {"parameters": {"dry_run": True}}),
-    Route(f"{BELOW}/repository/models/{{model}}/unload", {"POST": "Unload a model"},
+    Route(f"{V2_PREFIX}/repository/models/{{model}}/unload", {"POST": "Unload a model"},
           {"parameters": {"unload_dependents": False}}),
-    _settings(f"{BELOW}/trace/setting", "Settings of traces", {"trace_level": ["OFF"]}),
+    _settings(f"{V2_PREFIX}/trace/setting", "Settings of traces", {"trace_level": ["OFF"]}),
     _settings(f"{_MODEL}/trace/setting", "A model's settings of traces", {"trace_level": ["OFF"]}),
-    _settings(f"{BELOW}/logging", "Settings of the log", {"log_verbose_level": 0}),
+    _settings(f"{V2_PREFIX}/logging", "Settings of the log", {"log_verbose_level": 0}),
     *_shared("system", {"key": "/name", "offset": 0, "byte_size": 4096}),
     *_shared("cuda", {"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 4096}),
 )  # fmt: skip
@@ -76,7 +76,7 @@ _PATHS = {path: route.path for route in ROUTES for path in (route.path, *route.a
 
 
 def pattern_of(path: str) -> str:
-    """Return the route of a path, without values from clients, so that there are few; BELOW if there is none."""
+    """Return the route of a path, without values from clients, so that there are few; V2_PREFIX if there is none."""
     parts = path.split("/")
     if len(parts) > 3 and parts[2] == "models" and parts[3] != "stats":
         parts[3] = "{model}"
@@ -86,7 +86,7 @@ def pattern_of(path: str) -> str:
         parts[4] = "{model}"
     elif len(parts) > 4 and parts[3] == "region":
         parts[4] = "{region}"
-    return _PATHS.get("/".join(parts), BELOW)
+    return _PATHS.get("/".join(parts), V2_PREFIX)
 
 
 def openapi_paths(needs_key: bool) -> dict[str, dict[str, Any]]:
@@ -110,7 +110,9 @@ def _operation(route: Route, path: str, method: str, needs_key: bool) -> dict[st
     operation: dict[str, Any] = {
         "summary": route.methods[method], "tags": ["KServe v2"],
         "operationId": method.lower() + re.sub(r"\W+", "_", path).rstrip("_"),
-        "x-codeSamples": [{"lang": "Shell", "source": _curl(path, method, body, needs_key and path not in OPEN)}],
+        "x-codeSamples": [
+            {"lang": "Shell", "source": _curl(path, method, body, needs_key and path not in PUBLIC_PATHS)}
+        ],
         "responses": {
             "200": {"description": "as asked"},
             "default": {"description": "what is wrong, with Triton's status and words",
@@ -123,7 +125,7 @@ def _operation(route: Route, path: str, method: str, needs_key: bool) -> dict[st
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    if path not in OPEN:
+    if path not in PUBLIC_PATHS:
         operation["security"] = [{"key": []}] if needs_key else []
     if body is not None:
         is_infer = path.endswith("/infer")

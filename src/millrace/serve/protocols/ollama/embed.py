@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from millrace.runtime.encoder_loop import ALL
 from millrace.serve.http.http_request import RequestContext
-from millrace.serve.http.server_context import LARGE
+from millrace.serve.http.server_context import OFF_LOOP_ITEMS
 from millrace.serve.http.unknown_fields import ignored_names
 from millrace.serve.llm.embeddings import FLOAT_BYTES, EmbeddingBackend, finish_reply, token_ids
 from millrace.serve.llm.matryoshka import check_dimensions, normalise, shorten
@@ -85,7 +85,7 @@ async def embed(backend: EmbeddingBackend, call: RequestContext, request: EmbedR
             took_ns = int((time.perf_counter() - call.arrived_s) * 1e9)
             return msgspec.json.encode(EmbedReply(call.model, own, took_ns, 0, n_tokens))
 
-        content = await backend.off_loop(vectors.size > LARGE, encode_reply)
+        content = await backend.off_loop(vectors.size > OFF_LOOP_ITEMS, encode_reply)
     finally:
         lease.release()
     return finish_reply(backend, call, content)

@@ -23,7 +23,7 @@ from millrace.serve.http.errors import HttpProblem
 from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.openapi import Operation
 from millrace.serve.http.routes import HttpEndpoint, PostHandler, Protocol, get
-from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.http.server_context import OFF_LOOP_BODY
 from millrace.serve.llm.answer_blocks import BlockKind, Blocks
 from millrace.serve.llm.conversation import DEFAULT_RENDERING, Conversation, Rendering, continue_last_assistant_message
 from millrace.serve.llm.embeddings import EmbeddingBackend
@@ -77,7 +77,7 @@ _STREAM = StreamFraming(LINES.encode(), lambda problem: write_error(problem) + b
 
 async def chat(backend: TextBackend, call: RequestContext, request: OllamaChatRequest) -> ASGIApp:
     """Return the response, or the stream; without messages, report the model as loaded. raises MillraceError"""
-    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(request, backend))
+    conversation = await backend.off_loop(call.body_bytes > OFF_LOOP_BODY, lambda: _conversation(request, backend))
     if not conversation.messages:
         return _load_reply(
             call, request, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage(""))

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from millrace.checkpoint.tool_calls.answer_parser import CallPart, ParsedDelta
 from millrace.runtime.request.sampling_params import Delta, TokenLogprobs
 from millrace.serve.http.http_request import RequestContext
-from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.http.server_context import OFF_LOOP_BODY
 from millrace.serve.llm.answer_blocks import BlockKind, Blocks
 from millrace.serve.llm.conversation import Conversation, rendering_of
 from millrace.serve.llm.event_stream import EventStream, StreamUsage, TextDeltaEncoder, encode_events
@@ -40,7 +40,7 @@ from millrace.serve.protocols.openai.replies import (
 async def chat_completions(backend: TextBackend, call: RequestContext, request: ChatRequest) -> ASGIApp:
     """Return the response, or the stream. raises MillraceError"""
     ignore_thinking(backend, call, request)
-    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, request))
+    conversation = await backend.off_loop(call.body_bytes > OFF_LOOP_BODY, partial(_conversation, request))
     drop_large_fields(request)
     with_receipt = requests_receipt(request)
     generation = await start_chat_generation(backend, call, conversation)

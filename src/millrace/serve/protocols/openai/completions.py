@@ -17,7 +17,7 @@ from millrace.runtime.request.request import Request
 from millrace.runtime.request.resume import FIELD, parse_resume_token_ids
 from millrace.runtime.request.sampling_params import Delta, FinishReason, check_context
 from millrace.serve.http.http_request import RequestContext
-from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.http.server_context import OFF_LOOP_BODY
 from millrace.serve.llm.answer_blocks import BlockKind
 from millrace.serve.llm.event_stream import EventStream, StreamUsage, TextDeltaEncoder, encode_events
 from millrace.serve.llm.generation_stream import GenerationStream, submit_prompts, usage_of
@@ -268,7 +268,7 @@ async def _rows(request: CompletionRequest, call: RequestContext, backend: TextB
         )
     limits = backend.model.engine.limits
     return await backend.off_loop(
-        call.body_bytes > LARGE_BODY, lambda: EmbeddedPrompt.from_rows(embedding_rows(embeds, limits), limits)
+        call.body_bytes > OFF_LOOP_BODY, lambda: EmbeddedPrompt.from_rows(embedding_rows(embeds, limits), limits)
     )
 
 

@@ -14,7 +14,7 @@ from millrace.errors import RequestError
 from millrace.runtime.encoder_loop import Vectors
 from millrace.runtime.text_pairs import check_counts, join_texts
 from millrace.serve.http.http_request import RequestContext
-from millrace.serve.http.server_context import LARGE
+from millrace.serve.http.server_context import OFF_LOOP_ITEMS
 from millrace.serve.llm.embeddings import (
     FLOAT_BYTES,
     CrossEncoderBackend,
@@ -60,7 +60,7 @@ async def rerank(backend: EncoderBackend, call: RequestContext, request: RerankR
         lease.add(sum(len(texts[i].encode(errors="surrogatepass")) for i in order) if shown else 0)
         results = [Ranked(i, float(scores[i]), RankedText(texts[i]) if shown else None) for i in order]
         reply = RerankReply(f"rerank-{call.id}", call.model, EmbeddingUsage(n_tokens, n_tokens), results)
-        content = await backend.off_loop(call.body_bytes > LARGE, lambda: msgspec.json.encode(reply))
+        content = await backend.off_loop(call.body_bytes > OFF_LOOP_ITEMS, lambda: msgspec.json.encode(reply))
     finally:
         lease.release()
     return finish_reply(backend, call, content)
@@ -88,7 +88,7 @@ async def _read_together(
         parts.append(await backend.texts.encode(texts, False))
     limits, n_tokens = backend.limits, sum(len(ids) for ids in parts[1]) + len(parts[1]) * max(map(len, parts[0]))
     sequences, n_first = await backend.off_loop(
-        n_tokens > LARGE, lambda: join_texts(backend.pairs, parts[0], parts[1], limits, truncate, second[0])
+        n_tokens > OFF_LOOP_ITEMS, lambda: join_texts(backend.pairs, parts[0], parts[1], limits, truncate, second[0])
     )
     call.log.prompt_tokens = n_tokens = sum(map(len, sequences))
     lease = backend.unsent.lease()
@@ -110,7 +110,7 @@ async def _cosines(
     try:
         lease.add(sum(map(len, parts)) * (backend.limits.width * 4 + _ROW_BYTES))
         vectors = await backend.vectors([*parts[0], *parts[1]])
-        return await backend.off_loop(vectors.size > LARGE, lambda: cosines(vectors, len(parts[0]))), n_tokens
+        return await backend.off_loop(vectors.size > OFF_LOOP_ITEMS, lambda: cosines(vectors, len(parts[0]))), n_tokens
     finally:
         lease.release()
 

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
 from millrace.serve.http.http_request import RequestContext
-from millrace.serve.http.server_context import LARGE
+from millrace.serve.http.server_context import OFF_LOOP_ITEMS
 from millrace.serve.llm.conversation import rendering_of
 from millrace.serve.llm.generation_stream import ignore_thinking
 from millrace.serve.llm.language_model import TextBackend
@@ -47,7 +47,7 @@ async def tokenize(backend: TextBackend, call: RequestContext, request: Tokenize
             tokens_reply.token_strs = cast(list[str], _encode_values(ids, lambda part: [text(i) for i in part]))
         return msgspec.json.encode(tokens_reply)
 
-    return Response(await backend.off_loop(len(ids) > LARGE, reply), media_type="application/json")
+    return Response(await backend.off_loop(len(ids) > OFF_LOOP_ITEMS, reply), media_type="application/json")
 
 
 def _encode_values(ids: Sequence[int], values: Callable[[Sequence[int]], Sequence[int | str]]) -> msgspec.Raw:

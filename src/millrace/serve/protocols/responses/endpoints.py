@@ -22,7 +22,7 @@ from millrace.errors import BusyError, RequestError
 from millrace.serve.backend import Models
 from millrace.serve.http.errors import GenerationFailedError, HttpProblem
 from millrace.serve.http.http_request import CALL, EVENT_STREAM, RequestContext
-from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.http.server_context import OFF_LOOP_BODY
 from millrace.serve.llm.conversation import Conversation, Rendering, prefixed_by
 from millrace.serve.llm.event_stream import EventStream, StreamFraming
 from millrace.serve.llm.generation_stream import GenerationStream, ignore_thinking, start_chat_generation
@@ -53,7 +53,7 @@ async def create(backend: TextBackend, call: RequestContext, request: ResponsesR
             "store",
         )
     ignore_thinking(backend, call, request)
-    is_large = call.body_bytes + (len(previous.messages_json) if previous else 0) > LARGE_BODY
+    is_large = call.body_bytes + (len(previous.messages_json) if previous else 0) > OFF_LOOP_BODY
     conversation, messages_json, reply = await backend.off_loop(is_large, partial(_read, request, previous, call.model))
     drop_large_fields(request)
     own = StoredResponse(reply.id, call.tenant, messages_json)

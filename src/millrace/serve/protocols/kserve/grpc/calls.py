@@ -26,7 +26,7 @@ from millrace.serve.protocols.kserve.grpc.protobuf_messages import build_message
 from millrace.serve.protocols.kserve.http.generate_extension import RunOffLoop
 from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, regions_of_tenant, require_shared_memory
 
-OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
+PUBLIC_CALLS = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
 ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
 SHARED = tuple(
     f"{kind}SharedMemory{action}" for kind in ("System", "Cuda") for action in ("Status", "Register", "Unregister")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.model_repository.request.status_code import Code, StatusError
-from millrace.serve.http.request_bodies import FREE_BYTES
+from millrace.serve.http.request_bodies import UNCOUNTED_BODY_BYTES
 
 
 class SendBudget:
@@ -83,7 +83,7 @@ class SendBudgetLease:
 
     def take_off(self, n_bytes: int) -> None:
         """Stop counting bytes that the client has read."""
-        if n_bytes > FREE_BYTES:
+        if n_bytes > UNCOUNTED_BODY_BYTES:
             self._n_bytes -= n_bytes
             self._budget.give(self._peer, n_bytes)
 
@@ -104,6 +104,6 @@ class SendBudgetLease:
             context.add_done_callback(lambda _: self.close())
 
     def _add(self, n_bytes: int, is_computed: bool) -> None:
-        if n_bytes > FREE_BYTES:
+        if n_bytes > UNCOUNTED_BODY_BYTES:
             self._budget.take(self._peer, n_bytes, is_computed)
             self._n_bytes += n_bytes

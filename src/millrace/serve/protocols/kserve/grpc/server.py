@@ -29,11 +29,11 @@ from millrace.serve.http.http_request import (
     log_request,
     request_id_of,
 )
-from millrace.serve.http.request_bodies import FREE_BYTES
+from millrace.serve.http.request_bodies import UNCOUNTED_BODY_BYTES
 from millrace.serve.protocols.kserve.grpc.calls import (
     ADJUSTED,
     ADMITTED,
-    OPEN,
+    PUBLIC_CALLS,
     SHARED,
     GrpcCallContext,
     GrpcFrontend,
@@ -196,7 +196,7 @@ class GrpcServer:
         call = _OpenCall(metadata)
         self._serving.load.n += 1
         try:
-            if name not in OPEN:
+            if name not in PUBLIC_CALLS:
                 call.grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
             if (header := self._guard.missing_header(api_group_of_call(name), metadata, GRPC_PREFIX)) is not None:
                 what = f"This protocol is restricted, expecting header '{header}'"
@@ -275,7 +275,7 @@ class _Admission:
     def __enter__(self) -> None:
         if not self._is_control:
             self._lease.check()
-        if self._n_bytes <= FREE_BYTES:
+        if self._n_bytes <= UNCOUNTED_BODY_BYTES:
             self._backend.enter(self._is_control)
             return
         with ExitStack() as body:

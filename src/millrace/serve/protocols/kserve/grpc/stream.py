@@ -20,7 +20,7 @@ from millrace.model_repository.request.response_stream import ResponseSidecar, U
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.http.api_keys import Grant
 from millrace.serve.http.errors import problem_of
-from millrace.serve.http.request_bodies import FREE_BYTES
+from millrace.serve.http.request_bodies import UNCOUNTED_BODY_BYTES
 from millrace.serve.protocols.kserve.grpc.calls import GrpcCallContext, GrpcFrontend
 from millrace.serve.protocols.kserve.grpc.stream_responses import Deadline, StreamResponses, error_answer
 
@@ -223,7 +223,7 @@ class Stream:
 
         gRPC's write coroutine is started here and continued by callbacks. Return False if that is not possible.
         """
-        if answer.response is None or answer.final or n_bytes > FREE_BYTES or self._is_writing or self._ready:
+        if answer.response is None or answer.final or n_bytes > UNCOUNTED_BODY_BYTES or self._is_writing or self._ready:
             return False
         assert request.answers is not None
         try:
@@ -305,7 +305,7 @@ class Stream:
         if answer.response is None and answer.error is None and not request.empty_final:
             return None
         try:
-            if n_bytes <= FREE_BYTES:
+            if n_bytes <= UNCOUNTED_BODY_BYTES:
                 return _encode_message(request, answer)
             return await self._frontend.encode_off_loop(n_bytes, lambda: _encode_message(request, answer))
         except (StatusError, MillraceError) as error:

@@ -21,7 +21,7 @@ from millrace.serve.protocols.kserve.http.infer_request import HEADER
 from millrace.serve.protocols.kserve.http.infer_response import encode_error
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 from millrace.serve.protocols.kserve.restricted_apis import group_of_path, headers_as_text
-from millrace.serve.protocols.kserve.routes import BELOW, OPEN, pattern_of
+from millrace.serve.protocols.kserve.routes import PUBLIC_PATHS, V2_PREFIX, pattern_of
 
 _CONTROL = "/v2/repository/"  # always admitted, so that a model that hangs can be unloaded
 
@@ -31,7 +31,7 @@ def write_error(problem: HttpProblem) -> bytes:
     return encode_error(problem.message)
 
 
-KSERVE = Protocol((), write_error, below=BELOW)
+KSERVE = Protocol((), write_error, below=V2_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class KServe:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")
-        if path not in OPEN:
+        if path not in PUBLIC_PATHS:
             self._keys.admit(scope)
         scope["route"] = _Route(pattern_of(path))
         restricting = (

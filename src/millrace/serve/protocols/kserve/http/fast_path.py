@@ -4,7 +4,7 @@ A client repeats the same HTTP head; only the body differs. A head that the norm
 cached, byte for byte, with its meaning: model, lengths, credentials. A packet with the same head and a body of the
 announced length is such a request. Its body is decoded and submitted to the model as on the normal path, and the
 response is written when it is ready. Everything else takes the normal path: another head, a body in several packets or
-above `FREE_BYTES`, a stream, a request during tracing or while the server drains.
+above `UNCOUNTED_BODY_BYTES`, a stream, a request during tracing or while the server drains.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from millrace.serve.http.api_keys import ApiKeys, Grant
 from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of, status_line
 from millrace.serve.http.fast_path import FastPath, ResponseWriter
 from millrace.serve.http.http_request import PIECE_BYTES, RequestLog, log_request, request_id_of
-from millrace.serve.http.request_bodies import FREE_BYTES
-from millrace.serve.http.server_context import LARGE_BODY, ServerContext
+from millrace.serve.http.request_bodies import UNCOUNTED_BODY_BYTES
+from millrace.serve.http.server_context import OFF_LOOP_BODY, ServerContext
 from millrace.serve.protocols.kserve.http import compression
 from millrace.serve.protocols.kserve.http.frontend import (
     HttpReply,
@@ -38,13 +38,13 @@ from millrace.serve.protocols.kserve.http.frontend import (
 from millrace.serve.protocols.kserve.http.infer_header_cache import InferHeader, InferHeaderCache
 from millrace.serve.protocols.kserve.http.infer_request import HEADER
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
-from millrace.serve.protocols.kserve.routes import BELOW, pattern_of
+from millrace.serve.protocols.kserve.routes import V2_PREFIX, pattern_of
 from millrace.serve.protocols.kserve.shared_memory import regions_of_tenant
 
 Header = tuple[bytes, bytes]
 END, LENGTH, JSON_LENGTH, REQUEST_ID = b"\r\n\r\n", b"content-length", HEADER.lower().encode(), b"x-request-id"
 MAX_HEADS, MAX_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB
-_MODELS = f"{BELOW}/models/".encode()
+_MODELS = f"{V2_PREFIX}/models/".encode()
 # Headers that change nothing here, or that are read below. A head with any other one takes the normal path.
 _HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"content-type", LENGTH,
                        b"connection", b"authorization", b"x-api-key", REQUEST_ID, JSON_LENGTH))  # fmt: skip
@@ -74,7 +74,7 @@ class HeadCache:
 
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: of a body"""
-        self._max_bytes = min(max_bytes, FREE_BYTES)
+        self._max_bytes = min(max_bytes, UNCOUNTED_BODY_BYTES)
         self._heads: OrderedDict[bytes, RequestHead] = OrderedDict()
 
     def lookup(self, packet: bytes) -> RequestHead | None:
@@ -170,7 +170,7 @@ class HttpFastPath(FastPath):
         repository = backend.repository
         if repository.common.tracer.is_on or self.serving.tracer.is_on or not backend.has_room:
             return None
-        if backend.shared is not None and backend.shared.slow_bytes > LARGE_BODY:
+        if backend.shared is not None and backend.shared.slow_bytes > OFF_LOOP_BODY:
             return None  # reading it may take long
         try:
             model = repository.get(head.name, head.version)
@@ -269,7 +269,7 @@ class InferExchange:
             log.exception("request %s: a bug in the server", self._id)
             self._fail(bug)
             return
-        if response is not None and n_bytes > LARGE_BODY:
+        if response is not None and n_bytes > OFF_LOOP_BODY:
             self._writing = asyncio.ensure_future(self._encode_off_loop(response, n_bytes))
         else:
             self._finish(self._reply(response, error))

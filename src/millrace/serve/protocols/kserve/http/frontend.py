@@ -30,7 +30,7 @@ from millrace.serve.protocols.kserve.http.infer_response import (
     encode_response,
     server_timing,
 )
-from millrace.serve.protocols.kserve.restricted_apis import OPEN, ApiRestrictions, headers_as_text
+from millrace.serve.protocols.kserve.restricted_apis import UNRESTRICTED, ApiRestrictions, headers_as_text
 from millrace.serve.protocols.kserve.shared_memory import SharedMemoryRegions, regions_of_tenant, require_shared_memory
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
@@ -94,7 +94,7 @@ class HttpFrontend:
 
     def __init__(
         self, repository: ModelRepository, is_ready: Callable[[], bool], run_off_loop: RunOffLoop,
-        shared: SharedMemoryRegions | None = None, guard: ApiRestrictions = OPEN,
+        shared: SharedMemoryRegions | None = None, guard: ApiRestrictions = UNRESTRICTED,
     ) -> None:  # fmt: skip
         """is_ready: whether the server is ready. run_off_loop: reads JSON off the event loop, given its size in bytes
 
