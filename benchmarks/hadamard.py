@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import count, provenance, write_result
-from millrace.engine.native.executor import NativeNetwork, NativeProgram
+from millrace.engine.native.executor import NativeProgram, StatelessExecutor
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import Param, RowFormat, Space, WeightFormat
 from millrace.kernels.encode import Ref, encode
@@ -59,7 +59,7 @@ OTHERS = (
 
 def layer(
     rows: int, weights: WeightFormat, how: Rows, isa: str, threads: int, shapes: Mapping[str, tuple[int, int]] = SHAPES
-) -> NativeNetwork:
+) -> StatelessExecutor:
     """A program of the products of one layer, each behind the conversion of its rows.
 
     raises MachineError for an instruction set that this CPU lacks
@@ -88,13 +88,13 @@ def layer(
         calls=b"".join(calls), n_calls=len(calls), weights=np.full(w_bytes, _FILL, np.uint8), weights_bytes=w_bytes,
         activation_bytes=x_bytes + packed_bytes + y_bytes, symbols={Symbol("rows"): rows},
     )  # fmt: skip
-    network = NativeNetwork(program, threads=threads, isa=isa)
+    network = StatelessExecutor(program, threads=threads, isa=isa)
     x_values = np.random.default_rng(0).standard_normal(rows * widest, np.float32)
     network.activations()[:x_bytes] = x_values.view(np.uint8)
     return network
 
 
-def sample_s(network: NativeNetwork, rows: int, repeats: int) -> float:
+def sample_s(network: StatelessExecutor, rows: int, repeats: int) -> float:
     """Seconds of one run of the layer."""
     started = time.perf_counter()
     for _ in range(repeats):

@@ -24,7 +24,7 @@ from millrace.compile.source import Source
 from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat
 from millrace.engine.cuda.device_lookup import CPU
 from millrace.engine.cuda.device_roofline import wait_for
-from millrace.engine.cuda.encoder_executor import CudaNetwork
+from millrace.engine.cuda.encoder_executor import CudaEncoderExecutor
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy_step import dummy_step
@@ -129,7 +129,7 @@ def encoders_agree(device: str, dry_run: bool) -> list[dict[str, Any]]:
         told: dict[str, Any] = {"what": f"encoder, {precision}, {len(texts)} texts", "by_kernel": {}}
         try:
             lowered = lower_for_gpu(run_passes(graph, gpu(precision_map(precision))), "bf16")
-            network = CudaNetwork(lowered, ENCODED_MOST, device=device)
+            network = CudaEncoderExecutor(lowered, ENCODED_MOST, device=device)
             worst = _vectors_apart(network, texts, told["by_kernel"])
         except FAILURES:
             wait_for(torch.device(device))
@@ -142,7 +142,9 @@ def encoders_agree(device: str, dry_run: bool) -> list[dict[str, Any]]:
     return found
 
 
-def _vectors_apart(network: CudaNetwork, texts: Sequence[NDArray[np.int32]], by_kernel: dict[str, Any]) -> float:
+def _vectors_apart(
+    network: CudaEncoderExecutor, texts: Sequence[NDArray[np.int32]], by_kernel: dict[str, Any]
+) -> float:
     given, kernels = text_inputs(texts, [p.name for p in network._graph.inputs]), network._kernels
 
     def vectors(used: Any) -> Tensor:

@@ -137,7 +137,7 @@ def test_tune_times_the_usual_size_of_each_symbol(millrace: Millrace, tmp_path: 
     shown = millrace("inspect", tmp_path / "e", "--tactics").out
     assert "B rows" in shown and "sampled" not in shown
     engine = Engine.open(tmp_path / "e")
-    opened = engine.network()  # its tactics are taken
+    opened = engine.stateless_executor()  # its tactics are taken
     opened.close()
     engine.close()
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from millrace.cli.size import interview, options, run
-from millrace.compile.cache.rooflines import keep_roofline
+from millrace.compile.cache.rooflines import store_roofline
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
@@ -135,7 +135,7 @@ def test_this_machine_as_it_was_measured(millrace: Millrace, cache: Path, monkey
     assert (
         first.err.count("Measuring this machine") == 1 and json.loads(first.out)["answer"]["point"]["system_size"] == 1
     )
-    keep_roofline(cache / "millrace", isa, found)
+    store_roofline(cache / "millrace", isa, found)
     again = millrace(*asked)
     assert "Measuring" not in again.err and again.out == first.out
 

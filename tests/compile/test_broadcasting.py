@@ -79,7 +79,7 @@ def test_random_expressions(seed: int, tmp_path: Path) -> None:
     engine, seen = engine_of(Expression(), tmp_path / "e", BOUNDS), set()
     plain = reference(Expression(), inputs)["y"]
     for isa in usable_isas():
-        loaded = engine.network(isa=isa)
+        loaded = engine.stateless_executor(isa=isa)
         got: Any = loaded.run(inputs)["y"]
         loaded.close()
         seen.add(got.tobytes())
@@ -102,7 +102,7 @@ def test_divisions_of_whole_numbers(tmp_path: Path) -> None:
 
     x = np.array([7, -7, 7, -7, 5, -(2**63), 2**63 - 1], np.int64)
     y = np.array([2, 2, -2, -2, 0, -1, 2**62], np.int64)
-    loaded = engine_of(Divided(), tmp_path / "e", {"n": Bounds(1, 4, 99)}).network()
+    loaded = engine_of(Divided(), tmp_path / "e", {"n": Bounds(1, 4, 99)}).stateless_executor()
     found = loaded.run({"x": x, "y": y})
     assert found["z"].tolist() == [3, -3, -3, 3, 0, -(2**63), 1]
     with np.errstate(over="ignore"):
@@ -128,7 +128,7 @@ def test_halves_are_rounded_to_the_nearest(tmp_path: Path) -> None:
     with np.errstate(over="ignore"):
         exact = x.astype(np.float16)
     for isa in usable_isas():
-        loaded = engine.network(isa=isa)
+        loaded = engine.stateless_executor(isa=isa)
         found = loaded.run({"x": x, "h": h})
         loaded.close()
         np.testing.assert_array_equal(found["y"], exact)
@@ -186,7 +186,7 @@ def test_attention_spelled_out(fuse: bool, tmp_path: Path) -> None:
         theirs.in_proj_bias.copy_(torch.from_numpy(np.concatenate([weights[f"{n}.bias"] for n in "qkv"])))
         theirs.out_proj.weight.copy_(torch.from_numpy(weights["o.weight"]))
         theirs.out_proj.bias.copy_(torch.from_numpy(weights["o.bias"]))
-    loaded = [engine.network(isa=isa) for isa in usable_isas()]
+    loaded = [engine.stateless_executor(isa=isa) for isa in usable_isas()]
     for b, l in ((1, 1), (2, 7), (4, 33)):  # noqa: E741
         rng = np.random.default_rng([b, l])
         x = rng.standard_normal((b, l, H * D)).astype(np.float32)

@@ -95,7 +95,7 @@ def test_as_pytorch(theirs: Theirs, tmp_path: Path, precision: str) -> None:
     seen = set()
     for isa in usable_isas():
         for threads in (1, 2):
-            loaded = engine.network(isa=isa, threads=threads)
+            loaded = engine.stateless_executor(isa=isa, threads=threads)
             scores = loaded.run({"pixels": pixels})["scores"]
             for n in (1, 4):
                 assert (loaded.run({"pixels": pixels[:n]})["scores"] == scores[:n]).all()
@@ -135,7 +135,7 @@ def test_convolutions_as_pytorch(options: dict[str, Any], tmp_path: Path) -> Non
         x = torch.randint(-4, 5, (3, 8, 9, 7)).float()
         expected = conv(x).numpy()
     engine = engine_of(One(), {f"conv.{k}": v.detach().numpy() for k, v in conv.named_parameters()}, tmp_path / "e")
-    loaded = engine.network()
+    loaded = engine.stateless_executor()
     np.testing.assert_array_equal(loaded.run({"x": x.numpy()})["y"], expected)
     loaded.close()
 
@@ -155,7 +155,7 @@ def test_pooling_as_pytorch(kind: str, options: dict[str, Any], tmp_path: Path) 
     x = torch.randn(3, 5, 9, 7, generator=torch.Generator().manual_seed(1))
     theirs = {name.replace("kernel", "kernel_size"): value for name, value in options.items()}
     expected = (functional.max_pool2d if kind == "max" else functional.avg_pool2d)(x, **theirs)
-    loaded = engine_of(One(), {}, tmp_path / "e").network()
+    loaded = engine_of(One(), {}, tmp_path / "e").stateless_executor()
     found: Any = loaded.run({"x": x.numpy()})["y"]
     np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6, atol=1e-6)
     loaded.close()

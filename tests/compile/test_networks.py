@@ -14,7 +14,7 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.executor import ExecutionError
-from millrace.engine.native.executor import NativeNetwork
+from millrace.engine.native.executor import StatelessExecutor
 from millrace.engine.reference.interpreter import Interpreter
 from millrace.errors import ConfigError, EngineError, GraphError, RequestError
 from millrace.graph.types import Constant, DType, Symbol, Value
@@ -64,7 +64,7 @@ def test_an_mlp_on_floats(precision: str, fuse: bool, tmp_path: Path) -> None:
     allowed = rounding_of_digits(inputs, precision)
     for isa in usable_isas():
         for threads in (1, 2):
-            loaded = engine.network(isa=isa, threads=threads)
+            loaded = engine.stateless_executor(isa=isa, threads=threads)
             whole = loaded.run(inputs)
             assert {n: a.shape for n, a in whole.items()} == {"scores": (40, 10), "hidden": (40, 30)}
             for name, got in whole.items():
@@ -92,7 +92,7 @@ def rounding_of_digits(inputs: Arrays, precision: str) -> Arrays:
     return {"hidden": FIVE_SIGMA * steepest * before, "scores": FIVE_SIGMA * scores * weights}
 
 
-def first_bits(loaded: NativeNetwork, inputs: Arrays) -> bytes:
+def first_bits(loaded: StatelessExecutor, inputs: Arrays) -> bytes:
     return loaded.run(inputs)["scores"].tobytes()
 
 
@@ -119,7 +119,7 @@ WRONG_INPUTS: list[tuple[Arrays, str]] = [
 
 @pytest.mark.parametrize("inputs, says", WRONG_INPUTS, ids=[says for _, says in WRONG_INPUTS])
 def test_wrong_inputs_say_what_was_expected(inputs: Arrays, says: str, tmp_path: Path) -> None:
-    loaded = network(Digits(), tmp_path / "mlp", profile=IMAGES).network()
+    loaded = network(Digits(), tmp_path / "mlp", profile=IMAGES).stateless_executor()
     with pytest.raises(RequestError) as error:
         loaded.run(inputs)
     assert says.replace("\\", "") in str(error.value)
@@ -188,7 +188,7 @@ def test_an_engine_says_what_it_is_for(tmp_path: Path) -> None:
             work()
     checkpoint = random_checkpoint(tmp_path / "checkpoint", "llama", seed=1)
     with pytest.raises(EngineError, match="the engine of a language model"):
-        build(checkpoint, tmp_path / "llama", "bf16").network()
+        build(checkpoint, tmp_path / "llama", "bf16").stateless_executor()
 
 
 @pytest.mark.parametrize("offset", [2, -4, 2**40, 10**7])
@@ -200,7 +200,7 @@ def test_places_are_inside_the_activations(name: str, offset: int, tmp_path: Pat
         for slots in (good.inputs, good.outputs)
     )
     with pytest.raises(EngineError, match="inside them"):
-        NativeNetwork(replace(good, inputs=inputs, outputs=outputs))
+        StatelessExecutor(replace(good, inputs=inputs, outputs=outputs))
 
 
 class Fixed(Module):
@@ -218,14 +218,14 @@ class Same(Module):
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
-    loaded = network(Same(), tmp_path / "same", profile={"n": Bounds(1, 1, 5)}).network()
+    loaded = network(Same(), tmp_path / "same", profile={"n": Bounds(1, 1, 5)}).stateless_executor()
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     assert (loaded.run({"x": x})["x2"] == x).all()
     loaded.close()
 
 
 def test_a_network_without_symbols(tmp_path: Path) -> None:
-    loaded = network(Fixed(), tmp_path / "fixed").network()
+    loaded = network(Fixed(), tmp_path / "fixed").stateless_executor()
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     assert (loaded.run({"x": x})["y"] == 2 * x).all()
     loaded.close()
@@ -234,7 +234,7 @@ def test_a_network_without_symbols(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ an encoder
 
 
-def vectors(loaded: NativeNetwork, found: list[NDArray[np.int32]]) -> NDArray[np.float32]:
+def vectors(loaded: StatelessExecutor, found: list[NDArray[np.int32]]) -> NDArray[np.float32]:
     return loaded.run(packed(found))["embeddings"].astype(np.float32)
 
 
@@ -264,7 +264,7 @@ def test_an_encoder_is_bert(precision: str, tolerance: float, tmp_path: Path) ->
     engine, found = encoder(tmp_path / "bert", precision), texts()
     exact = by_transformers(found)
     for isa in usable_isas():
-        loaded = engine.network(isa=isa)
+        loaded = engine.stateless_executor(isa=isa)
         together = vectors(loaded, found)
         assert together.shape == exact.shape and np.abs(together - exact).max() <= tolerance
         assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
@@ -280,7 +280,7 @@ def test_an_encoder_is_its_reference(precision: str, tmp_path: Path) -> None:
     exact, plain = (reference(BertSentences(SMALL), inputs, p)["embeddings"] for p in ("fp32", precision))
     tolerance = max(np.abs(plain - exact).max(), 1e-6)
     for fuse in (True, False):
-        loaded = encoder(tmp_path / f"bert{fuse}", precision, fuse=fuse).network()
+        loaded = encoder(tmp_path / f"bert{fuse}", precision, fuse=fuse).stateless_executor()
         got = loaded.run(inputs)["embeddings"]
         assert np.abs(got - plain).max() <= tolerance
         loaded.close()
@@ -288,7 +288,7 @@ def test_an_encoder_is_its_reference(precision: str, tmp_path: Path) -> None:
 
 def test_a_neighbour_that_is_not_finite_stays_alone(tmp_path: Path) -> None:
     """A token that the vocabulary does not have makes its own sequence NaN, and no other."""
-    loaded, found = encoder(tmp_path / "bert", "fp32").network(), texts()
+    loaded, found = encoder(tmp_path / "bert", "fp32").stateless_executor(), texts()
     good = loaded.run(packed(found))["embeddings"]
     found[3][7] = SMALL.vocab_size
     bad = loaded.run(packed(found))["embeddings"]
@@ -299,7 +299,7 @@ def test_a_neighbour_that_is_not_finite_stays_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lengths", [[3, 3], [6, 0], [-1, 6], [2**31 - 1, 1], [2, 2], [5, 1]])
 def test_lengths_must_fit_the_tokens(lengths: list[int], tmp_path: Path) -> None:
-    loaded = encoder(tmp_path / "bert", "fp32").network()
+    loaded = encoder(tmp_path / "bert", "fp32").stateless_executor()
     inputs = {**packed(texts((2, 3))), "lengths": np.array(lengths, np.int32)}
     with pytest.raises(ExecutionError, match="length"):
         loaded.run(inputs)

@@ -96,7 +96,7 @@ def test_symbols_in_any_dimension(tmp_path: Path) -> None:
     assert [s.shape for s in engine.manifest.cpu.outputs] == [["N", "H*W", 20], ["N", 4, "(H - 1)//2", "(W - 1)//2"]]
     shapes = [shape for node in read_graph_table(engine.folder).nodes for shape in node.shapes]
     assert ["N", "H*W", 20] in shapes and ["N", 4, "(H + 1)//2", "(W + 1)//2"] in shapes
-    loaded = {(isa, n): engine.network(isa=isa, threads=n) for isa in usable_isas() for n in (1, 2)}
+    loaded = {(isa, n): engine.stateless_executor(isa=isa, threads=n) for isa in usable_isas() for n in (1, 2)}
     for sizes in ((1, 4, 3), (3, 12, 10), (2, 5, 8)):
         inputs = images(*sizes)
         found = [network.run(inputs) for network in loaded.values()]
@@ -124,7 +124,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def test_inputs_that_contradict_each_other(tmp_path: Path) -> None:
-    loaded = engine_of(Masked(), tmp_path / "e", IMAGES, weights_of(Masked())).network()
+    loaded = engine_of(Masked(), tmp_path / "e", IMAGES, weights_of(Masked())).stateless_executor()
     for changed, says in WRONG:
         with pytest.raises(RequestError) as error:
             loaded.run({**images(1, 4, 3), **changed})
@@ -145,7 +145,7 @@ class Rows(Module):
 
 def test_quotients_are_exact(tmp_path: Path) -> None:
     """What is no whole number is said: of bounds when it is built, of inputs when it runs."""
-    loaded = engine_of(Rows(), tmp_path / "e", {"N": Bounds(1, 1, 3), "W": Bounds(2, 4, 9999 + 1)}).network()
+    loaded = engine_of(Rows(), tmp_path / "e", {"N": Bounds(1, 1, 3), "W": Bounds(2, 4, 9999 + 1)}).stateless_executor()
     x = np.arange(6000, dtype=np.float32).reshape(3, 2000)
     assert (loaded.run({"x": x})["y"] == (x.reshape(6, 1000) + 1) * 2).all()
     with pytest.raises(RequestError, match=r"the dimension W/2 is no whole number where W = 7"):
@@ -229,7 +229,7 @@ def test_values_of_every_type(fuse: bool, tmp_path: Path) -> None:
     assert [s.dtype for s in engine.manifest.cpu.outputs] == ["f32", "f16", "i8", "i64", "bool", "f16", "i8"]
     plain = reference(Typed(), inputs)
     for isa in usable_isas():
-        loaded = engine.network(isa=isa)
+        loaded = engine.stateless_executor(isa=isa)
         found: dict[str, Any] = loaded.run(inputs)
         for name, got in found.items():
             assert got.dtype == exact[name].dtype, name

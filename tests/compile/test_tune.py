@@ -346,7 +346,7 @@ def test_an_encoder_is_tuned_and_its_vectors_stay(tmp_path: Path) -> None:
 
     def vectors() -> bytes:
         engine = Engine.open(tmp_path / "engine")
-        network = engine.network()
+        network = engine.stateless_executor()
         found = network.run(text_inputs(texts, [slot.name for slot in engine.manifest.cpu.inputs]))["embeddings"]
         network.close()
         engine.close()

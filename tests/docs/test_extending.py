@@ -175,7 +175,7 @@ def test_a_backend(tmp_path: Path) -> None:
     assert write("backend", tmp_path) == ["digits.py", "classifier.py"]
     engine = network(Scores(), tmp_path / "engine", profile={"images": Bounds(1, 4, 8)})
     rows = np.random.default_rng(0).standard_normal((3, 7)).astype(np.float32)
-    opened = engine.network()
+    opened = engine.stateless_executor()
     expected = opened.run({"x": rows})["scores"].argmax(axis=1).tolist()
     with loaded(tmp_path / "classifier.py") as page:
         model = page.ClassifierModel(name="digits", created=1, max_context=1, network=opened)

@@ -15,7 +15,7 @@ from millrace.compile import resolve_model
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.device_lookup import DeviceId
-from millrace.engine.cuda.encoder_executor import CudaNetwork
+from millrace.engine.cuda.encoder_executor import CudaEncoderExecutor
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.encoder_inputs import text_inputs
 from millrace.env import read_env
@@ -52,7 +52,7 @@ def test_vectors_are_those_of_transformers(precision: str, farthest: float, fold
     """In one step and, with few texts and tokens a step, in many; asked by many threads at once."""
     want = by_transformers(folder, TEXTS)
     with LLM(folder, precision=precision, device="cuda") as llm:
-        assert isinstance(llm._opened, OpenedEncoder) and isinstance(llm._opened.network, CudaNetwork)
+        assert isinstance(llm._opened, OpenedEncoder) and isinstance(llm._opened.network, CudaEncoderExecutor)
         assert llm._opened.isa == HERE.name
         kept = llm._opened.engine.folder
         got = vectors(llm.embed(TEXTS, truncate_prompt_tokens=-1))
@@ -87,7 +87,7 @@ def test_a_server_of_vectors(folder: Path) -> None:
 def test_a_device_that_fails_ends_its_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And after three steps in a row, and one of its own, the loop: nobody waits for ever."""
     with LLM(folder, device="cuda") as llm:
-        monkeypatch.setattr(CudaNetwork, "_computed", failing)
+        monkeypatch.setattr(CudaEncoderExecutor, "_computed", failing)
         for _ in range(3):
             with pytest.raises(EngineError, match="CUDA error"):
                 llm.embed(TEXTS[2])
@@ -102,7 +102,7 @@ def failing(*_: object) -> None:
 def test_what_a_run_takes_is_bounded(folder: Path) -> None:
     """By PyTorch's own book, of the longest texts and of the most."""
     engine = engine_of(folder, precision="bf16", max_batch=40)
-    limits, network = engine.model.limits, engine.network_on_gpu()
+    limits, network = engine.model.limits, engine.encoder_on_gpu()
     longest = np.zeros(limits.max_context, np.int32)
     most = 0
     for texts in ([longest] * (limits.max_step_tokens // limits.max_context)), [longest[:3]] * limits.max_sequences:
@@ -131,7 +131,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(resolve_model, "find_gpu", lambda device: replace(HERE, **gpu))
-    monkeypatch.setattr(CudaNetwork, "__init__", never)
+    monkeypatch.setattr(CudaEncoderExecutor, "__init__", never)
     with pytest.raises(kind) as refused:
         open_encoder("e", engine_of(folder, **build), RunSettings(device="cuda", **run))
     assert all(word in str(refused.value) for word in words), str(refused.value)
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
 
 def test_inputs_that_do_not_fit(folder: Path) -> None:
     engine = engine_of(folder)
-    network, names = engine.network_on_gpu(), [port.name for port in engine.model.lowered.graph.inputs]
+    network, names = engine.encoder_on_gpu(), [port.name for port in engine.model.lowered.graph.inputs]
     given = text_inputs([np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)], names)
     wrong = {
         "lengths of texts": {"lengths": np.array([5, 2], np.int32)},

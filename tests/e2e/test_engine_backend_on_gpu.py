@@ -141,7 +141,7 @@ def test_an_encoder_whose_device_fails(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         with monkeypatch.context() as broken:
-            broken.setattr(encoder_executor.CudaNetwork, "run", fail)
+            broken.setattr(encoder_executor.CudaEncoderExecutor, "run", fail)
             for _ in range(3):
                 assert "CUDA error" in httpx.post(url, json=body).text
             until(lambda: "texts_0 was lost and is being restarted: the engine has stopped" in caplog.text)

@@ -96,7 +96,7 @@ def replay(ours: CudaExecutor) -> Callable[[], object]:
 def mixed(ours: CudaExecutor) -> Callable[[], object]:
     """A chunk of a prompt beside two that decode, draws included."""
     step = dummy_step([9, 1, 1], 0, 3, vocab=ours.limits.vocab_size)
-    return lambda: ours._drawn_at_once(step, SamplingMode.LIKELIEST)
+    return lambda: ours._sample_eager(step, SamplingMode.LIKELIEST)
 
 
 EIGHT_BITS = ["coded_rows"]  # of what attention gives; other rows are made so by the kernels before

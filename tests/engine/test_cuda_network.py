@@ -11,7 +11,7 @@ from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.cuda.encoder_executor import CudaNetwork
+from millrace.engine.cuda.encoder_executor import CudaEncoderExecutor
 from millrace.engine.cuda.host_device_copy import AsyncCopy
 from millrace.engine.encoder_inputs import text_inputs
 from millrace.kernels.catalogue import operators
@@ -33,7 +33,7 @@ def test_a_run_waits_for_its_vectors_alone(
     source = Source.from_checkpoint(Checkpoint.open(random_encoder(tmp_path, pooling=pooling)))
     graph = run_passes(trace_model(source.module, source.weights, operators()), gpu(precision_map(precision)))
     dtype = "fp32" if precision == "fp32" else "bf16"
-    like = CudaNetwork(lower_for_gpu(graph, dtype), MOST, device="cpu")._loaded
+    like = CudaEncoderExecutor(lower_for_gpu(graph, dtype), MOST, device="cpu")._loaded
     texts = text_inputs([np.arange(n, dtype=np.int32) for n in (3, 17, 64, 1)], [p.name for p in graph.inputs])
     shapes: list[tuple[int, ...]] = []
 
@@ -43,7 +43,9 @@ def test_a_run_waits_for_its_vectors_alone(
 
     monkeypatch.setattr(AsyncCopy, "arrived", arrived)
     with on_fake_cuda(monkeypatch) as device:
-        network = CudaNetwork(lower_for_gpu(graph, dtype), MOST, device=str(DEVICE), load=lambda *_: loaded_there(like))
+        network = CudaEncoderExecutor(
+            lower_for_gpu(graph, dtype), MOST, device=str(DEVICE), load=lambda *_: loaded_there(like)
+        )
         device.warming = True
         network.warm(100)
         device.warming = False

@@ -20,7 +20,7 @@ from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.manifest import MANIFEST, Manifest, sealed
 from millrace.engine.executor import ExecutionError, ExecutorLimits, StepInputs
 from millrace.engine.native import executor as native_executor
-from millrace.engine.native.executor import NativeNetwork
+from millrace.engine.native.executor import StatelessExecutor
 from millrace.engine.native.step_arrays import step_args
 from millrace.errors import ConfigError, EngineError, MillraceError, RequestError
 from tests.support.checkpoints import random_checkpoint
@@ -36,8 +36,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.fixture
-def loaded(engine: Engine) -> Iterator[NativeNetwork]:
-    network = engine.network(threads=2)
+def loaded(engine: Engine) -> Iterator[StatelessExecutor]:
+    network = engine.stateless_executor(threads=2)
     yield network
     network.close()
 
@@ -77,7 +77,7 @@ HOSTILE: dict[str, tuple[Callable[[Table], object], str]] = {
 def test_whatever_a_resealed_encoder_says(engine: Engine, name: str, tmp_path: Path) -> None:
     change, says = HOSTILE[name]
     with pytest.raises(EngineError, match=says):
-        Engine.open(resealed(engine.folder, tmp_path, change)).network(threads=1)
+        Engine.open(resealed(engine.folder, tmp_path, change)).stateless_executor(threads=1)
 
 
 def test_bounds_that_a_step_would_not_fit_are_refused_at_load(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_outputs_of_a_language_model_are_checked_too(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ who uses it
 
 
-def test_threads_take_turns(loaded: NativeNetwork) -> None:
+def test_threads_take_turns(loaded: StatelessExecutor) -> None:
     """Each gets its own answer, however their runs come between each other."""
     inputs = [packed(texts((5, 70, 1))), packed(texts((300, 17, 64), seed=2))]
     expected = [loaded.run(i)["embeddings"] for i in inputs]
@@ -137,7 +137,7 @@ def test_threads_take_turns(loaded: NativeNetwork) -> None:
     assert not wrong
 
 
-USES: dict[str, Callable[[NativeNetwork], object]] = {
+USES: dict[str, Callable[[StatelessExecutor], object]] = {
     "run": lambda n: n.run(packed(texts((3,)))), "compute": lambda n: n.compute([1, 1]),
     "activations": lambda n: n.activations(), "weights_checksum": lambda n: n.weights_checksum(),
     "set_tactics": lambda n: n.set_tactics([]), "chosen_tactics": lambda n: n.chosen_tactics(),
@@ -145,7 +145,7 @@ USES: dict[str, Callable[[NativeNetwork], object]] = {
 }  # fmt: skip
 
 
-def test_every_use_after_close_is_told(loaded: NativeNetwork) -> None:
+def test_every_use_after_close_is_told(loaded: StatelessExecutor) -> None:
     loaded.close()
     loaded.close()
     for name, use in USES.items():
@@ -154,7 +154,7 @@ def test_every_use_after_close_is_told(loaded: NativeNetwork) -> None:
     assert loaded.isa
 
 
-def test_close_waits_for_the_run_on_its_way(loaded: NativeNetwork) -> None:
+def test_close_waits_for_the_run_on_its_way(loaded: StatelessExecutor) -> None:
     inputs, begun, told = packed(texts((300, 100))), threading.Event(), []
 
     def use() -> None:
@@ -173,7 +173,7 @@ def test_close_waits_for_the_run_on_its_way(loaded: NativeNetwork) -> None:
     assert told == ["this engine is closed"]
 
 
-def test_what_is_looked_at_stays(loaded: NativeNetwork) -> None:
+def test_what_is_looked_at_stays(loaded: StatelessExecutor) -> None:
     loaded.run(packed(texts()))
     before = n_threads()
     view = loaded.activations()[64:]
@@ -185,7 +185,7 @@ def test_what_is_looked_at_stays(loaded: NativeNetwork) -> None:
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_it_cannot_be_copied(loaded: NativeNetwork, way: Callable[[object], object]) -> None:
+def test_it_cannot_be_copied(loaded: StatelessExecutor, way: Callable[[object], object]) -> None:
     with pytest.raises(ConfigError, match="cannot be pickled or copied"):
         way(loaded)
 
@@ -199,12 +199,12 @@ def test_who_forgets_close_loses_nothing(engine: Engine) -> None:
     gc.collect()
     before = n_threads()
     for _ in range(3):
-        engine.network(threads=3).run(packed(texts((2, 3))))
+        engine.stateless_executor(threads=3).run(packed(texts((2, 3))))
     assert n_threads() <= before, "or fewer: what other tests began may have ended"
 
 
 def test_an_error_that_is_kept_keeps_no_memory(engine: Engine) -> None:
-    before, loaded = n_threads(), engine.network(threads=2)
+    before, loaded = n_threads(), engine.stateless_executor(threads=2)
     wrong = {**packed(texts((2, 3))), "lengths": np.array([9, 9], np.int32)}
     with pytest.raises(ExecutionError) as error:
         loaded.run(wrong)
@@ -214,7 +214,7 @@ def test_an_error_that_is_kept_keeps_no_memory(engine: Engine) -> None:
 
 def test_a_forked_child_is_told(engine: Engine) -> None:
     """Also where a thread of the parent was in the middle of a run; nothing of the parent's ends with it."""
-    loaded = engine.network(threads=2)
+    loaded = engine.stateless_executor(threads=2)
     inputs = packed(texts((5, 70, 1)))
     good = loaded.run(inputs)["embeddings"]
     read, write = os.pipe()
@@ -243,7 +243,7 @@ def test_a_forked_child_is_told(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[0, 1], [1], [1, 2, 3], [-1, 1], [2**31, 1], [2.7, 1.2], ["a", 1], None, 7])
-def test_sizes_are_whole_numbers_within_bounds(loaded: NativeNetwork, sizes: Any) -> None:
+def test_sizes_are_whole_numbers_within_bounds(loaded: StatelessExecutor, sizes: Any) -> None:
     with pytest.raises(RequestError, match=r"whole numbers: T from 1 to 512, S from 1 to 8"):
         loaded.compute(sizes)
 
@@ -258,7 +258,7 @@ def test_sizes_are_whole_numbers_within_bounds(loaded: NativeNetwork, sizes: Any
         ([1, 2], "the inputs are of type list"),
     ],
 )
-def test_inputs_are_arrays_by_name(loaded: NativeNetwork, inputs: Any, says: str) -> None:
+def test_inputs_are_arrays_by_name(loaded: StatelessExecutor, inputs: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         loaded.run(inputs)
 

@@ -250,7 +250,7 @@ def _run_network(folder: Path) -> None:
     engine = Engine.open(folder)
     given = packed(texts((5, 70, 1)))
     asked = {s.name: [3 if isinstance(d, str) else min(d, 100) for d in s.shape] for s in engine.manifest.cpu.inputs}
-    loaded = engine.network(threads=1)
+    loaded = engine.stateless_executor(threads=1)
     try:
         for _ in range(2):
             loaded.run({name: given.get(name, np.ones(shape, np.int32)) for name, shape in asked.items()})

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
-from millrace.engine.native.executor import NativeNetwork, NativeProgram
+from millrace.engine.native.executor import NativeProgram, StatelessExecutor
 from millrace.graph.expressions import Tree
 from millrace.graph.types import Symbol
 from millrace.kernels.convert.ref import pack_rows
@@ -162,7 +162,7 @@ def test_nothing_is_left_of_another_product(tiled: str) -> None:
         calls=calls, n_calls=2, weights=np.frombuffer(weights, np.uint8), weights_bytes=len(weights),
         activation_bytes=len(memory), symbols={Symbol("rows"): 32},
     )  # fmt: skip
-    network = NativeNetwork(program, threads=1, isa=tiled)
+    network = StatelessExecutor(program, threads=1, isa=tiled)
     network.set_tactics([(i, 1, (TILES,) + (0,) * (MAX_KNOBS - 1)) for i in range(2)])
     network.activations()[:] = np.frombuffer(memory, np.uint8)
     network.compute([32])

@@ -140,5 +140,5 @@ def test_numbers_of_numpy_stand_beside_tensors(tmp_path: Path) -> None:
         source, plan = planned(partial(with_numbers, two))
         folder = tmp_path / type(two).__name__
         write_engine(source, plan, folder, name="net")
-        found.append(Engine.open(folder).network(threads=1).run({"x": x})["y"])
+        found.append(Engine.open(folder).stateless_executor(threads=1).run({"x": x})["y"])
     assert all((y == found[0]).all() for y in found)

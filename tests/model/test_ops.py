@@ -57,7 +57,7 @@ def test_an_operator_computes_what_its_name_says(name: str, tmp_path: Path) -> N
     source = Source.from_module(Model(operator), {})
     options = BuildOptions(precision=precision_map("fp32"), profile={"rows": Bounds(1, 40, 40)})
     write_engine(source, plan_engine(source, options), tmp_path / "engine", name=name)
-    network = Engine.open(tmp_path / "engine").network(threads=1)
+    network = Engine.open(tmp_path / "engine").stateless_executor(threads=1)
     found = network.run({"x": x})["y"].astype(np.float64)
     network.close()
     # a few ulps of the operator's own

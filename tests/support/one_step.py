@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.native.executor import NativeNetwork, NativeProgram
+from millrace.engine.native.executor import NativeProgram, StatelessExecutor
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import numbered
 from millrace.kernels.declare import MAX_KNOBS, Param, Space
@@ -69,7 +69,7 @@ def run_kernel(
         calls=encode(kernel, refs, params), n_calls=1, weights=weights, weights_bytes=weights.size,
         activation_bytes=before.size, symbols={Symbol(f"s{i}"): size for i, size in enumerate(sizes)},
     )  # fmt: skip
-    network = NativeNetwork(program, threads=machine.threads, isa=machine.isa)
+    network = StatelessExecutor(program, threads=machine.threads, isa=machine.isa)
     try:
         memory = network.activations()
         memory[:] = before

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from millrace.engine.native.executor import NativeNetwork, NativeProgram
+from millrace.engine.native.executor import NativeProgram, StatelessExecutor
 from millrace.errors import MachineError
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import Param, RowFormat, Space, WeightFormat
@@ -128,7 +128,7 @@ def seconds_of(
         weights=np.full(matrices * w_bytes, _FILL, np.uint8), weights_bytes=matrices * w_bytes,
         activation_bytes=rows * (x_stride + 4 * n), symbols={Symbol("rows"): rows},
     )  # fmt: skip
-    network = NativeNetwork(program, threads=threads, isa=isa)
+    network = StatelessExecutor(program, threads=threads, isa=isa)
     try:
         network.activations()[:] = _FILL
         return [seconds / repeats for seconds in _timed(network, rows)]
@@ -136,7 +136,7 @@ def seconds_of(
         network.close()
 
 
-def _timed(network: NativeNetwork, rows: int) -> list[float]:
+def _timed(network: StatelessExecutor, rows: int) -> list[float]:
     """Return seconds of one run, averaged over each round."""
     start = time.perf_counter()
     network.compute([rows])

@@ -76,11 +76,11 @@ class FrameProcess:
         self._killed = True
         self.process.kill()
 
-    def halt(self) -> None:
-        """Suspend the process until `go_on`. If the owner ends meanwhile, the script itself must continue."""
+    def suspend(self) -> None:
+        """Suspend the process until `resume`. If the owner ends meanwhile, the script itself must continue."""
         self.process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
     def exchange(self, payload: bytes, timeout_s: float) -> bytes:
@@ -134,7 +134,7 @@ class WorkerProcess:
         self._settling = threading.Lock()  # guards the attributes below
         self._paused, self._began_s, self._lasted_s = False, 0.0, 0.0
         self._at_work: FrameProcess | None = None
-        self._halted: FrameProcess | None = None
+        self._suspended: FrameProcess | None = None
 
     def exchange(self, payload: bytes, timeout_s: float, *, retry: bool = True) -> bytes:
         """Send one message and receive one.
@@ -196,13 +196,13 @@ class WorkerProcess:
 
     def _settle(self) -> None:
         halted = self._at_work if self._paused else None
-        if halted is self._halted:
+        if halted is self._suspended:
             return
-        if self._halted is not None:
-            self._halted.go_on()
+        if self._suspended is not None:
+            self._suspended.resume()
         if halted is not None:
-            halted.halt()
-        self._halted = halted
+            halted.suspend()
+        self._suspended = halted
 
     def _started(self) -> FrameProcess:
         if self.process is not None and self.process.alive:

@@ -23,7 +23,7 @@ from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.executor import Executor
-from millrace.engine.native.executor import NativeExecutor, NativeNetwork
+from millrace.engine.native.executor import NativeExecutor, StatelessExecutor
 from millrace.engine.transformers.engine import TransformersEngine
 from millrace.errors import CheckpointError, ConfigError
 from millrace.machine.cpu import memory, usable_cores
@@ -183,7 +183,7 @@ class OpenedEncoder:
         """The instruction set; on a GPU, its name."""
         if isinstance(self.engine, GpuEngine):
             return self.engine.gpu.name
-        assert isinstance(self.network, NativeNetwork), "not available for a GPU model"
+        assert isinstance(self.network, StatelessExecutor), "asked of an encoder on a GPU"
         return self.network.isa
 
     def close(self) -> None:
@@ -200,9 +200,9 @@ def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
     tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.from_engine(engine)
     pairs = _pair_template(engine, tokenizer) if engine.manifest.is_cross_encoder else None
     if isinstance(engine, GpuEngine):
-        return OpenedEncoder(name, engine, engine.network_on_gpu(), tokenizer, limits, pairs)
+        return OpenedEncoder(name, engine, engine.encoder_on_gpu(), tokenizer, limits, pairs)
     plan_encoder(engine, memory())
-    network = engine.network(threads=run.threads or usable_cores(), isa=run.isa)
+    network = engine.stateless_executor(threads=run.threads or usable_cores(), isa=run.isa)
     return OpenedEncoder(name, engine, network, tokenizer, limits, pairs)
 
 

@@ -87,7 +87,7 @@ def test_what_was_read_too_often_has_no_more_calls(seed: int, monkeypatch: pytes
     rng = random.Random(seed)
     call, false = OPEN + '{"name": "f", "arguments": {}}</tool_call>', OPEN + '{"x": 1}'  # none: it has no name
     text = false * rng.randint(1, 5) + call
-    monkeypatch.setattr(module, "MAX_AGAIN", 3 * len('{"x": 1}'))
+    monkeypatch.setattr(module, "MAX_REREAD", 3 * len('{"x": 1}'))
     pieces, at = list[str](), 0
     while at < len(text):
         pieces.append(text[at : at + rng.choice([1, 2, 7, 40])])

@@ -194,7 +194,7 @@ class Family:
     end: str
     result: str
     n_calls: int = 2  # that it writes in one message, at most 2 here
-    tells: bool = True  # of the tools
+    describes_tools: bool = True  # of the tools
 
 
 FAMILIES = {
@@ -213,10 +213,10 @@ FAMILIES = {
     ),
     "DeepSeek V3": Family(
         DEEPSEEK_V3, DEEPSEEK, "</s>",
-        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>21<｜tool▁output▁end｜>", tells=False,
+        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>21<｜tool▁output▁end｜>", describes_tools=False,
     ),
     "DeepSeek V3.1": Family(
-        DEEPSEEK_V31, DEEPSEEK_PLAIN, "</s>", "<｜tool▁output▁begin｜>21<｜tool▁output▁end｜>", tells=False
+        DEEPSEEK_V31, DEEPSEEK_PLAIN, "</s>", "<｜tool▁output▁begin｜>21<｜tool▁output▁end｜>", describes_tools=False
     ),
 }  # fmt: skip
 SCHEMA = {
@@ -286,7 +286,7 @@ def read(of: ToolFormat, text: str, thoughts: Reasoning | None = None) -> tuple[
 def test_the_format_is_found(family: Family) -> None:
     found = format_of(family.template)
     assert found.syntax == family.of.syntax and found.opens == family.of.opens
-    assert found.native and found.tells is family.tells and found.single is (family.n_calls == 1)
+    assert found.native and found.describes_tools is family.describes_tools and found.single is (family.n_calls == 1)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -322,7 +322,7 @@ def test_the_model_is_told_of_its_tools(family: Family, template: ChatTemplate) 
     names = re.findall(r'"name": "(get_weather|now)"', prompt)
     assert names == list(SCHEMAS), prompt
     example = format_of(family.template).syntax.calls([("name of the function", '{"name of an argument": ')])
-    assert (example.partition('{"name of an argument"')[0] in prompt) is not family.tells
+    assert (example.partition('{"name of an argument"')[0] in prompt) is not family.describes_tools
 
 
 def test_calls_beside_an_empty_text_are_calls(family: Family, template: ChatTemplate) -> None:

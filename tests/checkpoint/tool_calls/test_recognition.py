@@ -137,7 +137,7 @@ def calls(source: str, text: str) -> tuple[str, list[tuple[str | None, str]]]:
 def test_a_call_is_read_in_the_format_that_the_template_writes(name: str) -> None:
     expected, source = NATIVE[name]
     of = format_of(source)
-    assert of.name == expected and of.native and of.tells and not of.single
+    assert of.name == expected and of.native and of.describes_tools and not of.single
     rendering = ChatTemplate(source, {})
     try:
         whole = rendering.render(with_tools(TALK, TOOLS, of), add_generation_prompt=False, extra={"tools": TOOLS})
@@ -204,7 +204,11 @@ def test_a_template_that_takes_one_call_is_found_by_trying_two() -> None:
 def test_a_template_that_does_not_tell_of_tools_is_found() -> None:
     expected, source = NATIVE["Hermes, Qwen 2.5"]
     silent = source.replace("{{ tools | tojson }}", "")
-    assert tool_format(silent).name == expected and not tool_format(silent).tells and tool_format(source).tells
+    assert (
+        tool_format(silent).name == expected
+        and not tool_format(silent).describes_tools
+        and tool_format(source).describes_tools
+    )
 
 
 def test_a_template_without_an_end_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

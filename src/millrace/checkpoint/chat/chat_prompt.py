@@ -46,7 +46,7 @@ class PromptRenderer:
             messages = with_tools(messages, (), replace(form, native=shows_calls))
             if tools and shows_tools:
                 variables["tools"] = list(tools)
-            if tools and not (shows_tools and form.tells):
+            if tools and not (shows_tools and form.describes_tools):
                 preamble = self._tools_text(tools, form)
         return self.template.render(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
@@ -62,7 +62,7 @@ class PromptRenderer:
         if name != DEFAULT:  # a template for tools, but the format of its calls is unknown
             shows_tools, shows_calls = self.template.renders_tools()
             if shows_tools:
-                return replace(form, tells=True), True, shows_calls
+                return replace(form, describes_tools=True), True, shows_calls
             form = self._format(DEFAULT)
         return form, form.native, form.native
 
@@ -74,7 +74,7 @@ class PromptRenderer:
     @staticmethod
     def _tools_text(tools: Sequence[Mapping[str, object]], form: ToolFormat) -> str:
         """Return a description of the tools for a model whose template does not describe them."""
-        (message,) = with_tools((), tools, replace(form, tells=False))
+        (message,) = with_tools((), tools, replace(form, describes_tools=False))
         return str(message["content"])
 
 

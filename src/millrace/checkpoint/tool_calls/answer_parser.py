@@ -13,7 +13,7 @@ from millrace.checkpoint.tool_calls.families import Reasoning, ToolFormat
 from millrace.checkpoint.tool_calls.incremental_json import CallObject, JsonValue, behind_blank
 
 MAX_HEADER = 512  # characters of a name and the markup around it
-MAX_AGAIN = 256 * 1024  # limit on characters that are read twice due to false calls; after it no calls are parsed
+MAX_REREAD = 256 * 1024  # limit on characters that are read twice due to false calls; after it no calls are parsed
 _WINDOW = 4096  # characters that are processed at a time, because consuming some copies the rest
 
 
@@ -68,15 +68,19 @@ class AnswerParser:
     ) -> None:
         self._format, self._thoughts, self._tools, self._max_calls = calls, thoughts, tools, max_calls
         self._text = ""  # text that is not classified yet
-        self._coming: list[tuple[str, int]] = []  # the text that follows, with start offsets; a stack, the next on top
-        self._n_come, self._n_coming = 0, 0  # characters received, and characters in `_coming`
-        self._waits = False  # `_text` is white space only: every state waits for more
+        self._input_stack: list[
+            tuple[str, int]
+        ] = []  # the text that follows, with start offsets; a stack, the next on top
+        self._n_received, self._n_buffered = 0, 0  # characters received, and characters in `_input_stack`
+        self._only_whitespace = False  # `_text` is white space only: every state waits for more
         self._blanks: list[str] = []  # white space after it that decides nothing
         self._flushed = False
-        self._state: Callable[[], bool] = self._begin_thinking if thinks else self._begin
+        self._state: Callable[[], bool] = self._before_reasoning if thinks else self._begin
         self._pending: list[str] | None = None  # text that seemed to open calls, until one begins
-        self._seemed_at: int | None = None  # offset in the answer of a possible call that may turn out to be content
-        self._n_again = 0  # characters read twice so far
+        self._candidate_start: int | None = (
+            None  # offset in the answer of a possible call that may turn out to be content
+        )
+        self._n_reread = 0  # characters read twice so far
         self._is_marked = False  # whether a mark that opens calls was found
         self._object, self._value = CallObject(), JsonValue()
         self._content: list[str] = []
@@ -87,58 +91,58 @@ class AnswerParser:
 
     def push(self, text: str) -> ParsedDelta:
         """Return what a piece of text adds."""
-        if self._waits and text.isspace():
+        if self._only_whitespace and text.isspace():
             self._blanks.append(text)
             return _NOTHING
-        self._come("".join([*self._blanks, text]))
+        self._append_input("".join([*self._blanks, text]))
         return self._read()
 
     def flush(self) -> ParsedDelta:
         """Return the rest at the end of the answer."""
         self._flushed = True
-        self._come("".join(self._blanks))
+        self._append_input("".join(self._blanks))
         return self._read()
 
     @property
     def _is_text_over(self) -> bool:
         """Whether no text follows `_text`."""
-        return self._flushed and not self._coming
+        return self._flushed and not self._input_stack
 
-    def _come(self, text: str) -> None:
+    def _append_input(self, text: str) -> None:
         """Append text to the unclassified text."""
         self._blanks = []
-        self._n_come += len(text)
-        self._to_come(text, 0)
+        self._n_received += len(text)
+        self._push_input(text, 0)
         self._advance()
 
-    def _to_come(self, text: str, at: int) -> None:
-        self._n_coming += len(text) - at
-        self._coming.append((text, at))
+    def _push_input(self, text: str, at: int) -> None:
+        self._n_buffered += len(text) - at
+        self._input_stack.append((text, at))
 
     @property
     def _at(self) -> int:
         """Return the offset in the answer of the unclassified text."""
-        return self._n_come - self._n_coming - len(self._text)
+        return self._n_received - self._n_buffered - len(self._text)
 
     def _advance(self) -> bool:
-        if not self._coming:
+        if not self._input_stack:
             return False
-        text, at = self._coming.pop()
+        text, at = self._input_stack.pop()
         some = text[at : at + _WINDOW]
         self._text += some
-        self._n_coming -= len(some)
+        self._n_buffered -= len(some)
         if at + _WINDOW < len(text):
-            self._coming.append((text, at + _WINDOW))
+            self._input_stack.append((text, at + _WINDOW))
         return True
 
     def _read(self) -> ParsedDelta:
         while self._state() or self._advance():
             pass
-        n_settled = self._at if self._seemed_at is None else self._seemed_at
+        n_settled = self._at if self._candidate_start is None else self._candidate_start
         content, thoughts = "".join(self._content), "".join(self._reasoning)
         delta = ParsedDelta(content, thoughts, tuple(self._parts), tuple(self._spans), n_settled)
         self._content, self._spans, self._reasoning, self._parts = [], [], [], []
-        self._waits = self._text.isspace()
+        self._only_whitespace = self._text.isspace()
         return delta
 
     # Each state consumes what it can of the text, and returns whether the next state can continue.
@@ -147,28 +151,28 @@ class AnswerParser:
         text = self._text.lstrip()
         begin = self._thoughts.begin if self._thoughts else ""
         if begin and text.startswith(begin):
-            return self._enter(self._begin_thinking, text[len(begin) :])
+            return self._go_to_state(self._before_reasoning, text[len(begin) :])
         if begin and begin.startswith(text) and not self._is_text_over:
             return False
-        return self._enter(self._begin_answer, self._text)
+        return self._go_to_state(self._begin_answer, self._text)
 
-    def _begin_thinking(self) -> bool:
+    def _before_reasoning(self) -> bool:
         text = self._text.lstrip()
-        return bool(text) and self._enter(self._think, text)
+        return bool(text) and self._go_to_state(self._in_reasoning, text)
 
-    def _think(self) -> bool:
+    def _in_reasoning(self) -> bool:
         assert self._thoughts is not None
         before, end, behind = self._text.partition(self._thoughts.end)
         if end:
             self._reasoning.append(before.rstrip())
-            return self._enter(self._pause, behind)
-        self._reasoning.append(self._certain((self._thoughts.end,)))
+            return self._go_to_state(self._after_reasoning, behind)
+        self._reasoning.append(self._take_certain_text((self._thoughts.end,)))
         return False
 
-    def _pause(self) -> bool:
+    def _after_reasoning(self) -> bool:
         """Skip the white space between reasoning and answer, which belongs to neither."""
         text = self._text.lstrip()
-        return bool(text) and self._enter(self._begin_answer, text)
+        return bool(text) and self._go_to_state(self._begin_answer, text)
 
     def _begin_answer(self) -> bool:
         text = self._text.lstrip()
@@ -178,25 +182,25 @@ class AnswerParser:
             or (text and text[0] != "{")
             or (self._is_text_over and not text)
         ):
-            self._pending = self._seemed_at = None
-            return self._enter(self._talk, self._text)
-        self._pending, self._seemed_at = [self._text[: len(self._text) - len(text)]], self._at
+            self._pending = self._candidate_start = None
+            return self._go_to_state(self._in_content, self._text)
+        self._pending, self._candidate_start = [self._text[: len(self._text) - len(text)]], self._at
         return bool(text) and self._begin_object(text)
 
-    def _talk(self) -> bool:
-        opens = self._format.opens if self._format and self._n_again < MAX_AGAIN else ()
+    def _in_content(self) -> bool:
+        opens = self._format.opens if self._format and self._n_reread < MAX_REREAD else ()
         result = [(at, mark) for mark in opens if (at := self._text.find(mark)) >= 0]
         if not result:
-            self._say(self._at, self._certain(opens) if opens else self._take_all())
+            self._add_content(self._at, self._take_certain_text(opens) if opens else self._take_all())
             return False
         at, mark = min(result)
         before = self._text[:at].rstrip()
-        self._say(self._at, before)
+        self._add_content(self._at, before)
         self._pending, self._is_marked = [self._text[len(before) : at + len(mark)]], True
-        self._seemed_at = self._at + len(before)
-        return self._enter(self._between, self._text[at + len(mark) :])
+        self._candidate_start = self._at + len(before)
+        return self._go_to_state(self._between_calls, self._text[at + len(mark) :])
 
-    def _between(self) -> bool:
+    def _between_calls(self) -> bool:
         """Calls were opened: parse the start of one, or separators, or detect that the calls are over."""
         assert self._format is not None
         marks, at = (*self._format.opens, *self._format.between), behind_blank(self._text, 0)
@@ -204,7 +208,7 @@ class AnswerParser:
             mark = next((m for m in marks if self._text.startswith(m, at)), None)
             if mark is None:
                 break
-            self._pass(at + len(mark))
+            self._skip(at + len(mark))
             at = behind_blank(self._text, 0)
         else:
             return False  # an answer that ends here was cut off after its calls
@@ -212,12 +216,12 @@ class AnswerParser:
         if not text:
             return self._pending is not None and self._not_a_call(self._text, 1)
         if text[0] == "{" and (self._format.header is None or self._format.mixed):
-            self._pass(at)
+            self._skip(at)
             return self._begin_object(text)
         header = self._format.header.match(text[:MAX_HEADER]) if self._format.header else None
         if header is not None:
-            self._call(header["name"])
-            return self._enter(self._arguments, text[header.end() :])
+            self._start_call(header["name"])
+            return self._go_to_state(self._arguments, text[header.end() :])
         if self._format.header and len(text) < MAX_HEADER and not self._is_text_over:
             return False
         return self._not_a_call(self._text, MAX_HEADER if self._format.header else 1)
@@ -230,8 +234,8 @@ class AnswerParser:
 
     def _begin_object(self, text: str) -> bool:
         self._object = CallObject()
-        self._seemed_at = self._at if self._seemed_at is None else self._seemed_at
-        return self._enter(self._in_object, text)
+        self._candidate_start = self._at if self._candidate_start is None else self._candidate_start
+        return self._go_to_state(self._in_object, text)
 
     def _in_object(self) -> bool:
         call = self._object
@@ -243,22 +247,24 @@ class AnswerParser:
         if not is_begun:
             if not self._is_marked and call.name not in self._tools:
                 return self._not_a_call(call.text, call.n_taken)
-            self._call(call.name)
+            self._start_call(call.name)
         is_over = call.complete or call.broken
         self._add(call.last_arguments() if is_over else call.arguments())
-        return is_over and self._enter(self._between, call.rest)  # otherwise it continues, or was cut off here
+        return is_over and self._go_to_state(
+            self._between_calls, call.rest
+        )  # otherwise it continues, or was cut off here
 
     def _arguments(self) -> bool:
         end = self._value.take(self._text, 0)
         self._add(self._text[:end])
         self._text = self._text[end:]
-        return self._value.complete and self._enter(self._between, self._text)
+        return self._value.complete and self._go_to_state(self._between_calls, self._text)
 
-    def _enter(self, state: Callable[[], bool], text: str) -> bool:
+    def _go_to_state(self, state: Callable[[], bool], text: str) -> bool:
         self._state, self._text = state, text
         return True
 
-    def _pass(self, n: int) -> None:
+    def _skip(self, n: int) -> None:
         """Skip characters between calls; they become content only if no call follows."""
         if self._pending is not None:
             self._pending.append(self._text[:n])
@@ -266,16 +272,16 @@ class AnswerParser:
 
     def _not_a_call(self, text: str, n_read: int) -> bool:
         """Treat `text`, and what seemed to open a call, as content. n_read: its characters that were already read"""
-        begin = self._at if self._seemed_at is None else self._seemed_at
-        self._say(begin, "".join([*(self._pending or ()), text[:1]]))
-        self._pending = self._seemed_at = None
-        self._n_again += n_read
-        self._enter(self._talk, "")
-        self._to_come(text, 1)
+        begin = self._at if self._candidate_start is None else self._candidate_start
+        self._add_content(begin, "".join([*(self._pending or ()), text[:1]]))
+        self._pending = self._candidate_start = None
+        self._n_reread += n_read
+        self._go_to_state(self._in_content, "")
+        self._push_input(text, 1)
         return self._advance()
 
-    def _call(self, name: str) -> None:
-        self._value, self._pending, self._seemed_at = JsonValue(), None, None
+    def _start_call(self, name: str) -> None:
+        self._value, self._pending, self._candidate_start = JsonValue(), None, None
         if self.n_calls < self._max_calls:
             self._parts.append(CallPart(self.n_calls, name, ""))
         self.n_calls += 1
@@ -289,7 +295,7 @@ class AnswerParser:
         else:
             self._parts.append(CallPart(self.n_calls - 1, None, arguments))
 
-    def _say(self, at: int, content: str) -> None:
+    def _add_content(self, at: int, content: str) -> None:
         """Add content. at: its offset in the answer"""
         if not content:
             return
@@ -301,7 +307,7 @@ class AnswerParser:
         text, self._text = self._text, ""
         return text
 
-    def _certain(self, marks: Iterable[str]) -> str:
+    def _take_certain_text(self, marks: Iterable[str]) -> str:
         """Consume the text that belongs to the current part whatever follows; trailing white space may be dropped."""
         if self._is_text_over:
             return self._take_all()

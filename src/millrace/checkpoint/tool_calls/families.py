@@ -45,7 +45,7 @@ class ToolFormat:
     short_ids: the template accepts ids of nine letters and digits only
     text_arguments: the template expects arguments as JSON text
     native: the model's template renders calls and results; otherwise they go into the prompt as text
-    tells: the model's template describes the tools; otherwise the prompt does
+    describes_tools: the model's template describes the tools; otherwise the prompt does
     single: the template accepts one call per message
     """
 
@@ -59,7 +59,7 @@ class ToolFormat:
     short_ids: bool = False
     text_arguments: bool = False
     native: bool = True
-    tells: bool = True
+    describes_tools: bool = True
     single: bool = False
 
 
@@ -69,7 +69,8 @@ _TAGGED = CallSyntax(
 HERMES = ToolFormat(name="hermes", syntax=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",))
 # For templates without tool support: `prompt.py` describes tools with Hermes' marks, which are short and unlike prose.
 GENERIC = ToolFormat(
-    name="generic", syntax=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False, tells=False
+    name="generic", syntax=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False,
+    describes_tools=False
 )  # fmt: skip
 LLAMA = ToolFormat(
     name="llama3",

@@ -67,7 +67,7 @@ def reasoning(template: str) -> Reasoning | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _MessageVariant:
     """One way to represent a conversation with calls for a template."""
 
     text_arguments: bool
@@ -85,12 +85,12 @@ class _Way:
         return [*self.begin, _USER, turn_with_calls, *(result if self.result else ())]
 
 
-def _ways() -> Iterator[_Way]:
+def _message_variants() -> Iterator[_MessageVariant]:
     for result in (False, True):
         for begin in ((), (_SYSTEM,)):
             for text_arguments in (False, True):
                 for content in (None, ""):
-                    yield _Way(text_arguments, content, begin, result)
+                    yield _MessageVariant(text_arguments, content, begin, result)
 
 
 class _Probe:
@@ -100,17 +100,19 @@ class _Probe:
         self._template = template
 
     def format(self) -> ToolFormat:
-        for way in _ways():
+        for way in _message_variants():
             turn = self._turn(way)
-            fitting = [each for each in NATIVE if turn is not None and _is_written(each, turn, way.result)]
+            fitting = [each for each in NATIVE if turn is not None and _matches_turn(each, turn, way.result)]
             if turn is not None and fitting:
                 exact = (each for each in fitting if _opening(each) in _CALL_ID.sub("", turn))
                 result = next(exact, None) or _as_rendered(fitting[0], turn)
-                tells, single = self._tells(way), self._rendered(way.conversation(2)) is None
-                return replace(result, text_arguments=way.text_arguments, tells=tells, single=single)
+                describes_tools, single = self._describes_tools(way), self._rendered(way.conversation(2)) is None
+                return replace(
+                    result, text_arguments=way.text_arguments, describes_tools=describes_tools, single=single
+                )
         return GENERIC
 
-    def _turn(self, way: _Way) -> str | None:
+    def _turn(self, way: _MessageVariant) -> str | None:
         """Return the text rendered in the place of the answer, from its first character; None if it has no call."""
         rendered = self._rendered(way.conversation(1))
         if rendered is None or _NAME not in rendered:
@@ -121,7 +123,7 @@ class _Probe:
         begun = None if n == len(header) else _BEGUN_MARK.search(rendered[:n])
         return rendered[begun.start() if begun else n :]
 
-    def _tells(self, way: _Way) -> bool:
+    def _describes_tools(self, way: _MessageVariant) -> bool:
         """Whether the template describes the tools."""
         rendered = self._rendered([*way.begin, _USER]) or self._rendered(way.conversation(1)) or ""
         return _ABOUT in rendered
@@ -142,13 +144,13 @@ def _opening(tool_format: ToolFormat) -> str:
     return f"{tool_format.syntax.prologue}{tool_format.syntax.before}{_NAME}{tool_format.syntax.middle}"
 
 
-def _is_written(tool_format: ToolFormat, turn: str, has_more: bool) -> bool:
+def _matches_turn(tool_format: ToolFormat, turn: str, has_more: bool) -> bool:
     """Whether the turn is a call in this format, and nothing else. has_more: the tool's result follows"""
     lead = _MARKS.match(turn)
     assert lead is not None
-    begins = [_squeezed(_CALL_ID.sub("", turn[at:])) for at in range(lead.end() + 1)]
+    begins = [_without_whitespace(_CALL_ID.sub("", turn[at:])) for at in range(lead.end() + 1)]
     strict = tool_format.bare or tool_format.header is not None  # otherwise keys may have any order
-    opening = _squeezed(_opening(tool_format) if strict else tool_format.opens[0])
+    opening = _without_whitespace(_opening(tool_format) if strict else tool_format.opens[0])
     if not any(begin.startswith(opening) for begin in begins):
         return False
     reader = AnswerParser(tool_format, None, tools=[_NAME])
@@ -185,5 +187,5 @@ def _as_rendered(tool_format: ToolFormat, turn: str) -> ToolFormat:
     return tool_format
 
 
-def _squeezed(text: str) -> str:
+def _without_whitespace(text: str) -> str:
     return re.sub(r"\s", "", text)

@@ -28,7 +28,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[object], tool_format
         plain = [_with_null(message) if tool_format.text_arguments else _with_objects(message) for message in messages]
     else:
         plain = list(_in_words(messages, tool_format))
-    if not tools or tool_format.tells:
+    if not tools or tool_format.describes_tools:
         return plain
     how = (_IN_ITS_FORM if tool_format.native else _IN_WORDS).format(example=tool_format.syntax.calls([_EXAMPLE]))
     instructions = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool) for tool in tools), how=how)

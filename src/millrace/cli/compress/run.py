@@ -29,7 +29,7 @@ from millrace.env import Env
 from millrace.errors import ConfigError
 
 # Modes by the option that selects them, and the options of each in addition to MODEL, -o and --json.
-_WAYS = {"--recipe": "recipe", "--measure": "again", "--max-loss": "max_loss", "--advise": "advise"}
+_MODES = {"--recipe": "recipe", "--measure": "again", "--max-loss": "max_loss", "--advise": "advise"}
 _TEXTS, _PROOF = ("samples_from", "samples", "statistics"), ("measure_speed", "mmlu", "questions", "evaluate")
 _TAKES = {
     "--recipe": ("dry_run", "calibration", "engine", *_TEXTS, *_PROOF),
@@ -44,17 +44,17 @@ def run(env: Env, /, model: str, output: Path, as_json: bool, **options: Any) ->
     run: dict[str, Callable[..., None]] = {
         "--recipe": _by_recipe, "--measure": _measure_again, "--max-loss": run_search, "--advise": run_advice,
     }  # fmt: skip
-    way = _way(options)
+    mode = _mode(options)
     samples = CalibrationSource(*map(options.pop, _TEXTS))
-    samples.check_folder(output, replaces=way != "--advise")
+    samples.check_folder(output, replaces=mode != "--advise")
     engine: Path | None = options.pop("engine")
     check_engine(engine, output)
-    run[way](CompressOptions(env, model, output, as_json, samples, engine), **options)
+    run[mode](CompressOptions(env, model, output, as_json, samples, engine), **options)
 
 
-def _way(options: dict[str, Any]) -> str:
+def _mode(options: dict[str, Any]) -> str:
     """Return the selected mode. raises ConfigError for none, several, or options that it does not take"""
-    chosen = [way for way, name in _WAYS.items() if options[name] not in (None, False)]
+    chosen = [mode for mode, name in _MODES.items() if options[name] not in (None, False)]
     if not chosen:
         raise ConfigError(
             "no recipe is named", "a preset, or a file",
@@ -62,18 +62,18 @@ def _way(options: dict[str, Any]) -> str:
         )  # fmt: skip
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} are given", "one of them", "leave the others out")
-    (way,) = chosen
-    takes, context = (_WAYS[way], *_TAKES[way]), click.get_current_context()
+    (mode,) = chosen
+    takes, context = (_MODES[mode], *_TAKES[mode]), click.get_current_context()
     flags = {option.name: option.opts[-1] for option in context.command.params if isinstance(option, click.Option)}
     for name in options:
         if name not in takes and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             flag = "--no-evaluate" if name == "evaluate" and not options[name] else flags[name]
             raise ConfigError(
-                f"{flag} is given, and {way} does not take it",
-                "of options " + ", ".join(flags[name] for name in _TAKES[way]),
+                f"{flag} is given, and {mode} does not take it",
+                "of options " + ", ".join(flags[name] for name in _TAKES[mode]),
                 f"leave it out, or ask with {' or '.join(other for other in _TAKES if name in _TAKES[other])}",
             )  # fmt: skip
-    return way
+    return mode
 
 
 def _by_recipe(options: CompressOptions, /, recipe: str, dry_run: bool, **more: Any) -> None:
@@ -89,8 +89,8 @@ def _by_recipe(options: CompressOptions, /, recipe: str, dry_run: bool, **more: 
         if plan.calibrated and proof.text is not None and not dry_run:
             samples.check_text(checkpoint, proof.text)
         if not dry_run:
-            with _way_of(plan, output, samples, report) as (way, used):
-                result = compress(plan, output, way, report)
+            with _way_of(plan, output, samples, report) as (mode, used):
+                result = compress(plan, output, mode, report)
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**used, "command": command_line(model), "seconds": seconds})
             with note_if_interrupted(model, output):

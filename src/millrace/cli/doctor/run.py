@@ -7,7 +7,7 @@ import click
 from millrace.cli.console import heading, note, pairs, print_json, size, table
 from millrace.cli.doctor.gpu import examine_gpu
 from millrace.cli.doctor.model import examine_model
-from millrace.compile.cache.rooflines import keep_roofline
+from millrace.compile.cache.rooflines import store_roofline
 from millrace.engine.cuda.device_lookup import CPU
 from millrace.engine.roofline_probe import roofline_here
 from millrace.env import Env
@@ -100,7 +100,7 @@ def _keep(env: Env, isa: str, roofline: Roofline, facts: dict[str, Any]) -> tupl
     if _is_busy(facts):
         return None, "other processes were busy, so it is no bound"
     try:
-        return str(keep_roofline(env.cache, isa, roofline)), ""
+        return str(store_roofline(env.cache, isa, roofline)), ""
     except OSError as error:
         return None, f"the cache cannot be written ({error})"
 

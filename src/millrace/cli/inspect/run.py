@@ -11,7 +11,7 @@ from millrace.cli.console import heading, note, pairs, print_json, progress, siz
 from millrace.cli.engine_tables import Tables, candidate_losses, fusions_by_place, kernel_of, note_of, tuning_text
 from millrace.cli.html_output import write_page
 from millrace.cli.inspect.engine_page import engine_page, layers_of
-from millrace.compile.cache.rooflines import kept_roofline
+from millrace.compile.cache.rooflines import load_roofline
 from millrace.compile.resolve_model import find_built
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.cache_specs import PAGE_TOKENS
@@ -31,7 +31,7 @@ def run(env: Env, engine: str, part: str | None, html: Path | None, as_json: boo
     with progress(as_json) as report:
         tables = Tables(Engine.open(find_built(engine, env, report)))
     if html is not None:
-        nbytes = write_page(html, engine_page(tables, kept_roofline(env.cache, usable_isas()[0], usable_cores())))
+        nbytes = write_page(html, engine_page(tables, load_roofline(env.cache, usable_isas()[0], usable_cores())))
         if as_json:
             print_json({"html": str(html), "bytes": nbytes})
         else:

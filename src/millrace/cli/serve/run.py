@@ -16,7 +16,7 @@ from millrace.cli.open_model import opened_to_serve
 from millrace.cli.options import make_settings
 from millrace.cli.serve.flags import ListenFlags, ProfileFlags, QueueFlags, ServeFlags
 from millrace.cli.serve.repository import repository_model
-from millrace.compile.cache.rooflines import kept_roofline
+from millrace.compile.cache.rooflines import load_roofline
 from millrace.compile.settings import BuildSettings
 from millrace.engine.decode_roofline import DecodeWork
 from millrace.engine.native.executor import NativeExecutor
@@ -199,7 +199,7 @@ def _decode_clock(model: RunningModel, budget: TokenBudget, env: Env) -> DecodeR
     """Return the expected decode times; None if `millrace doctor` has not measured this machine, or for a GPU."""
     if not isinstance(model.executor, NativeExecutor):
         return None
-    roofline = kept_roofline(env.cache, model.isa, model.native.threads)
+    roofline = load_roofline(env.cache, model.isa, model.native.threads)
     return None if roofline is None else DecodeRoofline(DecodeWork.from_engine(model.engine), roofline, budget)
 
 

@@ -12,7 +12,7 @@ from millrace.cli.console import note, print_json, progress, size
 from millrace.cli.html_output import check_page, write_page
 from millrace.cli.size.interview import ask
 from millrace.cli.size.output import print_answer, show_shared
-from millrace.compile.cache.rooflines import kept_roofline
+from millrace.compile.cache.rooflines import load_roofline
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
@@ -65,7 +65,7 @@ def run(
 
 def _local_roofline(env: Env) -> Roofline:
     """Return the roofline saved by `millrace doctor`, or measure it."""
-    saved = kept_roofline(env.cache, usable_isas()[0], usable_cores())
+    saved = load_roofline(env.cache, usable_isas()[0], usable_cores())
     if saved is None:
         note("Measuring this machine: some seconds (`millrace doctor` keeps what it finds) ...")
     return saved or measured_here()

@@ -15,7 +15,7 @@ from millrace.machine.roofline import Roofline
 MAX_ENTRIES, _LIMIT = 16, 1 << 18  # machines, and bytes of the file
 
 
-def keep_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
+def store_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
     """Store a roofline and drop the oldest; return the file. raises OSError if the cache cannot be written"""
     key, path = machine_key(isa, roofline.threads), _path(cache)
     older = [(k, v) for k, v in _read_all(path).items() if k != key][1 - MAX_ENTRIES :]
@@ -25,7 +25,7 @@ def keep_roofline(cache: Path, isa: str, roofline: Roofline) -> Path:
     return path
 
 
-def kept_roofline(cache: Path, isa: str, threads: int) -> Roofline | None:
+def load_roofline(cache: Path, isa: str, threads: int) -> Roofline | None:
     """Return the measured roofline; None if there is none, or the file is damaged: `millrace doctor` rewrites it."""
     return _read_all(_path(cache)).get(machine_key(isa, threads))
 

@@ -31,7 +31,7 @@ from millrace.engine.artifact.tactics import (
     write_tactics,
 )
 from millrace.engine.executor import ExecutionError
-from millrace.engine.native.executor import NativeExecutor, NativeNetwork
+from millrace.engine.native.executor import NativeExecutor, StatelessExecutor
 from millrace.errors import EngineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, memory, usable_cores
@@ -41,7 +41,7 @@ from millrace.machine.cpu import fingerprint, memory, usable_cores
 CLEARLY, FEW_CLEARLY = 0.97, 0.94
 SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least; no longer few; enough
 Knobs = dict[str, int]
-Tuned = NativeExecutor | NativeNetwork
+Tuned = NativeExecutor | StatelessExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _timed(
         for step in filling(engine, rows):
             executor.run(step)
     else:
-        executor = engine.network(threads=threads, tuned=False)
+        executor = engine.stateless_executor(threads=threads, tuned=False)
     result: dict[str, list[Choice]] = {}
     clock.start()
     try:

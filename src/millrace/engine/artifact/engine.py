@@ -31,7 +31,7 @@ from millrace.engine.cache_specs import (
     windows_of,
 )
 from millrace.engine.io_slots import Slot
-from millrace.engine.native.executor import LoadedProgram, NativeExecutor, NativeNetwork, NativeProgram
+from millrace.engine.native.executor import LoadedProgram, NativeExecutor, NativeProgram, StatelessExecutor
 from millrace.errors import CheckpointError, EngineError
 from millrace.graph.types import Symbol
 from millrace.machine.cpu import fingerprint
@@ -140,7 +140,9 @@ class Engine:
         self._tune(executor, tuned)
         return executor
 
-    def network(self, *, threads: int | None = None, isa: str | None = None, tuned: bool = True) -> NativeNetwork:
+    def stateless_executor(
+        self, *, threads: int | None = None, isa: str | None = None, tuned: bool = True
+    ) -> StatelessExecutor:
         """Load an engine that is not a language model's, with its tactics if they were made for this machine.
 
         raises MachineError if this CPU lacks the instruction set, EngineError for a language model's engine
@@ -150,7 +152,7 @@ class Engine:
                 f"{self.folder} is the engine of a language model", "a network that keeps nothing between its runs",
                 "generate with it, or chat",
             )  # fmt: skip
-        network = NativeNetwork(self._program(), threads=threads, isa=isa)
+        network = StatelessExecutor(self._program(), threads=threads, isa=isa)
         self._check_weights(network)
         self._tune(network, tuned)
         return network
@@ -167,7 +169,7 @@ class Engine:
             gives = ", ".join(self.manifest.gives)
             raise EngineError(
                 f"{self.folder} is no language model's engine: it gives {gives}", "a model that gives logits",
-                "run it from Python: Engine.open(folder).network()",
+                "run it from Python: Engine.open(folder).stateless_executor()",
             )  # fmt: skip
 
     def _program(self) -> NativeProgram:

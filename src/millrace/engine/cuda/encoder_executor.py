@@ -21,7 +21,7 @@ from millrace.kernels.attention.texts import TextTables
 from millrace.kernels.operators import float_attr, static_dim
 
 
-class CudaNetwork(GraphExecutor):
+class CudaEncoderExecutor(GraphExecutor):
     """lowered, device, load: as in GraphExecutor; most: maximum of tokens (T) and texts (S) of a run
 
     raises as GraphExecutor; EngineError for an operator without a kernel here

@@ -18,7 +18,7 @@ from millrace.engine.executor import Executor, ExecutorLimits, WindowLimits
 from millrace.errors import MachineError, mib
 
 if TYPE_CHECKING:  # PyTorch is imported only when a GPU is used
-    from millrace.engine.cuda.encoder_executor import CudaNetwork
+    from millrace.engine.cuda.encoder_executor import CudaEncoderExecutor
     from millrace.engine.cuda.executor import CudaExecutor
     from millrace.engine.cuda.graph_executor import Load
     from millrace.kernels.matmul.gpu_tiles import Tiles
@@ -34,7 +34,7 @@ class EngineFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
-    """The arguments of CudaExecutor or CudaNetwork: a lowered graph whose constants are not read yet.
+    """The arguments of CudaExecutor or CudaEncoderExecutor: a lowered graph whose constants are not read yet.
 
     limits: without the number of pages; kv, buckets: of a language model; random: weights are drawn on the device
     """
@@ -117,15 +117,15 @@ class GpuEngine(Engine):
                 executor.warm()
         return executor
 
-    def network_on_gpu(self) -> "CudaNetwork":
+    def encoder_on_gpu(self) -> "CudaEncoderExecutor":
         """Load an encoder. raises as `on_gpu`, and MachineError if it does not fit, naming what would"""
-        from millrace.engine.cuda.encoder_executor import CudaNetwork  # imports PyTorch
+        from millrace.engine.cuda.encoder_executor import CudaEncoderExecutor  # imports PyTorch
 
         check_fits(self.needs, self.gpu.free_bytes, self.smaller())
         model = self.model
         most = {"T": model.limits.max_step_tokens, "S": model.limits.max_sequences}
         with self._failing(self.needs.fixed_bytes, "lower --max-batch"):
-            network = CudaNetwork(model.lowered, most, device=self.gpu.device, load=model.load)
+            network = CudaEncoderExecutor(model.lowered, most, device=self.gpu.device, load=model.load)
             if self.gpu.device != CPU:
                 network.warm(model.limits.max_context)
         return network

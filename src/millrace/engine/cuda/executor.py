@@ -110,13 +110,13 @@ class CudaExecutor(GraphExecutor, Executor):
         assert len(self._flights) < self.depth, "too many steps at a time"
         check_given(step, self.limits)
         with torch.inference_mode(), on_device_context(self.device):
-            size, way = select_bucket(step, self._buckets), sampling_mode(step)
-            if way is None:
+            size, mode = select_bucket(step, self._buckets), sampling_mode(step)
+            if mode is None:
                 history = self._history(step)  # before a replay may overwrite the previous step's tokens
                 result = sample(self.logits(step), step, self._kernels.draw, history)
             else:
                 self._copy_pages(step)
-                tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)
+                tokens = self._sample_eager(step, mode) if size is None else self._replay(step, size, mode)
                 result = tokens_alone(tokens)
             self._flights.append(AsyncCopy.start(result))
         self._last_tokens = result.tokens
@@ -131,7 +131,7 @@ class CudaExecutor(GraphExecutor, Executor):
         with torch.inference_mode(), on_device_context(self.device):
             self._copy_pages(step)
             size = select_bucket(step, self._buckets)
-            result = self._logits(*self._eager(step)) if size is None else self._replayed(step, size, None)
+            result = self._logits(*self._eager(step)) if size is None else self._replay(step, size, None)
             return result.float()
 
     def _copy_pages(self, step: StepInputs) -> None:
@@ -166,12 +166,12 @@ class CudaExecutor(GraphExecutor, Executor):
 
         return inputs, cache(tables), cache(slots), rows
 
-    def _drawn_at_once(self, step: StepInputs, way: SamplingMode) -> Tensor:
+    def _sample_eager(self, step: StepInputs, mode: SamplingMode) -> Tensor:
         rows = Rows.copy_to_device(step.sampling, self.device)
-        return self._sample_plain(self._logits(*self._eager(step)), rows, way)
+        return self._sample_plain(self._logits(*self._eager(step)), rows, mode)
 
-    def _sample_plain(self, logits: Tensor, rows: Rows, way: SamplingMode) -> Tensor:
-        return draw_tokens(logits, rows, way, self._kernels.draw, self._kernels.argmax)
+    def _sample_plain(self, logits: Tensor, rows: Rows, mode: SamplingMode) -> Tensor:
+        return draw_tokens(logits, rows, mode, self._kernels.draw, self._kernels.argmax)
 
     def _put_last_tokens(self, tokens: Tensor, places: IntArray | None) -> None:
         """Insert tokens that the previous step draws. If a draw failed, the token is arbitrary: its row is dropped."""
@@ -186,8 +186,8 @@ class CudaExecutor(GraphExecutor, Executor):
         self._put_last_tokens(result, step.pending_history)
         return result
 
-    def _replayed(self, step: StepInputs, size: int, way: SamplingMode | None) -> Tensor:
-        """Replay a bucket: return the tokens of its rows, drawn as `way`; None: logits. Later steps may reuse both."""
+    def _replay(self, step: StepInputs, size: int, mode: SamplingMode | None) -> Tensor:
+        """Replay a bucket: return the tokens of its rows, drawn as `mode`; None: logits. Later steps may reuse both."""
         if size not in self._inputs:
             limits = self.limits
             max_pages = -(-limits.max_context // limits.page_tokens)
@@ -198,14 +198,17 @@ class CudaExecutor(GraphExecutor, Executor):
         bucket = self._inputs[size]
         bucket.fill(step, list(self._step_windows(step).values()), step.states_of(self.limits))
         self._put_last_tokens(bucket.inputs()["tokens"], step.pending_tokens)
-        if (size, way) not in self._replays:  # a capture runs the step once before: its keys go where this step's do
-            compute = partial(self._of_bucket, bucket, way)
-            self._replays[size, way] = captured(compute, self._graphs)
-        return self._replays[size, way]()[: len(step.sampling)]
+        if (
+            size,
+            mode,
+        ) not in self._replays:  # a capture runs the step once before: its keys go where this step's do
+            compute = partial(self._run_bucket, bucket, mode)
+            self._replays[size, mode] = captured(compute, self._graphs)
+        return self._replays[size, mode]()[: len(step.sampling)]
 
-    def _of_bucket(self, bucket: Bucket, way: SamplingMode | None) -> Tensor:
+    def _run_bucket(self, bucket: Bucket, mode: SamplingMode | None) -> Tensor:
         logits = self._logits(bucket.inputs(), bucket.tables, bucket.slots)
-        return logits if way is None else self._sample_plain(logits, bucket.rows, way)
+        return logits if mode is None else self._sample_plain(logits, bucket.rows, mode)
 
     def _logits(self, inputs: Mapping[str, Tensor], tables: Tables, slots: Slots, rows: Tensor | None = None) -> Tensor:
         """Return the logits (R, V) in the matmul's type. rows: used instead of token embeddings"""

@@ -241,7 +241,7 @@ def _check_slots(program: NativeProgram) -> None:
             )  # fmt: skip
 
 
-class NativeNetwork(LoadedProgram):
+class StatelessExecutor(LoadedProgram):
     """A program that keeps nothing between its runs: arrays in by name, arrays out by name."""
 
     def __init__(self, program: NativeProgram, *, threads: int | None = None, isa: str | None = None) -> None:

@@ -207,12 +207,12 @@ def test_others_are_answered_beside_a_large_request(served: Threaded, monkeypatc
     """Neither the event loop nor smaller bodies wait for it, whatever their lane."""
     assert len(filled("0.5", N, N)) > 1_000_000
     monkeypatch.setattr(kserve_served, "_LANE_BYTES", (400_000, 1_000_000))
-    begun, go_on, array = threading.Event(), threading.Event(), Span.array
+    begun, resume, array = threading.Event(), threading.Event(), Span.array
 
     def slow(span: Span, name: str, datatype: str, n: int) -> Any:
         if n == N:
             begun.set()
-            assert go_on.wait(20)
+            assert resume.wait(20)
         return array(span, name, datatype, n)
 
     monkeypatch.setattr(Span, "array", slow)
@@ -225,7 +225,7 @@ def test_others_are_answered_beside_a_large_request(served: Threaded, monkeypatc
                 assert ask(served, "floats", filled("0.5", n, n)).status_code == 200
             assert not large.done()
         finally:
-            go_on.set()
+            resume.set()
         assert large.result(30).status_code == 200
 
 
