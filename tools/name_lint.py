@@ -1,4 +1,4 @@
-"""Refuses names that do not say what they stand for, and two classes of one name.
+"""Refuses names that do not say what they stand for, two classes of one name, and vague phrases in docstrings.
 
 python -m tools.name_lint
 
@@ -20,12 +20,13 @@ WORDS = frozenset(
         "told", "asked", "said", "known", "given", "kept", "found", "seen", "held", "made", "taken", "wanted",
         "written", "whole", "beside", "others", "brought", "drawn", "otherwise", "somebody", "nobody", "whoever", "of",
         "why", "how", "most", "what", "where", "which", "there", "named", "turns", "each", "every", "some", "says",
-        "keeps",
+        "keeps", "mend",
     ]
 )  # fmt: skip
 IN_COMPOUNDS = frozenset(  # `kept_pages`, `StepTold`
     ["told", "asked", "said", "wanted", "beside", "brought", "otherwise", "somebody", "nobody", "whoever", "kept"]
 )  # fmt: skip
+PHRASES = ("so many",)  # not in docstrings, which name the parameter instead
 NOT_AS_DEFINITIONS = frozenset(["one"])  # a variable of a short loop may be called so
 # Names with these words that are left. Lower a number with the last of its names that goes; it never grows.
 ALLOWED = {
@@ -145,6 +146,19 @@ def check_names(sources: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
                 yield word, f"{path}:{line}: {kind} {name}: name it by the noun of its domain"
 
 
+def check_docstrings(sources: dict[str, ast.Module]) -> list[str]:
+    """Return a message for each docstring with one of PHRASES."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [
+        f"{path}:{getattr(node, 'lineno', 1)}: docstring: {phrase}: name the parameter"
+        for path, tree in sources.items()
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+        for phrase in PHRASES
+        if phrase in (ast.get_docstring(node) or "")
+    ]
+
+
 def check_allowed(found_words: list[tuple[str, str]], allowed: dict[str, int]) -> list[str]:
     """Return the messages of words that are used more often, or less often, than allowed."""
     counts, wrong = Counter(word for word, _ in found_words), list[str]()
@@ -173,7 +187,7 @@ def check_classes(sources: dict[str, ast.Module]) -> list[str]:
 def main() -> None:
     paths = sorted(PACKAGE.rglob("*.py"))
     sources = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in paths}
-    wrong = check_allowed([*check_names(sources)], ALLOWED) + check_classes(sources)
+    wrong = check_allowed([*check_names(sources)], ALLOWED) + check_classes(sources) + check_docstrings(sources)
     print("\n".join(wrong))
     sys.exit(bool(wrong))
 

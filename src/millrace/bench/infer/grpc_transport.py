@@ -80,8 +80,8 @@ class GrpcTransport:
         except (grpc.aio.AioRpcError, DecodeError) as error:
             reason = _error_text(error) if isinstance(error, grpc.aio.AioRpcError) else f"no message: {error}"
             message = f'{self._target.url} tells nothing of the model "{self._target.model}": {reason}'
-            expected, mend = "KServe's gRPC service, which Triton has on port 8001", "correct --model or the URL"
-            raise MachineError(message, expected, mend) from None
+            expected, fix = "KServe's gRPC service, which Triton has on port 8001", "correct --model or the URL"
+            raise MachineError(message, expected, fix) from None
         await asyncio.gather(*(channel.channel_ready() for channel in self._channels))  # none connects in the load
         inputs, outputs = (
             [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]

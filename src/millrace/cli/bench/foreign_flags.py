@@ -61,13 +61,13 @@ def ready_file(output: Path | None, *files: Path) -> None:
 
 
 def _try(output: Path, folder: Path, names: Collection[str]) -> None:
-    expected, mend = "a place that can be written to", "name another"
+    expected, fix = "a place that can be written to", "name another"
     existing = [path for path in (folder / name for name in names) if path.exists()]
     for path in existing:
         if path.is_dir():
             raise ConfigError(f"--output {output}: {path} is a folder", "a file, or nothing of that name", fix)
         if not os.access(path, os.W_OK):
-            raise ConfigError(f"--output {output}: {path} cannot be written", expected, mend)
+            raise ConfigError(f"--output {output}: {path} cannot be written", expected, fix)
     if len(existing) == len(names):  # a device, for one, is in a folder where nothing can be made
         return
     try:

@@ -63,7 +63,7 @@ def known_gpu(device: str) -> DatasheetDevice:
         device_name = find_device(device)
     except ConfigError as error:
         expected = "cuda, cuda:1 for the second GPU here, or one of the catalogue, such as H100"
-        raise ConfigError(f'--device is "{device}"', expected, error.mend) from None
+        raise ConfigError(f'--device is "{device}"', expected, error.fix) from None
     return DatasheetDevice(f"{device_name.name} ({device_name.architecture})", device_name.architecture)
 
 
@@ -75,8 +75,8 @@ def check_name(device: str) -> None:
             meant = f"cuda:{meant}"
         if meant in ("gpu", "nvidia", "auto"):
             meant = "cuda"
-        mend = f"write --device {meant}" if _DEVICE_NAME.fullmatch(meant) else "choose one of them"
-        raise ConfigError(f'--device is "{device}"', "cpu, cuda, or cuda:1 for the second GPU", mend)
+        fix = f"write --device {meant}" if _DEVICE_NAME.fullmatch(meant) else "choose one of them"
+        raise ConfigError(f'--device is "{device}"', "cpu, cuda, or cuda:1 for the second GPU", fix)
 
 
 def find_gpu(device: str) -> Gpu:

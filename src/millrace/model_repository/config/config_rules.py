@@ -147,8 +147,8 @@ def _tensor(config: ModelConfig, prefix: str, tensor: ModelInput | ModelOutput) 
     if tensor.data_type is DataType.TYPE_INVALID:
         yield ("data_type",), f"{prefix_text}must specify 'data_type'", "TYPE_FP32, TYPE_INT64, ...", "add it"
     if not tensor.dims:
-        mend = "add dims: [ ... ], without the batch dimension where max_batch_size > 0"
-        yield ("dims",), f"{prefix_text}must specify 'dims'", "at least one; [ 1 ] for one number", mend
+        fix = "add dims: [ ... ], without the batch dimension where max_batch_size > 0"
+        yield ("dims",), f"{prefix_text}must specify 'dims'", "at least one; [ 1 ] for one number", fix
     for i, dim in enumerate(tensor.dims):
         if dim < 1 and dim != VARIABLE:
             what = f"{prefix_text}dimension must be integer >= 1, or -1 to indicate a variable-size dimension"

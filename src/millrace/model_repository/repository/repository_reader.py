@@ -256,11 +256,11 @@ def _apply_version_policy(model: ModelFolder, read: ParsedConfig) -> None:
         model.served = present
     if not model.served:
         message = f"at least one version must be available under the version policy of model '{model.name}'"
-        mend = f"make {model.folder.name}/1 with the model in it" if not present else "correct version_policy"
+        fix = f"make {model.folder.name}/1 with the model in it" if not present else "correct version_policy"
         if model.config.platform == ENSEMBLE and not present:
-            mend = f"make an empty folder {model.folder.name}/1: ensembles have a version, too"
+            fix = f"make an empty folder {model.folder.name}/1: ensembles have a version, too"
         expected = f"one of the versions {', '.join(map(str, present))}" if present else "a folder named 1, 2, ..."
-        read.add(Level.ERROR, read.place(("version_policy",)), message, expected, mend)
+        read.add(Level.ERROR, read.place(("version_policy",)), message, expected, fix)
 
 
 def _identity_violations(model: ModelFolder) -> Iterator[RuleViolation]:
