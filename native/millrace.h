@@ -17,7 +17,7 @@ typedef struct {
   int32_t table; /* of its pages, if it is kept; 0: the step's own; n: of window n - 1 */
 } mr_cache;
 
-/* Layers of which each sequence has a state of so many floats, in slots that the step names. */
+/* Layers for which each sequence has a state of `floats` floats, in slots that the step names. */
 typedef struct {
   int32_t layers, floats;
 } mr_state;
@@ -64,7 +64,7 @@ typedef struct {
   int64_t state_slots;
   /* Of programs that work on sequences: their first two symbols are T (tokens) and S (sequences). */
   int64_t lengths_offset; /* of int32 (S) in the activations; -1: not read */
-  const mr_language_model* language; /* null: any other network */
+  const mr_language_model* language; /* null: not a language model */
   const mr_size* sizes; /* numbered behind the symbols */
   int32_t n_sizes;
 } mr_create_args;
@@ -95,12 +95,12 @@ typedef struct {
   float* out_top_logprobs;
   const uint32_t* masks; /* (n_masks, ceil(V / 32)): bit t % 32 of word t / 32 says whether token t may be drawn */
   int32_t n_masks;
-  const int32_t* masks_ready; /* null: they are; else another thread fills them, and then makes this not 0 */
+  const int32_t* masks_ready; /* null: they are; otherwise nonzero once another thread has filled them */
   const int32_t* copies; /* (n_copies, 2): KV pages, from and to, that are copied before anything is stored */
   int32_t n_copies;
   const mr_window_pages* windows; /* as many as the engine has */
-  /* (n_sequences) slots: of each one's states before this step, of no meaning at its position 0, and behind it. Nobody
-   * else of the step reads or writes a slot that is written. */
+  /* (n_sequences) state slots before and after this step; the former is ignored at position 0. No other sequence of the
+   * step may use a slot that is written. */
   const int32_t *states_from, *states_to;
   /* (n_embeddings, embedding_width): the token -1 - e has row e instead of one of the table's. */
   const float* embeddings;
@@ -109,8 +109,8 @@ typedef struct {
   const int32_t* adapters; /* (n_sequences); null: 0, the model as it is, for all */
 } mr_step;
 
-/* How a call of the program works when it has at most so many rows (knobs as kernels/declare.py gives them; 0: as the
- * kernel likes). Of several entries for a call that with the fewest rows that suffice counts, beyond all the last. */
+/* Knobs of a call for up to `rows` rows (knobs as kernels/declare.py gives them; 0: the kernel's default). The entry with
+ * the fewest sufficient rows applies; above all entries, the last one. */
 typedef struct {
   int32_t call, rows;
   int32_t knobs[4];
@@ -121,11 +121,11 @@ const char* mr_build(void);
 /* Names of the instruction sets that this build has and this CPU runs, best first, separated by spaces. */
 const char* mr_isas(void);
 int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64_t error_bytes);
-/* Begins a step of a language model; the engine's own threads work on it. What it points at, outputs among it, is the
- * step's until mr_wait has returned. One at a time. */
+/* Starts a step of a language model; the engine's threads compute it. Inputs and outputs must stay valid until mr_wait
+ * returns. One step at a time. */
 int mr_launch(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes);
-/* Takes part in the step that was launched, and returns when it is through; at once where there is none. Whatever else
- * looks at a run, or changes how runs go, does the same first. */
+/* Joins the running step and returns when it is finished, or at once if there is none. All functions that inspect or
+ * change runs do this first. */
 void mr_wait(mr_engine* engine);
 /* Any other program, its inputs written into the activations, `sizes` of its symbols. */
 int mr_compute(mr_engine* engine, const int32_t* sizes, char* error, int64_t error_bytes);
@@ -140,8 +140,8 @@ uint8_t* mr_activations(mr_engine* engine);
 const char* mr_isa(const mr_engine* engine);
 int32_t mr_embedding_width(const mr_engine* engine); /* of the rows that a step may bring; 0: it takes none */
 int32_t mr_adapters(const mr_engine* engine); /* how many a sequence may choose from, 0 among them */
-/* The pages of cache number `cache` of those that are kept: (layers, pages, bytes of a page in a layer). No run may be on
- * its way while they are read or written. */
+/* The pages of cache number `cache` of those that are kept: (layers, pages, bytes of a page in a layer). No run may be
+ * in progress while they are read or written. */
 uint8_t* mr_kept(mr_engine* engine, int32_t cache);
 int64_t mr_weights_checksum(const mr_engine* engine); /* of the bytes in the arena, see mr_checksum */
 /* Seconds that each call of the program took since the last call; then they start again from 0. */

@@ -107,9 +107,9 @@ def _of_experts(experts: ExpertConfig, scheme: ExpertScheme) -> dict[str, object
     }  # fmt: skip
     if scheme.layers == "ernie":
         steps = range(1, len(experts.layers) + 1)
-        every = [[at >= first and (at + 1) % step == 0 for at in range(len(experts.layers))] for step in steps]
+        interval = [[at >= first and (at + 1) % step == 0 for at in range(len(experts.layers))] for step in steps]
         fields |= {"moe_layer_start_index": first, "moe_layer_end_index": -1}
-        fields["moe_layer_interval"] = every.index(list(experts.layers)) + 1
+        fields["moe_layer_interval"] = interval.index(list(experts.layers)) + 1
     if scheme.shared:
         is_width = scheme.shared.endswith("_size")
         if not is_width and experts.shared_size % experts.size:

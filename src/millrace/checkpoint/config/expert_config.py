@@ -92,21 +92,21 @@ def _shared_size(read: ConfigReader, scheme: ExpertScheme, size: int) -> int:
 
 def _layers(read: ConfigReader, scheme: ExpertScheme, n_layers: int) -> tuple[bool, ...]:
     """Return whether each layer has experts, as transformers' models decide it."""
-    every = range(n_layers)
+    numbers = range(n_layers)
     if scheme.layers == "qwen":
         dense, step = read.get("mlp_only_layers") or [], read.positive_int("decoder_sparse_step")
         if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < n_layers for layer in dense):
             raise wrong("mlp_only_layers", dense, f"a list of layers, from 0 to {n_layers - 1}")
-        return tuple(layer not in dense and (layer + 1) % step == 0 for layer in every)
+        return tuple(layer not in dense and (layer + 1) % step == 0 for layer in numbers)
     if scheme.layers == "first_dense":
         key = "num_dense_layers" if "num_dense_layers" in read.family.defaults else "first_k_dense_replace"
         first = _layer(read, key, 0, n_layers)
-        return tuple(layer >= first for layer in every)
+        return tuple(layer >= first for layer in numbers)
     if scheme.layers == "ernie":
         first, interval = _layer(read, "moe_layer_start_index", 0, n_layers), read.positive_int("moe_layer_interval")
         last = _layer(read, "moe_layer_end_index", -1, n_layers)
         last = n_layers - 1 if last == -1 else last
-        return tuple((layer + 1) % interval == 0 and first <= layer <= last for layer in every)
+        return tuple((layer + 1) % interval == 0 and first <= layer <= last for layer in numbers)
     assert scheme.layers == "all", scheme
     return (True,) * n_layers
 

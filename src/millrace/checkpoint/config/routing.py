@@ -11,7 +11,7 @@ class Routing:
     scoring: "softmax" (arXiv:2101.03961), "sigmoid" (arXiv:2412.19437) or "sparsemixer" (arXiv:2409.12136), in which
         each expert's weight is its share among the logits close to it
     normalise: divide weights by their sum + epsilon; scale: multiply them by it in the end
-    groups: experts are in so many groups, and `chosen_groups` of them are open to a row: those with the largest sums of
+    groups: number of groups of experts, of which `chosen_groups` are open to a row: those with the largest sums of
         their `group_best` best scores (arXiv:2405.04434 section 2.1.2)
     """
 

@@ -22,7 +22,7 @@ from millrace.errors import CheckpointError
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers
 _EXAONE_32B = 64  # layers of the EXAONE 4 that has windows, which its first files do not state
 # Of how many layers the last has no window, if the file does not list them; in other families all layers have it.
-_EVERY = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "exaone4": 4, "cohere2": 4}
+_FULL_ATTENTION_INTERVAL = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "exaone4": 4, "cohere2": 4}
 _NO_ROPE_EVERY = 4  # layers of SmolLM3
 _ACTIVATIONS = {"nemotron": "squared_relu", "starcoder2": "gelu_tanh", "phi2": "gelu_tanh"}
 _IGNORED_WINDOWS = ("phi3", "phimoe")  # llama.cpp reads their windows, but does not use them
@@ -136,8 +136,8 @@ def _head_dim(keys: MetadataKeys, arch: str, hidden_size: int, n_heads: int) -> 
     if f"{arch}.attention.key_length" not in keys.values and hidden_size % n_heads:
         raise keys.wrong(f"{arch}.embedding_length", f"a multiple of {n_heads} heads, or an attention.key_length")
     if not head_fits(head_dim):
-        what = f"{arch}.embedding_length / {arch}.attention.head_count, or {arch}.attention.key_length,"
-        raise CheckpointError(f"{keys.path}: {what} gives heads of {head_dim}", HEAD_SIZES, "choose another model")
+        keys_text = f"{arch}.embedding_length / {arch}.attention.head_count, or {arch}.attention.key_length,"
+        raise CheckpointError(f"{keys.path}: {keys_text} gives heads of {head_dim}", HEAD_SIZES, "choose another model")
     if keys.integer(f"{arch}.attention.value_length", head_dim) != head_dim:
         raise keys.wrong(f"{arch}.attention.value_length", f"{head_dim}, the size of a head", "choose another model")
     return head_dim
@@ -158,7 +158,7 @@ def _rotary_width(keys: MetadataKeys, arch: str, family: ModelFamily, head_dim: 
 
 def _windows(keys: MetadataKeys, arch: str, n_layers: int) -> tuple[int, ...]:
     """Return each layer's window like llama.cpp: Gemma 2's default is 4,096; every n-th layer has full attention."""
-    every, name = _EVERY.get(arch, n_layers + 1), f"{arch}.attention.sliding_window"
+    interval, name = _FULL_ATTENTION_INTERVAL.get(arch, n_layers + 1), f"{arch}.attention.sliding_window"
     missing = 4096 if arch == "gemma2" or (arch, n_layers) == ("exaone4", _EXAONE_32B) else 0
     window = keys.integer(name, None if arch == "cohere2" else missing, low=0)
     if arch in ("gemma2", "gemma3", "cohere2") and window == 0 and name in keys.values:  # elsewhere 0 means none
@@ -171,8 +171,8 @@ def _windows(keys: MetadataKeys, arch: str, n_layers: int) -> tuple[int, ...]:
     if isinstance(keys.values.get(pattern), np.ndarray):
         has_window = keys.flags(pattern, n_layers)
     else:
-        every = keys.integer(pattern, every)
-        has_window = tuple((layer + 1) % every != 0 for layer in range(n_layers))
+        interval = keys.integer(pattern, interval)
+        has_window = tuple((layer + 1) % interval != 0 for layer in range(n_layers))
     return tuple(window if has else 0 for has in has_window)
 
 

@@ -87,5 +87,5 @@ def _generation(keys: MetadataKeys) -> GenerationDefaults:
     try:
         return read_generation(_sampling(keys))
     except CheckpointError as error:
-        what = error.what.removeprefix("generation_config.json: ")
-        raise CheckpointError(f"{keys.path}: {_SAMPLING}*: {what}", error.expected, "choose another file") from error
+        message = error.what.removeprefix("generation_config.json: ")
+        raise CheckpointError(f"{keys.path}: {_SAMPLING}*: {message}", error.expected, "choose another file") from error

@@ -256,8 +256,8 @@ def add_product(
     place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, how, name))
     y = writer.new(node.output, node.origin[0] if node.origin else "linear", storage)
     params["y_stride"] = y.row_elements
-    every = {"x": view, "w": place, **operands, "y": y}
-    writer.add("matmul", every, params, node, BF16_BY_TILES if tiles else str(precision))
+    all_operands = {"x": view, "w": place, **operands, "y": y}
+    writer.add("matmul", all_operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
 OPTIONS = frozenset({"precision", "x_group", "group"})  # set by passes; the first two also by users
