@@ -69,7 +69,7 @@ def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     """A wrong answer is asked again, and an empty one takes the default."""
     monkeypatch.setattr(run, "_is_terminal", lambda: True)
     monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
-    monkeypatch.setattr(capacity, "_TURNS", 1)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 1)
     typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n-5\n\nfirst 0\nfirst 500 ms\nH100\n"
     done = CliRunner().invoke(options.command, [], input=typed)
     assert done.exit_code == 0, done.output

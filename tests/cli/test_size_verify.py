@@ -49,7 +49,7 @@ def test_a_server_beside_its_prediction(
     assert metrics["millrace:step_seconds"] == pytest.approx(measured, rel=1e-4)
     assert len(ran["steps"]) >= 30 and predicted > 0, "a token each, but for the first"
     monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
-    monkeypatch.setattr(capacity, "_TURNS", 1)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 1)
     asked = ("size", "--hardware", "this", "--isl", "24", "--osl", "12", "--rate", "5", "--ttft-ms", "60000", "--json")
     answer = json.loads(millrace(*asked, "--profile", file).out)["answer"]
     assert "measured steps of" in answer["provenance"] and answer["error"] == told["profile"]["error"]

@@ -320,7 +320,7 @@ def test_a_reply_that_is_being_written_is_sent(opened: OpenedEncoder, monkeypatc
         return in_base64(vector)
 
     monkeypatch.setattr(serve_embeddings, "_base64", late)
-    monkeypatch.setattr(serve_embeddings, "LARGE", 0)
+    monkeypatch.setattr(serve_embeddings, "OFF_LOOP_ITEMS", 0)
     with serving(opened.loop(), opened.tokenizer) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, server.url, "/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"})
         assert begun.wait(10)

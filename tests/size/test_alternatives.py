@@ -26,7 +26,7 @@ def test_all_gpus_of_the_catalogue_the_cheapest_first(monkeypatch: pytest.Monkey
         alone = plan(**asked, hardware=[name], simulate=False).plan
         assert beside is not None and (beside.fractional, beside.point) == (alone.fractional, alone.point)
     monkeypatch.setattr(capacity, "_LEAST", 100)
-    monkeypatch.setattr(capacity, "_TURNS", 1)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 1)
     monkeypatch.setattr(alternatives, "_MAX_SIMULATED", 1)
     monkeypatch.setattr(answer_module, "sensitivities", lambda *_: ())  # not looked at here
     found = plan(**asked, hardware=["all"])

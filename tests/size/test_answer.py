@@ -358,7 +358,7 @@ def test_models_that_share_systems_are_rounded_once() -> None:
 def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """By simulation: percentiles, the mean beside the p95, what is there and other limits by the same."""
     monkeypatch.setattr(capacity, "_LEAST", 300)  # requests: fewer than are told to people
-    monkeypatch.setattr(capacity, "_TURNS", 1)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 1)
     limit_s = 0.045
     asked = {**COMMON, "simulate": True, "precision": "fp8", "tp": 1, "isl": 500, "osl": 20, "ttft_ms": limit_s * 1e3}
     found = plan(**asked, rate=1000)

@@ -47,7 +47,7 @@ def recorded(path: Path, n: int = 600, families: int = 40, rate: float = 5.0, ti
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "_LEAST", 200)
-    monkeypatch.setattr(capacity, "_TURNS", 1)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 1)
 
 
 def test_recorded_requests_come_at_the_speed_of_the_load(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def planned(tmp_path: Path, profile: StepProfile = PROFILE, **answers: Any) -> S
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer requests a point: what must hold of plans holds with any number."""
     monkeypatch.setattr(capacity, "_LEAST", 100)
-    monkeypatch.setattr(capacity, "_TURNS", 4)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 4)
 
 
 @pytest.mark.usefixtures("few")

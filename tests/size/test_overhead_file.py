@@ -48,7 +48,7 @@ def test_it_decides_what_is_computed(tmp_path: Path) -> None:
 def test_an_answer_is_of_that_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its precision, as nothing is known of it in another; its scheduler, where time goes, and what the fit leaves."""
     monkeypatch.setattr(capacity, "_LEAST", 100)
-    monkeypatch.setattr(capacity, "_TURNS", 1)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 1)
     slow = replace(OWN.stack, prefill=20.0, step_tokens=4096, sequences=32)
     write_stack(tmp_path / "s.json", replace(OWN, stack=slow))
     asked: dict[str, Any] = {**COMMON, "precision": (), "isl": 500, "osl": 5, "stack": str(tmp_path / "s.json")}

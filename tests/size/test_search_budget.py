@@ -41,7 +41,7 @@ def sought(search: SearchBudget, closed: bool) -> OperatingPoint | None:
 @pytest.mark.parametrize("closed", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_more_time_never_finds_less(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
     monkeypatch.setattr(capacity, "_LEAST", 200)
-    monkeypatch.setattr(capacity, "_TURNS", 1)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 1)
     ticks: list[str] = []
     clock = count()
     whole = SearchBudget(tell=lambda what, *_: ticks.append(what), clock=lambda: float(next(clock)))
@@ -89,7 +89,7 @@ def test_a_search_shares_its_time() -> None:
 def test_devices_and_configurations_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By counted calls: where the first alone would take it all, each device has a simulated answer, and says why."""
     monkeypatch.setattr(capacity, "_LEAST", 200)
-    monkeypatch.setattr(capacity, "_TURNS", 1)
+    monkeypatch.setattr(capacity, "_REQUESTS_PER_SYSTEM", 1)
 
     def limited(limit: float) -> SizingAnswer:
         search = counted(limit)

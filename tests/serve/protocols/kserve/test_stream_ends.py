@@ -73,7 +73,7 @@ class Open:
 def test_a_request_is_told_once_that_its_answers_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model is told to cancel it, and answers that at once, as an ensemble does."""
     monkeypatch.setattr(response_stream, "MAX_UNREAD_BYTES", 3000)
-    monkeypatch.setattr(response_stream, "UNCOUNTED_BODY_BYTES", 1000)
+    monkeypatch.setattr(response_stream, "UNCOUNTED_RESPONSE_BYTES", 1000)
 
     async def run() -> None:
         written = list[bytes]()
