@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+from millrace.checkpoint.config.expert_config import ExpertConfig
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.checkpoint.config.rope_config import RopeConfig
+from millrace.checkpoint.config.routing import Routing
 from millrace.compile.random_weights import source_of
 from millrace.compile.source import Source
 
@@ -23,6 +25,14 @@ SHAPES = {
         _BASE, architecture="Qwen2ForCausalLM", family="qwen2", hidden_size=896, intermediate_size=4864, n_layers=24,
         n_heads=14, n_kv_heads=2, vocab_size=151936, tie_embeddings=True, attention_bias=True,
         rope=RopeConfig(theta=1e6), norm_eps=1e-6,
+    ),
+    # 16 experts of which a token uses 2: 0.6 B of 3 B parameters.
+    "moe-3b": replace(
+        _BASE, architecture="Qwen3MoeForCausalLM", family="qwen3_moe", hidden_size=1536, n_layers=24, n_heads=24,
+        n_kv_heads=8, qk_norm="head", norm_eps=1e-6, rope=RopeConfig(theta=1e6),
+        experts=ExpertConfig(
+            count=16, size=1536, routing=Routing(chosen=2, normalise=True), layers=(True,) * 24
+        ),
     ),
 }  # fmt: skip
 

@@ -13,18 +13,21 @@ import numpy as np
 from benchmarks.peers.weights import NamedWeights
 from millrace.checkpoint.config.layer_windows import LATER_GEMMAS
 from millrace.checkpoint.config.model_config import ModelConfig
+from millrace.checkpoint.weights.expert_names import stack_name
 from millrace.graph.types import Array
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
+    "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.*.gate_proj": "ffn_gate_exps", "mlp.experts.*.up_proj": "ffn_up_exps",
+    "mlp.experts.*.down_proj": "ffn_down_exps",
 }  # fmt: skip
 _OF_LATER_GEMMAS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -48,18 +51,30 @@ def write_gguf(path: Path, weights: NamedWeights, dtype: str) -> None:
     describe(writer, config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model(_NO_TOKENIZER)
-    for name, shape in weights.shapes.items():
-        kind = _stored_as(shape, dtype)
+    stacks = _stacks(weights)
+    for name, parts in stacks.items():
+        shape = weights.shapes[parts[0]] if len(parts) == 1 else (len(parts), *weights.shapes[parts[0]])
+        kind = _stored_as(name, shape, dtype)
         stored = gguf_name(name, config.family)
         writer.add_tensor_info(stored, shape, kind, math.prod(shape) * kind.itemsize, raw_dtype=_TYPES[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, shape in weights.shapes.items():
-        x = _arranged(weights, name).astype(_stored_as(shape, dtype))
+    for name, parts in stacks.items():
+        kind = _stored_as(name, weights.shapes[parts[0]], dtype)
+        arrays = [_arranged(weights, part).astype(kind) for part in parts]
+        x = arrays[0] if len(parts) == 1 else np.stack(arrays)
         writer.write_tensor_data(x.view(np.uint8))
     writer.close()
     unfinished.rename(path)
+
+
+def _stacks(weights: NamedWeights) -> dict[str, list[str]]:
+    """The tensors that become one, by its name: one of each expert, or a tensor by itself."""
+    result: dict[str, list[str]] = {}
+    for name in weights.shapes:
+        result.setdefault(stack_name(name), []).append(name)
+    return result
 
 
 def gguf_name(name: str, family: str = "llama") -> str:
@@ -107,7 +122,7 @@ def head_type(path: Path) -> str:
 
 def types(path: Path) -> dict[str, int]:
     """How many matrices are stored in which type: quantisers fall back where a row does not divide into blocks."""
-    matrices = (t for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2)
+    matrices = (t for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1)
     return dict(Counter(t.tensor_type.name for t in matrices))
 
 
@@ -124,6 +139,10 @@ def describe(writer: gguf.GGUFWriter, c: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_rope_freq_base(c.rope.theta)
     writer.add_rope_dimension_count(c.head_dim)
+    if c.experts is not None:
+        writer.add_expert_count(c.experts.count)
+        writer.add_expert_used_count(c.experts.routing.chosen)
+        writer.add_expert_feed_forward_length(c.experts.size)
     if window := max(c.windows, default=0):
         writer.add_sliding_window(window)
     if c.attention_softcap:
@@ -139,8 +158,9 @@ def neighbours(x: Array, heads: int) -> Array:
     return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
-def _stored_as(shape: tuple[int, ...], dtype: str) -> "np.dtype[Any]":
-    return _BF16 if dtype == "bf16" and len(shape) == 2 else _F32
+def _stored_as(name: str, shape: tuple[int, ...], dtype: str) -> "np.dtype[Any]":
+    """Routers are float32, as llama.cpp's converter writes them."""
+    return _BF16 if dtype == "bf16" and len(shape) > 1 and not name.endswith("mlp.gate.weight") else _F32
 
 
 def _arranged(weights: NamedWeights, name: str) -> Array:

@@ -46,4 +46,5 @@ def multiply_operations(config: ModelConfig) -> float:
     """Operations of the matrix products of one token, without the head (it runs for sampled rows only)."""
     c = config
     attention = c.hidden_size * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
-    return 2.0 * c.n_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+    width = c.intermediate_size if c.experts is None else c.experts.routing.chosen * c.experts.size
+    return 2.0 * c.n_layers * (attention + 3 * c.hidden_size * width)
