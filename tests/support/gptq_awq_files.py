@@ -93,6 +93,9 @@ def packed_parts(rng: np.random.Generator, shape: tuple[int, int], packing: Pack
     }, exact  # fmt: skip
 
 
+ROUTERS = ("mlp.gate.weight", "moe.gate.weight", "feed_forward.gate.weight", "shared_expert_gate.weight")
+
+
 def write_packed(folder: Path, source: Path, packing: Packing, seed: int = 0, **fields: object) -> dict[str, Array]:
     """Write the decoder layers' matrices of `source` as random codes; return float64 weights by tensor name.
 
@@ -104,7 +107,8 @@ def write_packed(folder: Path, source: Path, packing: Packing, seed: int = 0, **
     exact: dict[str, Array] = {}
     for name in floats:
         values = floats.load(name)
-        if values.ndim == 1 or "embed" in name or name.startswith("lm_head"):
+        is_matrix = values.ndim == 2 and name.endswith(".weight")
+        if not is_matrix or "embed" in name or name.startswith("lm_head") or name.endswith(ROUTERS):
             tensors[name] = values
             continue
         parts, exact[name] = packed_parts(rng, values.shape, packing)

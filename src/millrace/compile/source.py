@@ -53,8 +53,9 @@ class Source:
         config = with_context(checkpoint.config, max_context)
         tensors, own = checkpoint.tensors, checkpoint.own_precisions
         names = _parameters(tensors, config)
+        shapes = {name: _shape(tensor, tensors[tensor].shape) for name, tensor in names.items()}
         weights = Weights(
-            {name: tensors[tensor].shape for name, tensor in names.items()}, lambda name: tensors.load(names[name]),
+            shapes, lambda name: tensors.load(names[name]).reshape(shapes[name]),
             lambda name, bits, group: tensors.stored(names[name], bits, group),
             formats={name: stored for name, tensor in names.items() if (stored := tensors.format(tensor))},
         )  # fmt: skip
@@ -117,6 +118,12 @@ def contexts(config: ModelConfig | EncoderConfig) -> tuple[int, int]:
         return config.max_context, min(config.max_positions, LONGEST)
     most = min(config.max_context, LONGEST)
     return min(most, DEFAULT_CONTEXT), most
+
+
+def _shape(tensor: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a parameter: biases of the choice of experts may be stored as one row."""
+    is_row = tensor.endswith("e_score_correction_bias") and len(shape) == 2 and shape[0] == 1
+    return shape[1:] if is_row else shape
 
 
 def _parameters(tensors: Iterable[str], config: ModelConfig | EncoderConfig) -> dict[str, str]:

@@ -18,7 +18,6 @@ _STACKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "granitemoe": {"block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight"},
 }
-_VECTORS = ("e_score_correction_bias",)  # stored as one row
 
 
 def split_expert_stacks(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -38,8 +37,6 @@ def _split(info: TensorInfo, config: ModelConfig) -> list[TensorInfo]:
     for end, new in _RENAMED.get(config.family, {}).items():
         if info.name.endswith(end):
             return [replace(info, name=info.name.removesuffix(end) + new)]
-    if info.name.endswith(_VECTORS) and len(info.shape) == 2 and info.shape[0] == 1:
-        return [replace(info, shape=info.shape[1:])]
     assert config.experts is not None
     for end, matrices in _STACKS.get(config.family, {}).items():
         shape, count = info.shape, config.experts.count
