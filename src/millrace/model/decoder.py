@@ -82,13 +82,14 @@ class MLP(Module):
 
 
 class GatedMLP(Module):
-    """down(activation(gate(x)) * up(x)) (arXiv:2002.05202)."""
+    """down(activation(gate(x)) * up(x)) (arXiv:2002.05202). size: its width; 0: as configured"""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, size: int = 0) -> None:
+        size = size or c.intermediate_size
         self._activation = ops.ACTIVATIONS[c.activation]
-        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.gate_proj = Linear(c.hidden_size, size, bias=c.mlp_bias)
+        self.up_proj = Linear(c.hidden_size, size, bias=c.mlp_bias)
+        self.down_proj = Linear(size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))

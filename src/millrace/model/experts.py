@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model import ops
+from millrace.model.decoder import GatedMLP
 from millrace.model.layers import Linear
 from millrace.model.module import Module, ModuleList, Parameter
 from millrace.model.tensor import Tensor
@@ -60,19 +61,6 @@ class Expert(Module):
             setattr(self, name, Linear(n_in, n_out, bias=bias))
 
 
-class SharedMLP(Module):
-    """down(activation(gate(x)) * up(x)), for all rows."""
-
-    def __init__(self, c: ModelConfig, size: int) -> None:
-        self._activation = ops.ACTIVATIONS[c.activation]
-        self.gate_proj = Linear(c.hidden_size, size, bias=c.mlp_bias)
-        self.up_proj = Linear(c.hidden_size, size, bias=c.mlp_bias)
-        self.down_proj = Linear(size, c.hidden_size, bias=c.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class ExpertMLP(Module):
     """The weighted sum of what a row's experts give, and what the shared MLP gives if there is one."""
 
@@ -87,7 +75,7 @@ class ExpertMLP(Module):
             setattr(self._bias_module(), names.bias, Parameter(experts.count))
         self.experts = ModuleList([Expert(c, experts.size, names, bias=experts.bias) for _ in range(experts.count)])
         if experts.shared_size:
-            setattr(self, names.shared, SharedMLP(c, experts.shared_size))
+            setattr(self, names.shared, GatedMLP(c, experts.shared_size))
         if experts.shared_gate:
             self.shared_expert_gate = Linear(c.hidden_size, 1, precision=_PRECISE)
 
