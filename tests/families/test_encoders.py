@@ -18,6 +18,7 @@ from millrace import LLM
 from millrace.api.embeddings import EmbeddingRequestOutput
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError, RequestError
+from millrace.kernels.attention.ref import distance_buckets
 from tests.support.checkpoints import random_encoder
 from tests.support.tolerance import assert_no_worse
 from tests.support.vocabularies import corpus, save_xlm_roberta, strange_text
@@ -30,6 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
     "roberta": {"type_vocab_size": 1, "layer_norm_eps": 1e-5},
     "xlm-roberta": {"type_vocab_size": 1, "layer_norm_eps": 1e-5},
     "nomic_bert": {"max_position_embeddings": 128, "type_vocab_size": 1},
+    "mpnet": {"relative_attention_num_buckets": 32},
     "camembert": {"pad_token_id": 5, "max_position_embeddings": 134, "type_vocab_size": 1},
 }
 LONGEST = 128  # tokens: 130 or 134 rows of positions, less those up to the padding token's
@@ -78,9 +80,30 @@ def test_vectors(family: str, pooling: str | None, seed: int, tmp_path: Path) ->
         assert_no_worse(ours[row], theirs[row], exact[row])
 
 
+def test_biases_by_distance_in_long_texts(tmp_path: Path) -> None:
+    """MPNet: distances beyond the last bucket, in texts of several spans of keys, as the reference table has them."""
+    folder = encoder(tmp_path / "model", "mpnet", max_position_embeddings=602, normalised=False)
+    texts = token_ids(4, (255, 257, 600))
+    with LLM(folder, tune=0) as llm:
+        ours = vectors(llm.embed(texts))
+    exact, theirs = truth(folder, texts, torch.float64, "mean"), truth(folder, texts, torch.float32, "mean")
+    for row in range(len(texts)):
+        assert_no_worse(ours[row], theirs[row], exact[row])
+
+
+@pytest.mark.parametrize("n_buckets", [8, 32])
+def test_buckets_are_those_of_transformers(n_buckets: int) -> None:
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    distances = np.arange(-700, 700)
+    theirs = MPNetEncoder.relative_position_bucket(torch.from_numpy(distances), num_buckets=n_buckets)
+    assert (distance_buckets(distances, n_buckets) == theirs.numpy()).all()
+
+
+@pytest.mark.parametrize("family", ["xlm-roberta", "mpnet"])
 @pytest.mark.parametrize(("precision", "farthest"), [("bf16", 0.03), ("w8a8", 0.08)])
-def test_precisions(precision: str, farthest: float, tmp_path: Path) -> None:
-    folder, texts = encoder(tmp_path / "model", "xlm-roberta"), token_ids(1)
+def test_precisions(family: str, precision: str, farthest: float, tmp_path: Path) -> None:
+    folder, texts = encoder(tmp_path / "model", family), token_ids(1)
     exact = truth(folder, texts, torch.float64, "mean")
     exact /= np.linalg.norm(exact, axis=1, keepdims=True)
     with LLM(folder, precision=precision, tune=0) as llm:

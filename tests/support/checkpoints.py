@@ -183,7 +183,7 @@ def random_checkpoint(
 
 ENCODERS: Mapping[str, Callable[..., None]] = {
     "bert": save_word_pieces, "roberta": save_roberta, "xlm-roberta": save_xlm_roberta, "camembert": save_xlm_roberta,
-    "nomic_bert": save_word_pieces,
+    "nomic_bert": save_word_pieces, "mpnet": save_roberta,
 }  # fmt: skip
 MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 

@@ -166,7 +166,7 @@ class RobertaForSequenceClassification(CrossEncoder):
 
 
 POOLED = {"BertForSequenceClassification"}  # architectures whose pooler is used
-_PREFIX = re.compile(r"(bert|roberta)\.")  # of checkpoints with a head
+_PREFIX = re.compile(r"(bert|roberta|mpnet)\.")  # of checkpoints with a head
 _HEADS = re.compile(r"pooler\.|cls\.(predictions|seq_relationship)\.|lm_head\.")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # of converted checkpoints
 

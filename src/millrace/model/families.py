@@ -19,6 +19,7 @@ from millrace.model.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from millrace.model.lfm2 import Lfm2ForCausalLM
 from millrace.model.llama import LlamaForCausalLM
 from millrace.model.module import Module
+from millrace.model.mpnet import mpnet_sentences
 from millrace.model.nomic_bert import nomic_bert_sentences
 from millrace.model.olmo2 import Olmo2ForCausalLM
 from millrace.model.phi import PhiForCausalLM
@@ -67,6 +68,7 @@ ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {
     "XLMRobertaModel": bert_sentences,
     "CamembertModel": bert_sentences,
     "NomicBertModel": nomic_bert_sentences,
+    "MPNetModel": mpnet_sentences,
     "BertForSequenceClassification": BertForSequenceClassification,
     "RobertaForSequenceClassification": RobertaForSequenceClassification,
     "XLMRobertaForSequenceClassification": RobertaForSequenceClassification,

@@ -169,9 +169,19 @@ def _windows(kernel: Pair, stride: Pair | None, padding: Pair) -> dict[str, tupl
     return {"kernel": _pair(kernel), "stride": _pair(kernel if stride is None else stride), "padding": _pair(padding)}
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of q (T, H, D) over all k, v (T, K, D) of its sequence, which is complete -> (T, H, D)."""
-    return q.trace.add("full_attention", (q, k, v, lengths), {"scale": _scale(q, scale)})
+def full_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float | None = None, *, biases: Tensor | None = None,
+    positions: int = 0,
+) -> Tensor:  # fmt: skip
+    """Attention of q (T, H, D) over all k, v (T, K, D) of its sequence, which is complete -> (T, H, D).
+
+    biases: (buckets, H), added to scores by the distance of key and query (arXiv:1910.10683 section 2.1)
+    positions: tokens of the longest sequence, with biases
+    """
+    inputs, attrs = (q, k, v, lengths), {"scale": _scale(q, scale)}
+    if biases is None:
+        return q.trace.add("full_attention", inputs, attrs)
+    return q.trace.add("full_attention", (*inputs, biases), {**attrs, "positions": positions})
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

@@ -36,6 +36,7 @@ class EncoderConfig:
     max_positions: int  # tokens of the longest text that the model can read
     n_types: int
     rope: RopeConfig | None = None  # None: positions are embedded
+    distance_buckets: int = 0  # of biases of attention scores by distance (arXiv:1910.10683); 0: there are none
     first_position: int = 0  # row of the position table that embeds a text's first token
     norm_eps: float
     activation: str  # "gelu" | "gelu_tanh" | "relu" | "silu"
@@ -80,11 +81,18 @@ def read_encoder(raw: Raw) -> EncoderConfig:
         n_layers=read.positive_int("num_hidden_layers", high=MAX_LAYERS), n_heads=n_heads,
         vocab_size=read.positive_int("vocab_size"), max_positions=max_positions,
         rope=rope,
-        n_types=read.positive_int("type_vocab_size"), first_position=first_position,
+        n_types=read.positive_int("type_vocab_size") if "type_vocab_size" in family.defaults else 1,
+        first_position=first_position, distance_buckets=_distance_buckets(read),
         norm_eps=read.positive_float("layer_norm_eps"),
         activation=ENCODER_ACTIVATIONS[activation], dtype=read_dtype(raw), notes=notes, max_context=max_positions,
         score_activation=cross_encoder.read_activation(raw) if scores else "",
     )  # fmt: skip
+
+
+def _distance_buckets(read: ConfigReader) -> int:
+    if "relative_attention_num_buckets" not in read.family.defaults:
+        return 0
+    return read.positive_int("relative_attention_num_buckets")
 
 
 _SWIGLU = "swiglu"  # the gated MLP with silu, whose name Nomic's files give as the activation
@@ -112,7 +120,7 @@ def _positions(read: ConfigReader) -> tuple[int, int]:
     n_rows = read.positive_int("max_position_embeddings")
     if "pad_token_id" not in read.family.defaults:
         return 0, n_rows
-    pad = read.get("pad_token_id")
+    pad = 1 if read.family.name == "mpnet" else read.get("pad_token_id")  # MPNet does not read its own
     if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < n_rows - 1:
         raise wrong("pad_token_id", pad, f"0 to {n_rows - 2}: positions follow it, up to max_position_embeddings")
     return pad + 1, n_rows - pad - 1

@@ -46,6 +46,8 @@ def check_runs(graph: Graph, kv: KvFormat | None) -> None:
             raise EngineError(f"element-wise {wrong} of this model on a GPU", "arithmetic of f32", "run it on the CPU")
     if any(node.attrs.get("sinks") for node in graph.nodes):
         raise EngineError("attention sinks of this model on a GPU", "attention without them", "run it on the CPU")
+    if any(node.op == "full_attention" and len(node.inputs) > 4 for node in graph.nodes):
+        raise EngineError("biases by distance of this model on a GPU", "attention without them", "run it on the CPU")
     check_keeps(kv)
     sizes = {static_dim(n.inputs[1], 2) for n in graph.nodes if n.op in ATTENTION}
     if kv == KvFormat.FP8 and (odd := [n for n in sorted(sizes) if n & n - 1]):

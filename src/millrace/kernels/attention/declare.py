@@ -9,6 +9,7 @@ KERNEL = Kernel(
     (
         Operand("q", "in", f"{ROWS} * q_stride * 4"),
         Operand("sinks", "weight?", "heads * 4"),
+        Operand("distance_bias", "weight?", "heads * bias_width * 4"),
         Operand("y", "out", f"{ROWS} * y_stride * (4 - 2 * packed)"),
     ),
     (
@@ -24,6 +25,7 @@ KERNEL = Kernel(
         "i32 layer",
         "i32 causal",
         "i32 window",  # keys that a row attends to, its own included; 0: all before it
+        "i32 bias_width",  # distances from -bias_width / 2 on that have a bias; 0: there is none
         "i32 tiles",  # over bfloat16 keys and values: products are summed as by tdpbf16ps
         "f32 scale",
         "f32 softcap",  # scores become softcap * tanh(score / softcap); 0: unchanged
@@ -36,6 +38,7 @@ KERNEL = Kernel(
         "causal >= 0",
         "causal <= 1",
         "window >= 0",
+        "bias_width >= 0",
         "y_stride >= heads * value_dim",
         "packed >= 0",
         "packed <= 1",

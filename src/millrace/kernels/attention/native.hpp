@@ -1,6 +1,7 @@
 // attention   y = softmax(q k^T * scale) v over the keys at positions 0 .. own position, read from the pages of a cache;
 //   window: over so many positions, the own one among them | not causal: over all keys of the sequence, which is there whole
 //   softcap: a score s is softcap * tanh(s / softcap)
+//   distance_bias: to the score of each key a number is added, by the head and the key's distance from the row
 //   sinks: to each row's sum of weights, exp(its head's sink - M) is added at last: a key whose value is zero
 //   q (T, heads * D) float at q_stride | y (T, heads * Dv) float or packed to bfloat16 | grouped queries: heads / kv_heads share one KV head
 //
@@ -173,6 +174,27 @@ inline void cap_scores(AttentionTile& t, int r, Own own) {
     store(t.scores[r] + i, cap * tanh(load(t.scores[r] + i) * inverse));
 }
 
+// Adds each key's bias to a row's scores, which are scaled then. The row's token is at a position of its own, from 0 on.
+template <bool SCALED>
+inline void add_distance_bias(AttentionTile& t, int r, int from, Own own) {
+  const int64_t width = t.a->bias_width, position = t.tokens[r] - t.c->sequences.starts[t.sequence];
+  const float* bias = t.a->distance_bias + t.heads[r] * width;
+  const F scale = splat(SCALED ? 1.0f : t.a->scale);
+  for (int i = own.begin / 16 * 16; i < own.end; i += 16) {
+    const int64_t at = from + i - position + width / 2;
+    F added;
+    if (at >= 0 && at + 16 <= width) {
+      added = load(bias + at);
+    } else {
+      float some[16] = {};
+      for (int64_t k = 0; k < 16; ++k)
+        if (at + k >= 0 && at + k < width) some[k] = bias[at + k];
+      added = load(some);
+    }
+    store(t.scores[r] + i, load(t.scores[r] + i) * scale + added);
+  }
+}
+
 // How each format takes its steps: `score` and `weigh` for several rows at once. One lives for a tile of rows.
 template <KvFormat Format>
 struct FloatSteps {
@@ -200,7 +222,7 @@ struct TiledSteps : TileSteps {
   using TileSteps::TileSteps;
   static void load(AttentionTile& t) { load_queries(t); }
   static void soften(AttentionTile& t, int from, int reach, int span, float* m, float* l) {
-    const float scale = t.a->softcap != 0 ? 1.0f : t.a->scale;
+    const float scale = t.a->softcap != 0 || t.a->distance_bias ? 1.0f : t.a->scale;
     each_own(t, from, reach, [&](int r, Own own) { soften_floats<true, false>(t.scores[r], own, span, scale, m[r], l[r]); });
   }
 };
@@ -244,6 +266,8 @@ void attend_span(AttentionTile& t, int from, float* m, float* l) {
     Steps::score(t, block_of(t, from + at), at);
   }
   if (t.a->softcap != 0) each_own(t, from, reach, [&](int r, Own own) { cap_scores<Steps::kScaled>(t, r, own); });
+  if (t.a->distance_bias)
+    each_own(t, from, reach, [&](int r, Own own) { add_distance_bias<Steps::kScaled>(t, r, from, own); });
   Steps::soften(t, from, reach, span, m, l);
   const Own all{t.first > from ? (t.first - from) / Steps::kTogether * Steps::kTogether : 0, reach};
   Steps::weigh(t, 0, t.rows, from, all);

@@ -3,19 +3,22 @@
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.errors import GraphError
 from millrace.graph.shape_rules import check_positions, illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
-from millrace.kernels.attention.ref import ScoreRules, attention
+from millrace.kernels.attention.ref import ScoreRules, attention, distance_buckets
 from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.declare import MAX_HEAD, MAX_PARAM, RowFormat
-from millrace.kernels.operand_places import Operands, View
+from millrace.kernels.matmul.pack import SlabTask, finite
+from millrace.kernels.operand_places import Operands, PackedPlace, View, as_bytes, constant_of
 from millrace.kernels.operators import (
     EvaluationContext,
     KernelOperator,
     Params,
     ProgramWriter,
+    Rows,
     StoredValue,
     float_attr,
     int_attr,
@@ -60,7 +63,14 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
 
 
 def _full_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
-    return _heads("full_attention", inputs)
+    q, positions = inputs[0], attrs.get("positions")
+    if len(inputs) == 5:
+        buckets = inputs[4]
+        if buckets.constant is None or len(buckets.shape) != 2 or buckets.shape[1] != q.shape[1]:
+            raise illegal("full_attention", f"biases {buckets}", f"a constant [buckets, {q.shape[1]}]")
+        if not isinstance(positions, int) or not 1 <= positions <= MAX_PARAM // 2:
+            raise illegal("full_attention", f"biases for {positions!r:.60} positions", "a number of at least 1")
+    return _heads("full_attention", inputs[:4])
 
 
 def window_of(node: Node) -> int:
@@ -105,10 +115,11 @@ def _reference(node: Node, values: EvaluationContext) -> StoredValue:
 def _full_reference(node: Node, values: EvaluationContext) -> StoredValue:
     lengths, scale = values.numbers(node.inputs[3]), float_attr(node, "scale")
     q, k, v = values.as_kept(*(values.rows(x) for x in node.inputs[:3]))
+    rules = ScoreRules(distance_bias=None if len(node.inputs) < 5 else _by_distance(node, values.rows(node.inputs[4])))
     y, at = np.zeros((*q.shape[:2], v.shape[2])), 0
     for length in lengths:
         part = slice(at, at := at + int(length))
-        y[part] = attention(q[part], k[part], v[part], None, scale, bf16_weights=values.bf16_weights)
+        y[part] = attention(q[part], k[part], v[part], None, scale, rules, bf16_weights=values.bf16_weights)
     return values.stored(y, node)
 
 
@@ -126,7 +137,7 @@ def _lower(node: Node, writer: ProgramWriter) -> None:
 
 def _full_lower(node: Node, writer: ProgramWriter) -> None:
     """Lower to attention over pages that last for one run, so that one kernel serves both kinds of attention."""
-    q, k, _, lengths = node.inputs
+    q, k, _, lengths = node.inputs[:4]
     _check_step(writer, q, lengths=lengths)
     _attend(node, writer, (writer.view(q), writer.view(k)), {}, causal=False)
 
@@ -181,11 +192,37 @@ def _attend(
         **shape, "heads": heads, "packed": int(packed), "y_stride": y.row_elements,
         "causal": int(causal), "window": window, "tiles": int(tiles), "scale": float_attr(node, "scale"),
         "softcap": softcap_of(node),
+        "bias_width": 2 * int_attr(node, "positions") if "positions" in node.attrs else 0,
     }  # fmt: skip
     note = (BF16_BY_TILES if tiles else cache.format) + (f", window of {window}" if window else "")
-    sinks = sinks_of(node)
-    operands: Operands = {"q": q, "sinks": None if sinks is None else writer.vector(sinks), "y": y}
+    sinks, buckets = (
+        sinks_of(node),
+        node.inputs[4] if node.operator is FULL_ATTENTION and len(node.inputs) > 4 else None,
+    )
+    operands: Operands = {
+        "q": q, "sinks": None if sinks is None else writer.vector(sinks), "y": y,
+        "distance_bias": None if buckets is None else writer.constant(
+            (buckets,), f"by distance up to {node.attrs['positions']}", lambda: _pack_distances(node, buckets)
+        ),
+    }  # fmt: skip
     writer.add("attention", operands, attend, node, note, cache)
+
+
+def _by_distance(node: Node, buckets: Rows) -> Rows:
+    """Return the biases (H, 2 positions) of distances from -positions on, from those of buckets (buckets, H)."""
+    positions = int_attr(node, "positions")
+    result: Rows = buckets[distance_buckets(np.arange(-positions, positions), len(buckets))].T
+    return result
+
+
+def _pack_distances(node: Node, buckets: Value) -> PackedPlace:
+    constant, shape = constant_of(buckets), (static_dim(buckets, 1), 2 * int_attr(node, "positions"))
+
+    def pack(_: SlabTask) -> NDArray[np.uint8]:
+        biases = finite(constant.load(), np.dtype(np.float32)).astype(np.float64)
+        return as_bytes(_by_distance(node, biases).astype(np.float32))
+
+    return PackedPlace("+".join(constant.origin), constant.origin, shape, "f32", 4 * shape[0] * shape[1], pack)
 
 
 _ATTRS = frozenset({"layer", "scale", "storage", "window", "softcap", "sinks"})
@@ -198,7 +235,7 @@ ROPE_ATTENTION = KernelOperator(
     reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 FULL_ATTENTION = KernelOperator(
-    name="full_attention", inputs=(4, 4), integers=frozenset({3}), attrs=frozenset({"scale", "storage"}),
+    name="full_attention", inputs=(4, 5), integers=frozenset({3}), attrs=frozenset({"scale", "storage", "positions"}),
     shapes=_full_shapes, reference=_full_reference, lower=_full_lower, packs=packs_elements, whole_sequences=True,
 )  # fmt: skip
 OPERATORS = (ATTENTION, ROPE_ATTENTION, FULL_ATTENTION)

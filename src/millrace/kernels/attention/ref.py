@@ -6,7 +6,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from millrace.kernels.arrays import Array
+from millrace.kernels.arrays import Array, IntArray
 from millrace.kernels.convert.ref import to_bf16
 from millrace.kernels.declare import ZERO_GROUP_THRESHOLD
 from millrace.kernels.matmul.pack import hadamard
@@ -18,11 +18,28 @@ class ScoreRules(NamedTuple):
     window: keys that a row attends to, its own included; 0: all before it
     softcap: scores become softcap * tanh(score / softcap); 0: unchanged
     sinks: (H,), scores of a further key of each head, whose value is zero (arXiv:2508.10925)
+    distance_bias: (H, 2 C), added to the score of a key at distance d behind the row, in column d + C
     """
 
     window: int = 0
     softcap: float = 0.0
     sinks: Array | None = None
+    distance_bias: Array | None = None
+
+
+def distance_buckets(distances: IntArray, n_buckets: int, max_distance: int = 128) -> IntArray:
+    """Return the bucket of each distance of a key from a row (arXiv:1910.10683 section 2.1).
+
+    Half of them are for keys behind the row. In each half small distances have a bucket each, larger ones share them
+    by their logarithm; beyond `max_distance` all are in the last one. Computed in float32, as in transformers.
+    """
+    half = n_buckets // 2
+    n, exact = np.abs(distances), half // 2
+    with np.errstate(divide="ignore"):
+        logarithms = np.log(n.astype(np.float32) / np.float32(exact)) / np.float32(np.log(max_distance / exact))
+    shared = exact + np.where(n == 0, 0, logarithms * np.float32(half - exact)).astype(np.int64)
+    result: IntArray = np.where(distances > 0, half, 0) + np.where(n < exact, n, np.minimum(shared, half - 1))
+    return result
 
 
 def attention(
@@ -35,13 +52,16 @@ def attention(
     of K -> (T, H, Dv)
     bf16_weights: exp(score - max) is rounded to bfloat16, as over bfloat16 and fp8 pages (there by spans of 256)
     """
-    window, softcap, sinks = rules or ScoreRules()
+    window, softcap, sinks, distance_bias = rules or ScoreRules()
     T, H, D = q.shape
     K = k.shape[1]
     grouped = q.reshape(T, K, H // K, D)
     scores = np.einsum("tkgd,ukd->tkgu", grouped, k) * q.dtype.type(scale)
     if softcap:
         scores = np.tanh(scores / q.dtype.type(softcap)) * q.dtype.type(softcap)
+    if distance_bias is not None:
+        distances = np.arange(k.shape[0])[None, :] - np.arange(T)[:, None] + distance_bias.shape[1] // 2
+        scores = scores + distance_bias[:, distances].reshape(K, H // K, T, -1).transpose(2, 0, 1, 3)
     if first is not None:
         ages = first + np.arange(T)[:, None] - np.arange(k.shape[0])[None, :]
         outside = (ages < 0) | (ages >= window) if window else ages < 0

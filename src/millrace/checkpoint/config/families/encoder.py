@@ -58,11 +58,17 @@ def _family(name: str, prefix: str, defaults: Mapping[str, object], *heads: str)
     )  # fmt: skip
 
 
+_MPNET: dict[str, object] = {
+    **{key: value for key, value in _BERT.items() if key != "type_vocab_size"},
+    "vocab_size": 30527, "relative_attention_num_buckets": 32, "pad_token_id": 1,
+}  # fmt: skip
+
 ENCODERS = (
     _family("bert", "Bert", _BERT, "MaskedLM", "PreTraining"),
     _family("roberta", "Roberta", {**_ROBERTA, "vocab_size": 50265}, "MaskedLM"),
     _family("xlm-roberta", "XLMRoberta", _ROBERTA, "MaskedLM"),
     _family("camembert", "Camembert", _ROBERTA, "MaskedLM"),
+    ModelFamily("mpnet", "MPNetModel", _MPNET, is_encoder=True, also=("MPNetForMaskedLM",)),
     ModelFamily(
         "nomic_bert",
         "NomicBertModel",
