@@ -82,7 +82,7 @@ def symbol(name: str, high: int = 8) -> dict[str, object]:
         ({"vocab_size": 0}, "without a vocabulary"),
         ({"cpu": {"outputs": [{"name": "y", "shape": ["T", "Q"], "dtype": "f32", "offset": 0}]}}, "without bounds"),
         ({"cpu": {"activation_bytes": 64}}, "cannot run"),
-        ({"cpu": {"n_calls": 2**50}}, "calls, in"),
+        ({"cpu": {"n_calls": 2**50}}, "calls, but"),
         ({"cpu": {"weights_bytes": 64}}, "weights"),
         ({"cpu": {"caches": []}}, "cannot run"),
         ({"cpu": {"caches": [{**CACHE, "format": "int2"}]}}, "not readable"),

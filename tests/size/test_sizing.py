@@ -240,7 +240,7 @@ def test_the_cache_of_an_8b_on_one_h100() -> None:
 @pytest.mark.parametrize("wrong, said", [
     (lambda: plan(0, [point(1, 1, 0.1)], Limits(), Fleet()), "a peak of 0 requests/s"),
     (lambda: plan(float("nan"), [point(1, 1, 0.1)], Limits(), Fleet()), "a peak of nan"),
-    (lambda: plan(1e9, [point(1e-6, 1, 0.1)], Limits(), Fleet()), "at most 10,000,000[^|]*so many a day"),
+    (lambda: plan(1e9, [point(1e-6, 1, 0.1)], Limits(), Fleet()), "at most 10,000,000[^|]*as a number per day"),
     (lambda: plan(1, [], Limits(), Fleet()), "no operating point"),
     (lambda: plan(1, [point(1, 1, 0.9)], Limits(ttft_s=0.5), Fleet()), "limit on TTFT"),
     (lambda: plan(1, [point(1, 1, 0.1, p95=False)], Limits(ttft_s=0.5, statistic="p95"), Fleet()), "no p95"),
