@@ -22,6 +22,7 @@ from millrace.kernels.precision import Precision
 from millrace.machine.devices import Device
 from tests.cli.conftest import Millrace
 from tests.machine.test_devices import OURS, TENSOR_CORES
+from tests.support.checkpoints import random_checkpoint
 
 # What meets in the products of each precision: weights become what their rows are, and int8 rows meet integers.
 NEEDED = {
@@ -133,6 +134,13 @@ def test_kernels_of_a_cpu_are_timed_where_that_is_asked(
     monkeypatch.setattr(Builder, "from_settings", from_settings)
     done = millrace("build", "tiny", "-o", tmp_path / "e", "--device", "H100", *flags)
     done.assert_mistake(f"error: {seconds} seconds")
+
+
+def test_layers_that_no_gpu_kernel_computes(tmp_path: Path, millrace: Millrace) -> None:
+    folder = random_checkpoint(tmp_path / "checkpoint", "mixtral")
+    result = millrace("build", folder, "-o", tmp_path / "e", "--device", "H100")
+    assert result.code and "mixtures of experts of this model on a GPU" in result.err
+    assert not (tmp_path / "e").exists()
 
 
 def test_build_for_a_gpu(millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
