@@ -59,7 +59,10 @@ def test_missing_keys_have_transformers_defaults() -> None:
         ({"hidden_size": 36}, ["num_attention_heads", "multiple of 8"]),
         ({"layer_norm_eps": 0}, ["layer_norm_eps"]),
         ({"quantization_config": {}}, ["quantization_config"]),
-        ({"architectures": ["BertForTokenClassification"]}, ["BertForTokenClassification", "BertModel"]),
+        (
+            {"architectures": ["BertForTokenClassification"]},
+            ["BertForTokenClassification", 'did you mean "BertFor', "docs/models.md"],
+        ),
         ({"architectures": ["BertForSequenceClassification"]}, ["num_labels is None", "one label"]),
         ({"model_type": "llama"}, ["model_type", "bert"]),
     ],

@@ -7,7 +7,7 @@ from millrace.checkpoint.config.config_keys import GENERATION_KEYS, HARMLESS, ON
 from millrace.checkpoint.config.declared_keys import DECLARED
 from millrace.checkpoint.config.families.all_families import FAMILIES
 from millrace.checkpoint.config.families.family import ModelFamily, Neutral
-from millrace.errors import CheckpointError, close_matches, sanitize
+from millrace.errors import CheckpointError, close_matches, nearest, sanitize
 
 CONFIG = "config.json"
 MAX_LAYERS = 4096  # far more than any model has, so that a wrong value is refused at once
@@ -102,6 +102,13 @@ def positive_number(key: str, value: object) -> float:
     return float(value)
 
 
+# Shown where no name is near to an unknown one: there are too many to show all.
+_COMMON = (
+    "BertModel", "Gemma3ForCausalLM", "GptOssForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
+    "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
+
+
 def family_of(raw: Raw) -> ModelFamily:
     """Return the family by architecture, otherwise by model type. raises CheckpointError if it is not supported"""
     by_architecture = {
@@ -110,7 +117,6 @@ def family_of(raw: Raw) -> ModelFamily:
         for name in (family.architecture, *family.also, family.cross_encoder)
         if name
     }
-    supported = "one of " + ", ".join(sorted(by_architecture))
     names = raw.get("architectures")
     model_type = raw.get("model_type")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
@@ -118,7 +124,7 @@ def family_of(raw: Raw) -> ModelFamily:
         shown = names if name is None else name
         raise CheckpointError(
             f"config.json: the architecture is {shown!r}, which is not supported",
-            supported,
+            f"{nearest(name if isinstance(name, str) else '', by_architecture, _COMMON)} (docs/models.md lists all)",
             "choose a checkpoint of a supported family, or run this one in PyTorch, slowly: --model-impl transformers",
         )
     if isinstance(name, str):
@@ -129,7 +135,7 @@ def family_of(raw: Raw) -> ModelFamily:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"config.json: no architectures, and model_type is {model_type!r}",
-            f"architectures with {supported}",
+            f"architectures, or a model_type: {nearest(str(model_type or ''), FAMILIES)}",
             "choose a checkpoint of a supported family, or add architectures to config.json",
         )
     return FAMILIES[model_type]
