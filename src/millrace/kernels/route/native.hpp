@@ -3,6 +3,7 @@
 //   weights are the scores alone. sparsemixer: each expert's share among the logits close to it, one expert after another.
 //   A row without numbers (NaN) still has `chosen` different experts.
 #pragma once
+#include "softmax/native.hpp"
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kMaxExperts = 1024;
@@ -31,19 +32,6 @@ inline float sum_of_best(const float* values, int from, int to, int count) {
     total += values[e];
   }
   return total;
-}
-
-inline void softmax_scores(const float* x, int n, float* scores) {
-  F most = splat(-__builtin_inff()), sums = zero();
-  each_vector(0, n, [&](int64_t i, auto lanes) { most = lanes.only(max(lanes.load(x + i), most), most); });
-  const F top = splat(largest(most));
-  each_vector(0, n, [&](int64_t i, auto lanes) {
-    const F e = exp(lanes.load(x + i) - top);
-    lanes.store(scores + i, e);
-    sums = sums + lanes.only(e, zero());
-  });
-  const F all = splat(sum(sums));
-  each_vector(0, n, [&](int64_t i, auto lanes) { lanes.store(scores + i, lanes.load(scores + i) / all); });
 }
 
 inline void sigmoid_scores(const float* x, int n, float* scores) {
@@ -110,7 +98,7 @@ inline void route(const RouteArgs& a, StepContext& c) {
         continue;
       }
       if (a.scoring == 0)
-        softmax_scores(x, a.n, scores);
+        softmax_row(x, a.n, scores);
       else
         sigmoid_scores(x, a.n, scores);
       choose_by_scores(a, scores, choice, weights, experts);
